@@ -25,9 +25,13 @@ BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
 
 WRONG: list[tuple[str, str, str]] = [
     ("an empty field", f"'': 3\nmodel: {{{LLAMA}}}\n{REST}", "empty name"),
-    ("no field", f"? \n: 3\nmodel: {{{LLAMA}}}\n{REST}", "field's name is text"),
+    ("no field", f"? \n: 3\nmodel: {{{LLAMA}}}\n{REST}", "field names must be strings"),
     ("config is text", f"model: {{architecture: llama, config: text}}\n{REST}", "model: config(.|\n)*mapping"),
-    ("config is a number", f"model: {{{LLAMA}, config: 3}}\n{REST}", "model.config(.|\n)*write it like config"),
+    (
+        "config is a number",
+        f"model: {{{LLAMA}, config: 3}}\n{REST}",
+        "model.config(.|\n)*write config: {hidden_size: 384}",
+    ),
     (
         "config is a list",
         f"model: {{{LLAMA}, config: [3]}}\n{REST}",
@@ -70,7 +74,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("a source of nothing", f"model: {{preset: ''}}\n{REST}", "model.preset: is ''"),
     ("data is a list", f"model: {{{LLAMA}}}\ndata: []\n", "job: data: is a list"),
     ("a sequence without end", f"model: {{{LLAMA}}}\n{REST[:-2]}, target_length: 10000000000}}\n", "at most 16777216"),
-    ("too large a file", "#" * (MOST_BYTES + 1), "too many for settings"),
+    ("too large a file", "#" * (MOST_BYTES + 1), "too many for a file of settings"),
 ]
 
 

@@ -1,7 +1,8 @@
 """The entry point of `tightfit` and `python -m tightfit`: runs a command and turns errors into exit
 codes.
 
-0 done, 1 the run failed, 2 the input is wrong, 3 it does not fit, 128 + n if signal n ended it.
+Exit codes: 0 success, 1 the run failed, 2 the input is wrong, 3 the job does not fit the memory,
+128 + n signal n ended the run.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Run the command line. Errors print a message and set the exit code; --traceback shows the
-    traceback."""
+    """Run the command line. An error prints a message and sets the exit code; with --traceback,
+    Python prints the traceback too."""
     from tightfit.errors import TightfitError
 
     show = "--traceback" in sys.argv
@@ -44,8 +45,11 @@ def main() -> None:
 
 
 def _end(code: str | int | None) -> NoReturn:
-    """Exit. A failing process of a distributed training exits at once, because threads that wait in
-    collectives would block it or change its exit code."""
+    """Exit with this code.
+
+    A failing process of a distributed training skips Python's cleanup (os._exit), because threads
+    that wait in collectives would block the exit or change the exit code.
+    """
     group = sys.modules.get("torch.distributed.distributed_c10d")
     if code and isinstance(code, int) and group is not None and group.is_initialized() and group.get_world_size() > 1:
         sys.stdout.flush()

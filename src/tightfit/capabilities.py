@@ -1,7 +1,8 @@
-"""Capabilities of a machine: which precisions are fast on it, and whether torch.compile has what it
-needs.
+"""Capabilities of a machine: which precisions are fast, and whether torch.compile finds the
+compiler that it needs.
 
-It imports no torch, because a command asks this before it decides how the process starts.
+This module does not import torch, because commands use it before they set the environment of the
+training process.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from tightfit.machine import FLOAT8, Machine
 from tightfit.machines.gpus import GENERATIONS, multiplies_float8
 
 LARGE = 4096  # rows, columns and depth of a large product
-WORTH = 1.2  # a precision is fast if its matrix products are this many times as fast as fp32's
+WORTH = 1.2  # a precision is fast if its matrix products are at least 1.2 times as fast as in fp32
 
 
 def has_fast_fp16(machine: Machine) -> bool:
-    """Whether fp16 products are faster than fp32: on every CUDA device since Volta, on no CPU."""
+    """Whether matrix products are faster in fp16 than in fp32: on every CUDA device since Volta, on
+    no CPU."""
     if machine.device != "cuda":
         return False
     known = machine.matrix_flops_per_s
@@ -27,14 +29,18 @@ def has_fast_fp16(machine: Machine) -> bool:
 
 
 def has_fast_tf32(machine: Machine) -> bool:
-    """Whether products are faster in tf32 than in fp32, by the device table or a calibration."""
+    """Whether matrix products are faster in tf32 than in fp32, by the device table or a
+    calibration."""
     known = machine.matrix_flops_per_s
     return "tf32" in known and "fp32" in known and known["tf32"].value > WORTH * known["fp32"].value
 
 
 def has_fast_bf16(machine: Machine) -> bool:
-    """Whether bf16 products are faster than fp32: as measured, else by the CPU's instructions or
-    the GPU's generation."""
+    """Whether matrix products are faster in bf16 than in fp32.
+
+    Decided by measured or published rates; without them, by the CPU's instructions or the GPU's
+    architecture.
+    """
     measured = machine.matrix_flops_per_s
     glanced = any(figure.source == "glance" for figure in measured.values())
     if "fp32" in measured and not glanced:  # both sources have every dtype of the device
@@ -50,7 +56,10 @@ def has_fast_bf16(machine: Machine) -> bool:
 
 
 def has_fast_float8(machine: Machine, recipe: str) -> bool:
-    """Whether float8 products, scaled as the recipe says (tensorwise, rowwise), are faster than bf16 ones."""
+    """Whether matrix products are faster in float8 than in bf16.
+
+    recipe  how the factors are scaled: tensorwise or rowwise
+    """
     if machine.device != "cuda" or not multiplies_float8(machine.architecture, recipe == "rowwise"):
         return False
     return machine.achieved("product", FLOAT8, LARGE) > machine.achieved("product", "bfloat16", LARGE)
@@ -61,11 +70,12 @@ def can_compile(machine: Machine) -> bool:
 
 
 def missing_for_compile(machine: Machine) -> str:
-    """What torch.compile needs and does not find on this machine, in words; empty if nothing is
-    missing.
+    """Return what torch.compile needs but does not find on this machine, such as "a compiler (g++,
+    clang++, c++)"; empty if nothing is missing.
 
-    A machine of the device table or of a machine file is assumed to have everything. For CPUs torch.compile generates
-    C++. For CUDA devices it uses Triton, which compiles a C stub for each kernel.
+    A machine of the device table or of a machine file is assumed to have everything. For CPUs
+    torch.compile generates C++. For CUDA devices it uses Triton, which compiles a C stub for each
+    kernel.
     """
     if not machine.is_here:
         return ""

@@ -1,4 +1,4 @@
-"""The command line: one verb for each command, each a few lines that call `report/`.
+"""The command line. Each command is a function of a few lines that calls `report/`.
 
 Heavy imports are inside the commands, so that `tightfit --help` is fast.
 """
@@ -32,7 +32,7 @@ MachineName = Annotated[
     typer.Option(
         "--machine",
         metavar="NAME",
-        help="a known machine (tightfit machine --list) or a machine file; left out, this one",
+        help="a known machine (tightfit machine --list) or a machine file; default: this machine",
     ),
 ]
 Timeout = Annotated[
@@ -46,7 +46,9 @@ Interface = Annotated[
 Price = Annotated[
     float | None,
     typer.Option(
-        "--price", metavar="NUMBER", help="of an hour of one device, in any currency: adds the training's cost"
+        "--price",
+        metavar="NUMBER",
+        help="price of one device per hour, in any currency, such as 2.5: adds the training's cost",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON and nothing else")]
@@ -79,16 +81,16 @@ def train(
         typer.Option(
             "--machine",
             metavar="NAME",
-            help="figures to plan with, instead of this machine's: a name or a machine file",
+            help="plan with the figures of another machine: its name, or a machine file",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="where the run's files go; left out, runs/<job name>")
+        Path | None, typer.Option("--out", metavar="DIR", help="folder for the run's files; default: runs/<job name>")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in --out")] = False,
     nproc: Annotated[
         int,
-        typer.Option("--nproc", min=1, metavar="N", help="processes on this host that train together, a device each"),
+        typer.Option("--nproc", min=1, metavar="N", help="processes on this host that train together, one device each"),
     ] = 1,
     timeout: Timeout = 10.0,
     interface: Interface = None,
@@ -99,12 +101,13 @@ def train(
             min=1,
             max=255,
             metavar="CODE",
-            help="exit code after SIGTERM or SIGUSR1 has ended the run and it was saved; left out, 143 or 138",
+            help="exit code if SIGTERM or SIGUSR1 ends the run after a checkpoint is saved; default: 143 or 138",
         ),
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Train a job: choose what its plan leaves open, train, checkpoint, and write a record."""
+    """Train a job: choose the plan fields that are not fixed, train, checkpoint, and write a
+    record."""
     from tightfit.report.commands import train_command
     from tightfit.report.processes import LaunchOptions
 
@@ -116,19 +119,23 @@ def train(
 def import_file(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="another tool's configuration: YAML, JSON or TOML")],
     tool: Annotated[
-        str | None, typer.Option("--from", metavar="TOOL", help="deepspeed, axolotl, ...; left out, the keys tell it")
+        str | None,
+        typer.Option("--from", metavar="TOOL", help="deepspeed, axolotl, ...; default: recognized by the file's keys"),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="where job.yaml and plan.yaml go; left out, imported/<file name>"),
+        typer.Option("--out", metavar="DIR", help="folder for job.yaml and plan.yaml; default: imported/<file name>"),
     ] = None,
     devices: Annotated[
         int | None,
-        typer.Option("--devices", min=1, metavar="N", help="devices that trained together, if the file does not say"),
+        typer.Option(
+            "--devices", min=1, metavar="N", help="number of devices that train together, if the file does not say it"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Turn another tool's configuration into a job and a plan, and say what became of each key."""
+    """Translate another tool's configuration into a job and a plan, and print how each key was
+    translated."""
     from tightfit.report.importing import import_command
 
     import_command(file, tool, out, devices, as_json)
@@ -142,7 +149,7 @@ def launch(
     skypilot: Annotated[bool, typer.Option("--skypilot", help="a task for sky launch")] = False,
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="hosts")] = 1,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="devices of each host")] = 8,
-    accelerator: Annotated[str, typer.Option("--accelerator", help="the GPUs of SkyPilot's hosts")] = "H100",
+    accelerator: Annotated[str, typer.Option("--accelerator", help="SkyPilot: the type of GPU of the hosts")] = "H100",
     changes: Changes = None,
 ) -> None:
     """Write the script that starts a training on several hosts."""
@@ -158,11 +165,11 @@ def explain(
     plan: PlanFile = None,
     machine: MachineName = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="the most a device may use: 24GiB")
+        str | None, typer.Option("--memory", metavar="SIZE", help="largest memory that a device may use, such as 24GiB")
     ] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="how many plans to show")] = 6,
     analyze: Annotated[
-        bool, typer.Option("--analyze", help="run a few steps and set measured beside predicted")
+        bool, typer.Option("--analyze", help="also run a few steps, and print measured beside predicted figures")
     ] = False,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="draw memory over the step: FILE.svg, .png or .pdf")
@@ -177,8 +184,8 @@ def explain(
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict where each byte and millisecond of a step will go, and choose the fastest plan that
-    fits."""
+    """Choose the fastest plan that fits, and predict the memory and time of its steps, row by
+    row."""
     from tightfit.report.commands import explain_command
 
     explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json, timeline, price)
@@ -192,19 +199,20 @@ def sweep(
         typer.Option(
             "--over",
             metavar="NAME=VALUE,VALUE",
-            help="what is varied: train.batch=8,16, plan.zero=2,3, machine=l40s,h100-sxm; may be given several times",
+            help="a field to vary, and its values: train.batch=8,16, plan.zero=2,3, machine=l40s,h100-sxm; may be repeated",
         ),
     ] = None,
     plan: PlanFile = None,
     price: Price = None,
-    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="write the table there, too")] = None,
+    csv: Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="also write the table to this file")] = None,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="draw the table: FILE.svg, .png or .pdf")
     ] = None,
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain every combination of some values of a job, its plan and the machine, as a table."""
+    """Predict every combination of the given values of a job, its plan and the machine, and print a
+    table."""
     from tightfit.report.sweep import sweep_command
 
     sweep_command(job, plan, over or [], changes or [], price, csv, picture, as_json)
@@ -215,7 +223,8 @@ def ladder(
     job: JobFile,
     machine: MachineName = None,
     run: Annotated[
-        bool, typer.Option("--run", help="run a few steps of each rung on this machine, each in its own process")
+        bool,
+        typer.Option("--run", help="also run a few steps of each rung on this machine, each rung in its own process"),
     ] = False,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="draw the rungs: FILE.svg, .png or .pdf")
@@ -223,8 +232,8 @@ def ladder(
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each method does to a job: from the plain loop up, one more at a time, and each
-    alone."""
+    """Show how each method changes the memory and time of a job: added one after another to a plain
+    training loop (the rungs), and each method alone."""
     from tightfit.report.ladder import ladder_command
 
     ladder_command(job, machine, run, changes or [], picture, as_json)
@@ -243,7 +252,8 @@ def verify(
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the plan beside the reference plan and print the largest differences."""
+    """Train a few steps with the plan and with the reference plan, and print the largest
+    differences between them."""
     from tightfit.report.commands import verify_command
     from tightfit.report.processes import LaunchOptions
 
@@ -253,19 +263,22 @@ def verify(
 @app.command()
 def machine(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME[:COUNT[xNODES]]]", help="or a machine file; left out: this machine")
+        str | None,
+        typer.Argument(
+            metavar="[NAME[:COUNT[xNODES]]]", help="a known machine, or a machine file; default: this machine"
+        ),
     ] = None,
     known: Annotated[bool, typer.Option("--list", help="list the machines that are known by name")] = False,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (about a minute)")] = False,
     records: Annotated[
         list[Path] | None,
         typer.Option(
-            "--record", metavar="FILE", help="record.json of a run on this machine, to fit predicted times to"
+            "--record", metavar="FILE", help="record.json of a run on this machine; predicted times are fitted to it"
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Show this machine's figures and their sources, or those of a known machine."""
+    """Show the figures of this machine, or of a known machine, and where each figure comes from."""
     from tightfit.report.machine import machine_command
 
     machine_command(name, known, calibrate, records or [], as_json)

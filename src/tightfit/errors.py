@@ -1,4 +1,4 @@
-"""The package's errors, each with its exit code, and its warning.
+"""The package's errors, each with its exit code, and the package's warning.
 
 An InputError says what was asked, what was found, and the smallest change that works.
 """
@@ -11,7 +11,8 @@ _LONGEST = 1500  # characters of a part of a message
 
 
 def _shown(text: str) -> str:
-    """The text without control characters, and without the middle if it is long, for a terminal."""
+    """Return `text` as a terminal may print it: control characters are escaped, and the middle of a
+    text longer than _LONGEST is left out."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     if text.isascii() and text.isprintable():
@@ -20,7 +21,7 @@ def _shown(text: str) -> str:
 
 
 class TightfitError(Exception):
-    """A run that failed for a reason tightfit can name. Exit code 1."""
+    """A run failed for a reason that tightfit knows. Exit code 1."""
 
     exit_code = 1
 
@@ -42,15 +43,15 @@ class InputError(TightfitError, ValueError):
 
 
 class Untraceable(InputError):
-    """A model that cannot be traced on fake tensors. It trains, but its memory and time cannot be
-    predicted."""
+    """The model cannot be traced on fake tensors. It can be trained, but its memory and time cannot
+    be predicted."""
 
 
 class DoesNotFit(TightfitError):
     """The job does not fit the machine's memory with this plan. Exit code 3.
 
-    content: what `tightfit explain --json` prints of it; None if the error does not come from a
-    search.
+    content: the JSON content that `tightfit explain --json` prints; None if the error does not come
+    from a search.
     """
 
     exit_code = 3
@@ -61,4 +62,4 @@ class DoesNotFit(TightfitError):
 
 
 class TightfitWarning(UserWarning):
-    """Something that works as it was asked for, but may not be what was meant."""
+    """The input is valid and is used as written, but the user may have meant something else."""

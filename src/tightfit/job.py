@@ -1,4 +1,4 @@
-"""Job: what is trained. It fixes the mathematics, and nothing about how the job is fitted to a
+"""Job: what is trained. A job fixes the mathematics. A plan says how the job is fitted to a
 machine."""
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 def _where_defined(thing: Any) -> dict[str, str] | None:
-    """The mapping by which a Python object, given instead of a section, is written to a job file.
+    """Return the mapping that a job file gets for a Python object that stands in place of a
+    section.
 
-    A top-level function or class of a module or script is written as a job file names it. Anything
-    else is written as a description, which cannot be read back; reading it raises an error that
-    says so.
+    A top-level function or class becomes {python: "module:name"}, which a job file can name. Any
+    other object becomes a description such as "<a list of 4 made in Python>"; reading such a file
+    raises an error.
     """
     if thing is None or isinstance(thing, Value):
         return None if thing is None else thing.content()
@@ -60,16 +61,16 @@ PythonObject = Annotated[
 
 
 class ModelSpec(Value):
-    """The model: exactly one of preset, architecture, from, python. Other keys are transformers
-    config keys.
+    """The model: exactly one of preset, architecture, from, python. Beside preset or architecture,
+    every other key is a transformers config key.
 
-    preset        a name in `tightfit.models.presets`; its sizes are the paper's or the published
-                  config's
+    preset        a name in `tightfit.models.presets`; its sizes are those of the paper or of the
+                  published config
     architecture  a transformers model type (llama, gpt2, bert, vit, t5, ...), with its config keys
-                  beside it
+                  in the same mapping: {architecture: llama, hidden_size: 384}
     from          a local folder with config.json and safetensors files
     python        "file.py:function" or "package.module:function", which returns an nn.Module
-    task          what is trained; left out, it follows from the model
+    task          what is trained, such as causal-lm; if left out, the task follows from the model
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -79,7 +80,10 @@ class ModelSpec(Value):
     from_: str | None = Field(None, alias="from")
     python: str | None = None
     task: Task | None = None
-    blocks: str | None = Field(None, description="name of the list of repeated blocks, where it is not found by itself")
+    blocks: str | None = Field(
+        None,
+        description="name of the list of repeated blocks, such as transformer.h; needed only if tightfit does not find it",
+    )
     tensor_parallel: dict[str, str] | None = Field(
         None, description="how tp shards which modules: {blocks.*.up: colwise, blocks.*.down: rowwise}"
     )
@@ -107,7 +111,7 @@ class ModelSpec(Value):
             raise InputError(
                 "job: model.config",
                 f"expected a mapping of config keys, found {config!r}",
-                "write it like config: {hidden_size: 384}, or its keys beside architecture",
+                "write config: {hidden_size: 384}, or put the keys directly under model, next to architecture",
             )
         return {**kept, "config": {**config, **extra}}
 
@@ -127,8 +131,8 @@ class ModelSpec(Value):
 
 
 class DataSpec(Value):
-    """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python; and how
-    samples are made from it."""
+    """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python. The other
+    fields say how samples are made from this source."""
 
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
     jsonl: str | list[str] | None = None
@@ -141,10 +145,10 @@ class DataSpec(Value):
     target_field: str | None = Field(None, description="seq2seq: the field of the target text")
     label_field: str = "label"
     tokenizer: str | None = Field(
-        None, description="a folder or tokenizer.json; left out, a byte-level BPE is trained on the data"
+        None, description="a folder or tokenizer.json; if left out, a byte-level BPE is trained on the data"
     )
     vocabulary_size: int | None = Field(
-        None, gt=0, description="tokens the trained BPE has; left out, the model's vocabulary"
+        None, gt=0, description="number of tokens of the trained BPE; if left out, the size of the model's vocabulary"
     )
     sequence_length: int = Field(256, gt=1, le=2**24)
     target_length: int | None = Field(None, gt=1, le=2**24)
@@ -174,7 +178,7 @@ class DataSpec(Value):
 
 
 class Train(Value):
-    """How it is trained: optimizer, learning-rate schedule, batch and length.
+    """How the model is trained: optimizer, learning-rate schedule, batch and length.
 
     `batch` is the number of samples (sequences) per optimizer step, on all devices together.
     """
@@ -185,15 +189,24 @@ class Train(Value):
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
-    trust: float = Field(1e-3, gt=0, description="LARS: share of its norm that a layer may move by in a step")
+    trust: float = Field(
+        1e-3,
+        gt=0,
+        description="LARS: the trust coefficient, the length of a layer's update as a fraction of its weights' norm",
+    )
     norm_clamp: tuple[float, float] | None = Field(
-        None, description="LAMB: the least and the largest norm that a weight counts with"
+        None, description="LAMB: the smallest and the largest weight norm that the trust ratio is computed with"
     )
     schedule: ScheduleName = "constant"
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
-    decay: float = Field(0.2, gt=0, le=1, description="warmup-stable-decay: share of the steps that decay")
+    decay: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="warmup-stable-decay: the final fraction of the steps, in which the learning rate decays",
+    )
     final_learning_rate: float = Field(
-        0.0, ge=0, le=1, description="share of the learning rate at the end of the schedule"
+        0.0, ge=0, le=1, description="learning rate at the end of the schedule, as a fraction of learning_rate"
     )
     batch: int = Field(32, gt=0)
     steps: int | None = Field(None, gt=0)
@@ -201,11 +214,11 @@ class Train(Value):
     seed: int = Field(0, ge=0, lt=2**63)
     clip: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
-    base_batch: int | None = Field(None, gt=0, description="the batch the learning rate was chosen for")
+    base_batch: int | None = Field(None, gt=0, description="the batch for which learning_rate was chosen")
     checkpoint_every: Annotated[int, Field(gt=0)] | Literal["end", "never"] | None = Field(
         None,
-        description="save after every so many steps and at the end; end (the default): only at the end; never: not even "
-        "if a signal ends the training",
+        description="a number: save after every so many steps and at the end; end (the default): only at the end; never: no "
+        "checkpoint, not even if a signal ends the training",
     )
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
@@ -249,22 +262,22 @@ class Train(Value):
 
     @property
     def scaled_learning_rate(self) -> float:
-        """The learning rate after `scale_learning_rate`: linear in batch / base_batch (Goyal et al.
-        2017) or in its square root (Krizhevsky 2014)."""
+        """The learning rate after `scale_learning_rate`: multiplied by batch / base_batch if linear
+        (Goyal et al. 2017), by the square root of this ratio if sqrt (Krizhevsky 2014)."""
         ratio = self.batch / (self.base_batch or self.batch)
         return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]
 
 
 class LossSpec(Value):
-    """The job's own loss: "file.py:function" or "package.module:function", as `Job.loss` in
-    Python."""
+    """The job's own loss: "file.py:function" or "package.module:function". The function takes and
+    returns what `Job.loss` describes."""
 
     python: str
 
 
 class Limits(Value):
-    """The most that a run may use: device memory, host memory, disk; in bytes or as text such as
-    '24GiB'."""
+    """The most that a run may use of device memory, host memory and disk, in bytes or as text such
+    as '24GiB'."""
 
     memory: Bytes | None = None
     host_memory: Bytes | None = None
@@ -277,40 +290,42 @@ class Job(Value):
 
     model  a ModelSpec (or its mapping), or a callable that returns an nn.Module
     data   a DataSpec (or its mapping), or a map-style or iterable dataset of samples
-    loss   left out, it follows from the model's task; else a callable `loss(output, batch)` that
-           returns the mean over the batch's samples, a `tightfit.Objective`, or in a file {python:
-           "file.py:function"}. A mean over anything but samples, such as tokens that count, depends
-           on micro_batch: give an Objective instead
-    allow  what may change the numerics. Left out it is [bf16]; [] keeps fp32
+    loss   a callable `loss(output, batch)` that returns the mean over the batch's samples, or a
+           `tightfit.Objective`; in a job file {python: "file.py:function"}. If left out, the loss
+           follows from the model's task. A mean over other items than samples, such as the tokens
+           that are not masked, would depend on micro_batch: give an Objective for it
+    allow  what may change the numerics. The default is [bf16]; [] keeps fp32
            tf32, bf16, fp16      precision of the arithmetic; either 16-bit type allows tf32, too
            float8                matrix products of linear layers in 8 bits; needs bf16, too
            bf16-states, 8-bit-states, 4-bit-states
                                  storage of the optimizer states
-           compressed-gradients  gradients are compressed with loss for the all-reduce
-           asynchronous          gradients may be some updates stale
-           offload               no numerics: host memory or disk may be used, too
+           compressed-gradients  lossy compression of the gradients for the all-reduce
+           asynchronous          gradients may be stale: computed with weights from some updates ago
+           offload               does not change numerics: host memory or disk may be used, too
            stochastic-rounding   updates of bf16 weights may be rounded at random
            nearest-rounding      search may store weights only in bf16 and round each update to
                                  nearest, which loses small updates; a plan that pins precision:
                                  bf16-true with rounding: nearest needs only bf16
-           another-optimizer     one with smaller states than the job's; no plan uses it yet
+           another-optimizer     an optimizer with smaller states than the job's; no plan uses this
+                                 yet
     train  optimizer, schedule, batch, steps, seed
     limits the most memory and disk that a run may use
-    plan   fields of the plan that the job pins, or the word reference
+    plan   the plan fields that the job fixes (pins), such as {micro_batch: 8}, or the word
+           reference
     """
 
     model: ModelSpec | PythonObject
     data: DataSpec | PythonObject
     loss: LossSpec | PythonObject = None
     train: Train = Train()
-    allow: list[Permission] | None = Field(None, description="what may change numerics; left out it is [bf16]")
+    allow: list[Permission] | None = Field(None, description="what may change the numerics; the default is [bf16]")
     limits: Limits = Limits()
     plan: dict[str, Any] | Literal["reference"] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _sections(cls, content: Any) -> Any:
-        """Parse the sections here, so that an error names its section."""
+        """Parse the sections one by one, so that an error names the section that is wrong."""
         if not isinstance(content, dict):
             return content
         content = dict(content)
@@ -333,8 +348,10 @@ class Job(Value):
 
     @classmethod
     def load(cls, path: str | Path, changes: list[str] | None = None) -> Job:
-        """Read a job file; `changes` are KEY=VALUE texts such as train.steps=20. Relative paths
-        start at the file's folder."""
+        """Read a job file. Relative paths in it start at the file's folder. Raises InputError.
+
+        changes  KEY=VALUE texts that replace fields, such as train.steps=20
+        """
         content = read_yaml(path)
         for change in changes or []:
             apply_change(content, change)
@@ -344,7 +361,7 @@ class Job(Value):
 
     @property
     def allowed(self) -> frozenset[str]:
-        """What may change the numerics: `allow`, or bf16 if it was left out.
+        """What may change the numerics: the words of `allow`, or bf16 if `allow` was left out.
 
         A 16-bit type allows tf32, too: tf32 keeps fp32's storage, sums and range, and rounds the
         factors of products to 10 bits of mantissa, as fp16 does, while bf16 keeps 7.
@@ -354,12 +371,13 @@ class Job(Value):
 
     @property
     def of_transformers(self) -> bool:
-        """Whether the model is one of transformers' rather than the user's own."""
+        """Whether transformers builds the model, and not a function of the user."""
         return isinstance(self.model, ModelSpec) and self.model.python is None
 
     @property
     def blocks_name(self) -> str | None:
-        """The name of the list of repeated blocks, if the job gives one."""
+        """`model.blocks`, the name of the list of repeated blocks; None if the job does not give
+        it."""
         return self.model.blocks if isinstance(self.model, ModelSpec) else None
 
     def content(self) -> dict[str, Any]:
@@ -394,7 +412,7 @@ _SECTIONS: dict[str, type[Value]] = {
 
 
 def _refuse_plain(content: dict[str, Any], name: str, example: str) -> None:
-    """Raise InputError for a word or number instead of a section or, in Python, of an object."""
+    """Raise InputError if section `name` is a word, a number or (except for data) a list."""
     section = content.get(name)
     if isinstance(section, str | int | float) or (isinstance(section, list) and name != "data"):
         raise InputError(f"job: {name}", f"expected a mapping, found {section!r}", f"write it like {name}: {example}")
@@ -418,7 +436,9 @@ def _exactly_one(section: str, sources: dict[str, Any]) -> None:
     for name in given:
         if not sources[name]:
             raise InputError(
-                f"job: {section}.{name}", f"is {sources[name]!r}, which names nothing", "name it, or leave it out"
+                f"job: {section}.{name}",
+                f"is {sources[name]!r}, which names nothing",
+                f"give {section}.{name} a value, or leave it out",
             )
     if len(given) != 1:
         found = "gives none of its sources" if not given else f"gives {' and '.join(given)}"
@@ -426,8 +446,12 @@ def _exactly_one(section: str, sources: dict[str, Any]) -> None:
 
 
 def _flat(model: dict[str, Any]) -> dict[str, Any]:
-    """A model section with its config keys beside the other keys, as files write it, if it can be
-    read back that way."""
+    """Return a model section with its config keys directly under model, next to architecture or
+    preset, as job files write them.
+
+    Returns the section unchanged if a config key has the name of a ModelSpec field, or if the model
+    has no architecture or preset: such a file could not be read back.
+    """
     config = model.get("config", {})
     if not (model.get("architecture") or model.get("preset")) or {"from_", *ModelSpec.field_names()} & set(config):
         return model
@@ -435,8 +459,11 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_change(content: dict[str, Any], change: str) -> None:
-    """Apply one KEY=VALUE text, such as train.steps=20, to a mapping of sections. Raises
-    InputError."""
+    """Set one field in a mapping of sections, in place. Raises InputError.
+
+    content  such as {"train": {"batch": 8}}; missing sections are added
+    change   KEY=VALUE, such as train.steps=20; the value is read as YAML
+    """
     key, equals, value = change.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
         raise InputError(f"--set {change}", "is not KEY=VALUE", "write it like --set train.steps=20")
@@ -464,8 +491,8 @@ def apply_change(content: dict[str, Any], change: str) -> None:
 
 
 def expand_path(text: str) -> Path:
-    """A path with ~ replaced by the home folder. Raises InputError for an unknown user's home and
-    for text that cannot be a path."""
+    """Return `text` as a path, with ~ replaced by the home folder. Raises InputError for the home
+    of an unknown user and for text that cannot be a path."""
     try:
         path = Path(text).expanduser()
         path.exists()
@@ -476,8 +503,10 @@ def expand_path(text: str) -> Path:
 
 
 def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The job's relative paths, made absolute: they are relative to the folder of the job's
-    file."""
+    """Return a copy of a job file's content whose relative paths are absolute.
+
+    folder  the folder of the job file, where relative paths start
+    """
 
     def path(text: Any) -> Any:
         if isinstance(text, list):

@@ -1,7 +1,8 @@
 """Machine: what a job runs on, each number with its source.
 
-`Machine.detect()` is this machine, with the figures of its last calibration; `Machine.named` is one
-of the device table or of a machine file. It imports no torch until a GPU is asked for.
+`Machine.detect()` describes this machine, with the figures of its last calibration.
+`Machine.named` describes a machine of the device table or of a machine file. This module imports
+torch only if the system shows a GPU.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class Figure(Value):
 
 TYPES = ("fp32", "tf32", "fp16", "bf16", "fp8")  # of matrix products
 FLOAT8 = "float8"  # the 8-bit types, whose products are equally fast
-NVLINK = 100  # GB/s; a faster link is NVLink, a slower one PCIe
-# seconds of a hop within a node, of a hop between nodes, and of a call, for NCCL's protocol there
+NVLINK = 100  # GB/s; a link of at least this bandwidth is NVLink, a slower link is PCIe
+# by kind of link: seconds of a hop within a node, of a hop between nodes, and of a call, with the
+# protocol that NCCL uses on that link
 LATENCIES = {
     "NVLink": (1.9e-6, 4.0e-6, 14.0e-6, "NCCL's own model of a ring, LL128 (src/graph/tuning.cc)"),
     "PCIe": (5.7e-6, 9.6e-6, 8.4e-6, "NCCL's own model of a ring, Simple (src/graph/tuning.cc)"),
@@ -55,34 +57,36 @@ LATENCIES = {
 class Machine(Value):
     """What a job runs on: kind, number and memory of its devices, and the rates that they reach.
 
-    architecture         GPUs: sm_90 for compute capability 9.0; gfx942 and the like for AMD
+    architecture         GPUs: such as sm_90 for compute capability 9.0, or gfx942 for AMD
     devices_per_node, nodes  numbers of devices and of hosts
     cores                CPU cores
     memory_bytes         memory of one device that a process can use
     host_memory_bytes    memory of one host
-    matrix_peak_flops_per_s  the maker's dense peak by dtype, FLOP/s per device. MFU is a share of
-                         it; nothing is predicted from it
+    matrix_peak_flops_per_s  the dense peak that the maker publishes, by dtype, FLOP/s per device.
+                         Used to compute MFU; predictions use it only to derive an unknown float8
+                         rate
     matrix_flops_per_s   achieved rate of square matrix products by dtype, FLOP/s per device
-    matrix_flops_per_s_by_size  the same, by dtype and width of the matrices
+    matrix_flops_per_s_by_size  achieved rate of square matrix products by dtype and matrix width
     memory_bytes_per_s   achieved bandwidth of device memory
     launch_s             seconds to start one operation
     host_to_device_bytes_per_s  bandwidth of copies from the host to one device
     process_bytes_per_s  bandwidth between two processes of a node, one way
     network_bytes_per_s  bandwidth between nodes, for each device
-    process_latency_s, network_latency_s  seconds of one hop of a collective within a node and
-                         between nodes, even if nothing is sent
-    call_s               seconds to start a collective
+    process_latency_s, network_latency_s  seconds that each hop of a collective takes within a node
+                         and between nodes, however small the message
+    call_s               seconds to start a collective, once per call, before its first hop
     rates                measured rate of each kind of operation: "kind/dtype" -> size -> rate. For
-                         matrix products and attention FLOP/s, where size is the cube root of rows x
-                         columns x depth of one product; for all others bytes accessed per second,
-                         where size is these bytes. Causal attention counts only the pairs that the
-                         mask leaves
-    control_s            seconds of a fixed control workload, at the machine's usual speed (see
-                         `measure.pace`)
-    efficiency           share of these rates that whole training steps reach, from their records:
-                         compute, memory, launch, link
-    explain_only         whether tightfit only predicts for these devices: it has no code that
-                         trains on them. What runs there is taken to run as on a GPU
+                         matrix products and attention, the rate is FLOP/s and the size is the cube
+                         root of rows x columns x depth of one product. For all other kinds, the
+                         rate is bytes accessed per second and the size is the bytes accessed.
+                         Causal attention counts only the pairs that are not masked
+    control_s            seconds that a fixed workload took during the calibration. The same
+                         workload is timed beside later measurements, to tell how fast the machine
+                         is at that moment (see `measure/clock_drift.py`)
+    efficiency           fraction of these rates that training steps reach, fitted to the records of
+                         runs, for compute, memory, launch and link
+    explain_only         whether tightfit can predict for these devices but not train on them.
+                         Predictions assume that they behave like a GPU
     """
 
     name: str
@@ -127,7 +131,7 @@ class Machine(Value):
 
     @classmethod
     def detect(cls) -> Machine:
-        """This machine: its devices and memory, with the figures of its last calibration.
+        """Detect this machine: its devices and memory, with the figures of its last calibration.
 
         GPUs are those that torch can use in this process (CUDA_VISIBLE_DEVICES). torch is imported
         only if the system shows a GPU. If the GPUs differ, all figures are those of the GPU with
@@ -143,12 +147,13 @@ class Machine(Value):
         return found.with_figures_of(measured)
 
     def with_figures_of(self, other: Machine) -> Machine:
-        """`other`, with what was detected of this machine: its memory, cores and number of devices."""
+        """Return `other` with this machine's detected facts: name of the GPU's architecture, number
+        of devices, cores, memory and published peak."""
         return other.replace(**{field: getattr(self, field) for field in _SEEN})
 
     @classmethod
     def named(cls, text: str) -> Machine:
-        """A machine by its name, or that of a machine file.
+        """Return the machine with this name, or the machine that a file describes.
 
         h100-sxm          one device of the table; h100-sxm:8x4 is 4 nodes of 8 devices
         NVIDIA L40S:2     the name that the device's driver gives it
@@ -164,11 +169,11 @@ class Machine(Value):
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """The machine that a file describes, with the fields of `tightfit schema machine`, in YAML
-        or JSON.
+        """Read a machine from a YAML or JSON file with the fields of `tightfit schema machine`.
 
-        The output of `tightfit machine --json` is such a file. What was detected where it was
-        written counts as given: it is not this machine. Raises InputError.
+        The output of `tightfit machine --json` is such a file. Figures that were detected on the
+        machine that wrote the file (source: system) get the source given, because the machine of
+        the file counts as another machine. Raises InputError.
         """
         machine = cls.parse(read_yaml(path), str(path))
         detected = {
@@ -179,9 +184,10 @@ class Machine(Value):
         return machine.replace(**detected)
 
     def per_process(self, per_node: int, nodes: int = 1) -> Machine:
-        """This machine for `per_node` processes on each of `nodes` hosts.
+        """Return this machine as one of `per_node` processes on each of `nodes` hosts sees it.
 
-        Each process has a GPU, or an equal share of the CPU's memory, cores and rates.
+        On GPUs, each process has one GPU. On a CPU, each process has an equal share of the memory,
+        cores and rates: with per_node = 4, a quarter of them.
         """
         if self.device != "cpu" or per_node == 1:
             return self.replace(devices_per_node=per_node, nodes=nodes)
@@ -209,7 +215,9 @@ class Machine(Value):
 
     @property
     def speed_caveat(self) -> str:
-        """A caveat about predicted times; empty if the machine's speed is published or measured."""
+        """Return where predicted times come from if they are uncertain, such as "an estimate from
+        the GPU's processors and clock; ..."; empty if the machine's rates are published or
+        measured."""
         if not self.matrix_flops_per_s:
             return "a guess until this machine is measured: tightfit machine --calibrate"
         sources = {figure.source for figure in self.matrix_flops_per_s.values()}
@@ -222,30 +230,37 @@ class Machine(Value):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the machine that this process runs on, and not one of the device
-        table."""
+        """Whether this is the machine on which this process runs, and not a machine of the device
+        table or of a file."""
         return self.memory_bytes.source == "system"
 
     def rate(self, precision: str) -> float | None:
-        """Achieved rate of matrix products (FLOP/s per device) in a plan's precision; None if
-        unknown."""
+        """Return the achieved rate of matrix products, FLOP/s per device; None if it is unknown.
+
+        precision  a plan's precision, such as bf16-mixed
+        """
         figure = self.matrix_flops_per_s.get(precision.split("-")[0])
         return figure.value if figure else None
 
     def peak(self, precision: str) -> float | None:
-        """The maker's dense peak (FLOP/s per device) in a plan's precision; None if unknown."""
+        """Return the published dense peak, FLOP/s per device; None if it is unknown.
+
+        precision  a plan's precision, such as bf16-mixed
+        """
         figure = self.matrix_peak_flops_per_s.get(precision.split("-")[0])
         return figure.value if figure else None
 
     def achieved(self, kind: str, dtype: str, size: float) -> float:
-        """The rate that a kind of operation achieves at a size: FLOP/s for matrix products and
-        attention, else bytes/s.
+        """Return the rate that a kind of operation achieves at a size: FLOP/s for matrix products
+        and attention, bytes/s for all other kinds.
 
-        From this kind's measurement, else from the nearest measured kind's, else from the device's
-        figures. The arithmetic inside compiled kernels is free (infinite rate) if it was not
-        measured, because a GPU's kernels wait for memory.
+        The rate comes from the measurement of this kind. If there is none, it comes from that of
+        the nearest measured kind, else from the device's matrix rate or bandwidth. Arithmetic
+        inside compiled kernels that was not measured takes no time (infinite rate), because a GPU's
+        kernels wait for memory.
 
-        kind   a name in `measure/operation_rates.py`, such as "product" or "causal attention backward"
+        kind   a name in `measure/operation_rates.py`, such as "product" or "causal attention
+               backward"
         dtype  torch's name, such as bfloat16, or tf32
         size   as in `rates`
         """
@@ -268,16 +283,16 @@ class Machine(Value):
         return self.bandwidth(size)
 
     def _share_of_products(self, kind: str) -> float:
-        """The share of large matrix products' rate that a kind of arithmetic is assumed to
-        reach."""
+        """Return the assumed rate of a kind of arithmetic, as a fraction of the rate of large
+        matrix products: 0.6 for a convolution, for example."""
         causal = kind.startswith("causal ")
         plain = kind.removeprefix("causal ")
         share = _FUSED_ATTENTION.get(self.architecture, {}).get(plain) or _SHARE_OF_PRODUCTS.get(plain, 1.0)
         return share * (_CAUSAL if causal else 1.0)
 
     def _in_fp16(self, kind: str, size: float) -> float:
-        """The rate in fp16: that in bf16, which is as wide, times the ratio of the two dtypes'
-        known matrix rates."""
+        """Return a rate in fp16 that was not measured: the rate in bf16, which has as many bits,
+        times the ratio of the two dtypes' known matrix rates."""
         known = self.matrix_flops_per_s
         if kind not in _ARITHMETIC or "fp16" not in known:
             return self.achieved(kind, "bfloat16", size)
@@ -286,8 +301,11 @@ class Machine(Value):
         return self.achieved(kind, "bfloat16", size) * known["fp16"].value / known["bf16"].value
 
     def _in_float8(self, kind: str, size: float) -> float:
-        """As in bf16; products by what the two types' were measured or printed to reach, and where one of them was not, by the
-        maker's peaks."""
+        """Return a rate in float8 that was not measured.
+
+        It is the rate in bf16. For products it is multiplied by the ratio of the two dtypes'
+        achieved matrix rates, or of their published peaks if an achieved rate is unknown.
+        """
         bf16 = self.achieved(kind, "bfloat16", size)
         if kind not in _ARITHMETIC:
             return bf16
@@ -297,7 +315,8 @@ class Machine(Value):
         return bf16
 
     def bandwidth(self, bytes_accessed: float) -> float:
-        """Bytes/s of device memory for an operation that accesses so many bytes."""
+        """Return the bandwidth of device memory (bytes/s) for an operation that accesses
+        `bytes_accessed` bytes."""
         for key in ("elementwise/float32",):
             if key in self.rates:
                 return _interpolated(self.rates[key], bytes_accessed)
@@ -316,10 +335,12 @@ class Machine(Value):
 
     @property
     def training_caveat(self) -> str:
-        """What to know of devices on which nothing trains; empty for all others."""
+        """Return a sentence that tightfit cannot train on these devices; empty if it can."""
         if not self.explain_only:
             return ""
-        return f"tightfit explains for {self.name} and does not train on it; its work is taken to run as on a GPU"
+        return (
+            f"tightfit predicts for {self.name} but does not train on it; predictions assume that it behaves like a GPU"
+        )
 
     def __repr__(self) -> str:
         rates = ", ".join(f"{kind} {format_flops(figure.value)}" for kind, figure in self.matrix_flops_per_s.items())
@@ -331,7 +352,12 @@ class Machine(Value):
 
 
 def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine:
-    """The machine of one row of the device table: its rates are the assumed share of the peak."""
+    """Return the machine for one row of the device table. Its rates are an assumed fraction of the
+    published peak.
+
+    name    of the device in the table
+    count   devices of a node
+    """
     share, source = row.get("achieved", ACHIEVED), row["source"]
     of = row.get("instance", "a usual node of this device")
     host, host_of = 4 * row["memory"], "four times the devices' memory, as nodes usually have"
@@ -402,12 +428,11 @@ _SHARE_OF_PRODUCTS = {
     "convolution": 0.6,
     "convolution backward": 0.6,
 }
-# Shares of large matrix products' rate that fused attention reaches, for the computed pairs, by
-# architecture.
-# sm_80 FlashAttention-2 (Dao 2023, arXiv:2307.08691) reaches 70 to 73 % of an A100's peak forward
-# and
-# 50 to 63 % backward, where large products reach 83 %. Its kernels are tuned for that generation,
-#        and the next ones (sm_86, sm_89) are assumed to do as well.
+# Rate of fused attention by architecture, as a fraction of the rate of large matrix products. Only
+# the computed pairs count.
+# sm_80  FlashAttention-2 (Dao 2023, arXiv:2307.08691) reaches 70 to 73 % of an A100's peak forward
+#        and 50 to 63 % backward, where large products reach 83 %. Its kernels are tuned for this
+#        architecture, and sm_86 and sm_89 are assumed to reach the same fractions.
 # sm_90  torch runs the same kernels on an H100. They reach 35 % of the peak (Shah et al. 2024,
 #        arXiv:2407.08608), and 335 of 989 TFLOP/s forward and backward together (arXiv:2307.08691,
 #        section 4), where large products reach 72 %.
@@ -416,22 +441,22 @@ _FUSED_ATTENTION = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _TUNED),
     "sm_90": {"attention": 0.35 / 0.724, "attention backward": 0.335 / 0.724},
 }
-# With a causal mask a kernel is 1.7 to 1.8 times as fast (arXiv:2307.08691, section 3.1), for half
-# the pairs.
+# With a causal mask, a kernel takes 1 / 1.75 of the time (arXiv:2307.08691, section 3.1) for half of
+# the pairs. Its rate per computed pair is therefore 1.75 / 2 = 0.875 of the rate without a mask.
 _CAUSAL = 0.875
-_SEEN = (  # fields that are detected anew, whatever the calibration's file says
+_SEEN = (  # fields that are always detected; their values in the calibration's file are ignored
     "architecture", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
 )  # fmt: skip
 FILES = (".yaml", ".yml", ".json")  # endings of a machine file's name
-CALIBRATION_VERSION = 2  # version of the calibration's files: those of earlier versions are not read
+CALIBRATION_VERSION = 2  # files of another version are not read
 PRIVATE = 0o700  # mode of the cache's folders
-_UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of a core or of a GPU, before a calibration
+_UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of one core or one GPU, if nothing is known
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
 
 
 def _interpolated(table: Mapping[int, float], size: float) -> float:
-    """The rate at `size`: interpolated on logarithmic scales; beyond the measured sizes, the
-    nearest one's."""
+    """Return the rate at `size`, interpolated in the logarithms of size and rate. Outside the
+    measured sizes, it is the rate of the nearest measured size."""
     sizes = sorted(table)
     place = bisect.bisect_left(sizes, size)
     if place in (0, len(sizes)):
@@ -442,16 +467,16 @@ def _interpolated(table: Mapping[int, float], size: float) -> float:
 
 
 def cache_folder() -> Path:
-    """The folder for data that can be made again: calibrations, profiles, tokenizers, token
-    files."""
+    """Return the folder for data that can be computed again: calibrations, profiles, tokenizers,
+    token files."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tightfit"
 
 
 def private_folder(folder: Path) -> None:
-    """Create a folder in the cache, if it does not exist, that only this user can enter.
+    """Create a folder in the cache, if it does not exist, and let only this user enter it.
 
-    Raises OSError if it cannot be created or belongs to another user.
+    Raises OSError if the folder cannot be created or belongs to another user.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for part in (cache_folder(), folder):
@@ -463,7 +488,10 @@ def private_folder(folder: Path) -> None:
 
 
 def calibration_path(name: str) -> Path:
-    """The file with a machine's measured figures."""
+    """Return the path of the file with a machine's measured figures.
+
+    name  of the machine, such as "Intel Xeon x16"
+    """
     plain = "".join(c if c.isalnum() else "-" for c in name.lower())
     return cache_folder() / "machines" / f"{plain}.{CALIBRATION_VERSION}.json"
 
@@ -500,9 +528,11 @@ def _detect_cuda() -> Machine | None:
 
 
 def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:
-    """A GPU that is not in the device table: rates estimated from its number of processors and the
-    clocks of processors and memory, as far as known. It has no published peak, so there is no
-    MFU."""
+    """Return `machine` with rates estimated from the GPU's number of processors and the clocks of
+    processors and memory, as far as they are known.
+
+    Used for a GPU that is not in the device table. It has no published peak, so MFU is unknown.
+    """
 
     def figure(value: float, detail: str) -> Figure:
         return Figure(value=value, source="estimated", detail=detail)
@@ -517,7 +547,8 @@ def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:
 
 
 def _host_memory() -> int:
-    """Physical memory in bytes, or the control group's limit if that is smaller."""
+    """Return the physical memory in bytes, or the limit of the control group (cgroup) if that limit
+    is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,8 +1,10 @@
-"""Other tools' words for what a job or a plan has, so that the error for an unknown field names
-tightfit's word. Words that both have, such as weight_decay, are here for their section.
+"""Maps field names of other tools to tightfit's fields, for the error about an unknown field.
+
+Names that tightfit also has, such as weight_decay, are listed too, because the error then tells in
+which section the field belongs: train.weight_decay.
 
 The tools are transformers, DeepSpeed, Accelerate, Lightning, axolotl, LLaMA-Factory, torchtune and
-torchtitan. Their whole tables are in `importers/`, for files of theirs.
+torchtitan. The complete tables of their keys are in `importers/`, which reads their files.
 """
 
 from __future__ import annotations
@@ -135,6 +137,7 @@ FIELDS = {
 
 
 def tightfits_word(word: str) -> str:
-    """A sentence with tightfit's word for another tool's; empty for a word that is in no table."""
+    """Return "tightfit calls it ..." for another tool's field name; empty if `word` is not in
+    FIELDS."""
     own = FIELDS.get(word.lower())
     return f"tightfit calls it {own}" if own else ""

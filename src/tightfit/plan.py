@@ -1,5 +1,5 @@
-"""Plan: how a job is fitted to a machine. It changes no mathematics beyond what the job's `allow`
-permits.
+"""Plan: how a job is fitted to a machine. A plan changes the mathematics only where the job's
+`allow` permits it.
 
 `Plan()` is the reference: fp32, one device, the whole batch at once, no method. `rules.py` lists
 the combinations that cannot work.
@@ -34,7 +34,7 @@ def _recompute(value: Any) -> Any:
 
 
 def _compile(value: Any) -> Any:
-    """YAML's true and false read as the whole model and none."""
+    """Return "model" for true, "none" for false, and any other value unchanged."""
     return {True: "model", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -46,7 +46,12 @@ Offloaded = Literal["states", "gradients", "parameters", "activations"]
 
 
 def _in_order(value: Any) -> Any:
-    """One word or several, each once, in the order of `Offloaded`; the word none is no word."""
+    """Return the words of an offload field as a tuple, without duplicates and in the order of
+    `Offloaded`.
+
+    value  one word or a list of words. "none" and None give (); a value with an unknown word is
+           returned unchanged, and pydantic refuses it
+    """
     words = [value] if isinstance(value, str) else value
     if words == ["none"] or words is None:
         return ()
@@ -57,70 +62,80 @@ def _in_order(value: Any) -> Any:
 
 
 class Plan(Value):
-    """How the job is fitted. Each field's default is the reference's; a method is off until its
-    field differs.
+    """How the job is fitted to the machine. Each default is that of the reference plan: a method is
+    on only if one of its fields differs from its default.
 
     Example: 64 GPUs with dp_replicate = 2, dp_shard = 4, tp = 4, pp = 2 and zero = 3 train
     2 x 4 = 8 shares of each batch. Each share goes through 2 pipeline stages of 4 tp ranks, and
     parameters, gradients and optimizer states are sharded over the 4 dp_shard ranks.
 
-    precision           dtype of the arithmetic; -mixed keeps fp32 weights, -true uses one dtype for
-                        all
+    precision           dtype of the arithmetic; -mixed keeps fp32 weights, -true uses the same
+                        dtype for weights, gradients and arithmetic
     loss_scale          fp16 only: dynamic, or a fixed number
     rounding            bf16-true: how a weight update is rounded. nearest loses small updates,
-                        kahan carries what was lost, stochastic keeps it in expectation
-    float8              the scales of linear layers' products in 8 bits: none (no such products),
-                        tensorwise (one scale per tensor) or rowwise (one per row)
-    micro_batch         samples per forward; None is the whole batch at once
-    recompute           the blocks whose activations are recomputed in backward instead of saved
+                        kahan adds the rounding error to the next update, stochastic rounds at
+                        random so that the mean is exact
+    float8              how linear layers multiply in 8 bits: none (they do not), tensorwise (one
+                        scale per tensor) or rowwise (one scale per row)
+    micro_batch         samples per forward on one device; None takes all of the device's samples at
+                        once
+    recompute           which activations are recomputed in backward instead of saved: none; full
+                        (those of every block); every-2 (those of every second block; also every-3,
+                        ...); selective (of each block only the results of cheap operations);
+                        selective-2 (these, and those of every second product with weights); sqrt
+                        (several blocks recomputed together)
     attention           sdpa (torch's fused kernel) or blocked (plain matrix products, faster on
                         CPUs)
-    chunked_loss        tokens whose logits are in memory at once. None keeps all logits; true
-                        chooses 1,024, or by device
+    chunked_loss        how many tokens' logits are in memory at once. None keeps the logits of all
+                        tokens; true is 1,024
     states              how optimizer states are stored: fp32, bf16, 8-bit or 4-bit
     fused_optimizer     whether to use torch's fused kernel instead of its default one
-    update_in_backward  whether each weight is updated as soon as its gradient is complete, which is
-                        then freed
-    compile             torch.compile of nothing, of each block, or of the model with its loss
+    update_in_backward  whether each weight is updated as soon as its gradient is complete. The
+                        gradient is then freed
+    compile             what torch.compile compiles: none, block (each block by itself) or model
+                        (the model with its loss)
     compile_mode        default; max-autotune-no-cudagraphs tries several kernels for each matrix
-                        product and takes the fastest; reduce-overhead replays the whole model as a
-                        CUDA graph, without a launch for each kernel
-    materialize         where the model is created: host (then moved and cast) or device (in its
-                        precision)
+                        product and takes the fastest; reduce-overhead replays the model as one CUDA
+                        graph, which avoids a launch for each kernel
+    materialize         where the model is created: host (in fp32, then cast and moved to the
+                        device) or device (directly in the dtype in which its weights are stored)
     allocator           default; tuned: freed memory is cached and reused, huge pages, expandable
                         segments; lean, on a CPU: freed memory returns to the system at once
-    dp_replicate        replicas of the model; their gradients are all-reduced (data parallelism)
-    dp_shard            ranks in a replica that share its samples and, by `zero`, shard the model's
-                        states
-    cp                  ranks that each sample's sequence is sharded over (context parallelism).
-                        They replicate the model, or with `zero` shard its states with the dp_shard
-                        ranks
-    zero                what is sharded over the dp_shard x cp ranks: 1 optimizer states, 2
-                        gradients too, 3 parameters too
-    tp                  ranks that attention, MLP and vocabulary are sharded over, by columns and
-                        rows
-    sequence_parallel   whether the tp ranks also shard the norms and dropout between those, by
-                        positions
-    pp                  ranks of the pipeline, each with some of the blocks
-    schedule            the order of the micro-batches' forwards and backwards. pipedream does not
-                        wait for a step's last backward before the next step's first forward, so
-                        weights are updated late
-    virtual_stages      interleaved: stages of the model on each pipeline rank
-    split               blocks of each stage, first to last; None makes them as equal as possible
+    dp_replicate        number of replicas of the model, whose gradients are all-reduced (data
+                        parallelism)
+    dp_shard            number of ranks in a replica. They share the replica's samples, and shard
+                        the model's states as `zero` says
+    cp                  number of ranks over which each sequence is sharded (context parallelism).
+                        Each of them has a full copy of the model's states; with `zero`, the cp and
+                        dp_shard ranks shard these states together
+    zero                what is sharded over the dp_shard x cp ranks: 0 nothing, 1 optimizer states,
+                        2 gradients too, 3 parameters too
+    tp                  number of ranks over which attention, MLP and vocabulary are sharded, by
+                        columns and rows of their weights (tensor parallelism)
+    sequence_parallel   whether the tp ranks also shard the norms and dropout between these layers,
+                        along the sequence
+    pp                  number of pipeline ranks, each with some of the blocks
+    schedule            the order of the micro-batches' forwards and backwards. pipedream starts the
+                        next step's first forward before a step's last backward has ended, so this
+                        forward uses older weights
+    virtual_stages      interleaved: number of the model's stages on each pipeline rank
+    split               number of blocks in each stage, first to last, such as [6, 6, 6, 4]; None
+                        makes the stages as equal as possible
     vertical_sync       pipedream: whether a micro-batch uses the same weight version on all ranks
-    parameter_server    none; sync or async: the dp_replicate workers send gradients to one more
-                        process, which updates the weights
+    parameter_server    none; sync or async: the dp_replicate workers send their gradients to one
+                        additional process, the server, which updates the weights
     staleness           async: how many steps a worker may be ahead of the slowest; None for any
                         number
-    compressed_gradients  how replicas send gradients: none (as they are), bf16, or powersgd
-                        (products of rank `powersgd_rank`)
-    powersgd_rank       rank of powersgd's products
+    compressed_gradients  how replicas send gradients: none (uncompressed), bf16, or powersgd (as
+                        the low-rank product PQ^T)
+    powersgd_rank       powersgd: number of columns of P and of Q
     offload             what is stored outside device memory: states, gradients, parameters,
                         activations
     offload_to          host (page-locked memory beside a GPU) or disk (memory-mapped files)
-    offload_folder      folder of those files; None is the system's folder for temporary files
-    loader_workers      processes that prepare data; 0 prepares it in the training process
-    prefetch            batches that each worker prepares ahead
+    offload_folder      disk: folder of the memory-mapped files; None is the system's folder for
+                        temporary files
+    loader_workers      number of processes that prepare data; 0 prepares it in the training process
+    prefetch            number of micro-batches that each worker prepares ahead
     pin_memory          whether host buffers are page-locked
     non_blocking        whether copies to the device overlap with its computation
     """
@@ -164,11 +179,12 @@ class Plan(Value):
     non_blocking: bool = False
 
     def content(self) -> dict[str, Any]:
-        """Every field, also those that are None: a plan that is written down pins them all."""
+        """Return all fields as JSON types, also those that are None, because a written plan pins
+        every field."""
         return self.model_dump(mode="json")
 
     def differences(self) -> dict[str, Any]:
-        """The fields that differ from the reference plan."""
+        """Return the fields that differ from the reference plan, by name."""
         reference = Plan()
         return {name: value for name, value in self if value != getattr(reference, name)}
 
@@ -190,54 +206,60 @@ class Plan(Value):
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel degree: how many ranks, or groups of tp, cp and pp ranks, share a step's
-        samples."""
+        """Data-parallel degree: over how many parts the samples of a step are divided. Each part
+        goes to one group of tp x cp x pp ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model's states all devices hold together."""
+        """How many copies of the model's states exist on all devices together."""
         return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
     def shards(self) -> int:
-        """How many ranks the states named by `zero` are sharded over."""
+        """Over how many ranks the states that `zero` selects are sharded."""
         return self.dp_shard * (self.cp if self.zero else 1)
 
     @property
     def devices(self) -> int:
-        """All processes of the plan, one device each."""
+        """Number of processes of the plan, parameter servers included. Each process has one
+        device."""
         return self.data_parallel * self.cp * self.tp * self.pp + self.servers
 
     @property
     def servers(self) -> int:
-        """Parameter servers: processes beside the workers."""
+        """Number of parameter servers, which are processes in addition to the workers: 0 or 1."""
         return 0 if self.parameter_server == "none" else 1
 
     @property
     def stages(self) -> int:
-        """Pipeline stages of the model."""
+        """Number of pipeline stages into which the model is split."""
         return self.pp * self.virtual_stages
 
     def share_of(self, batch: int) -> int:
-        """The most samples of a step of `batch` samples that one device gets."""
+        """Return the largest number of samples that one device gets in a step of `batch`
+        samples."""
         return math.ceil(batch / self.data_parallel)
 
     def micro_batch_of(self, batch: int) -> int:
-        """Samples of one forward on one device, if a step has `batch` samples on all devices.
+        """Return the number of samples in one forward on one device.
 
-        Example: batch = 30 on 4 data-parallel ranks is at most 8 samples on each. micro_batch = 3
-        gives 3, micro_batch = 16 or None gives 8.
+        batch  samples of a step on all devices together
+
+        Example: batch = 30 on 4 data-parallel ranks is at most 8 samples on each rank.
+        micro_batch = 3 gives 3, micro_batch = 16 or None gives 8.
         """
         share = self.share_of(batch)
         return min(self.micro_batch or share, share)
 
 
 def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | None) -> dict[str, Any]:
-    """The fields that a plan file, a mapping or the word `reference` pins.
+    """Return the plan fields that `source` fixes (pins), by name.
 
-    A plan may be partial: search decides the fields that it leaves out. Raises InputError for a
-    file or mapping that is no plan.
+    source  a plan file, a mapping, the word reference (all fields of Plan()) or None (no fields). A
+            plan may be partial: search decides the fields that it leaves out
+
+    Raises InputError for a file or mapping that is not a plan.
     """
     if source is None:
         return {}

@@ -1,6 +1,7 @@
-"""Record: what was measured when a plan ran, one JSON line each.
+"""Record: what was measured when a plan ran. `Record.append_to` writes a record as one JSON line.
 
-A measurement is plan, machine, code versions and every timed step.
+A record contains the job, the plan, the machine, the code versions and the time of every timed
+step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class PeakBytes(Value):
 
     predicted, measured  live tensors; on CUDA, allocated bytes
     reserved             CUDA: bytes that torch's allocator has reserved
-    process, predicted_process  the process's resident set (RSS); predicted only on a CPU
+    process, predicted_process  resident set (RSS) of the process; predicted only on a CPU
     rows                 measured bytes by row of the ledger
     """
 
@@ -44,17 +45,17 @@ class Record(Value):
     step_s              seconds of every timed step; the first steps, which compile and are sampled
                         for memory, are not timed
     tokens_per_s, samples_per_s  medians over the timed steps; tokens only for language models
-    mfu                 model FLOP/s (as in PaLM: attention over all pairs, recomputation not
-                        counted), over the devices' published dense peak; None if no peak is
-                        published
-    matrix_utilization  the same, over the rate that the devices' large matrix products achieve
+    mfu                 model FLOP/s (as in PaLM: attention over all pairs, without recomputation),
+                        divided by the devices' published dense peak; None if no peak is published
+    matrix_utilization  model FLOP/s divided by the rate that large matrix products achieve on the
+                        devices
     compile_s           seconds of the first step beyond the median; None without compilation
-    loss                (step from 1, value) of the whole training, including the steps before a
-                        resume; None for a value that is no finite number. The other figures are
-                        those since the last start
+    loss                (step, value) of every step of the training, counted from 1, including the
+                        steps before a resume; the value is None if it is NaN or infinite. All other
+                        figures are those since the last start
     attention           the model's attention kernel: flash, efficient, cudnn or math, as torch
-                        chooses on CUDA; cpu-flash; blocked; or the name of an implementation that
-                        is not torch's (eager); None if it is not known
+                        chooses on CUDA; cpu-flash; blocked; or the name of an implementation
+                        outside torch (eager); None if it is not known
     """
 
     job: dict[str, Any]
@@ -80,7 +81,8 @@ class Record(Value):
         return statistics.median(self.step_s) if self.step_s else None
 
     def content(self) -> dict[str, Any]:
-        """All fields as JSON types, also those that are None: other programs read these keys."""
+        """Return all fields as JSON types, also those that are None, because other programs read
+        these keys."""
         return self.model_dump(mode="json", by_alias=True)
 
     def append_to(self, path: str | Path) -> None:
@@ -102,7 +104,7 @@ class Record(Value):
 
 
 def code_version() -> dict[str, str]:
-    """The versions that a measurement depends on."""
+    """Return the versions of the packages, Python and the system that a measurement depends on."""
     names = ("tightfit", "torch", "transformers")
     return {
         **{name: _version(name) for name in names},
@@ -114,5 +116,5 @@ def code_version() -> dict[str, str]:
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # run from its source
+    except metadata.PackageNotFoundError:  # run from the source tree
         return "not installed"

@@ -1,8 +1,8 @@
-"""The rules of a plan: combinations that cannot work, and changes of the mathematics that a job
+"""The rules of a plan: which combinations cannot work, and which changes of the mathematics a job
 must allow.
 
-RULES is the one table of them, each with its remedy. `check` refuses a plan with it before anything
-is built, search prunes its candidates with it, and the docs print it.
+RULES is the table of all rules, each with its remedy. `check` uses it to refuse a plan before
+anything is built, search uses it to discard plans, and the docs print it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from tightfit.plan import Plan
 class Rule:
     """A condition that a plan must meet.
 
-    text   the condition and its reason, as the error prints it
-    holds  (plan, job, device kind: cpu or cuda) -> whether the plan meets it
-    fix    the smallest change that makes it hold; {plan.x}, {job.x} and {train.x} are filled in
+    text   the condition and its reason, as the error prints them
+    holds  (plan, job, kind of device: cpu or cuda) -> whether the plan meets the condition
+    fix    the smallest change with which the condition holds; {plan.x}, {job.x} and {train.x} are
+           replaced by values
     """
 
     text: str
@@ -29,21 +30,22 @@ class Rule:
     fix: str
 
     def remedy(self, plan: Plan, job: Job) -> str:
-        """`fix` with this plan's and job's values."""
+        """Return `fix` with the values of this plan and this job filled in."""
         return self.fix.format(plan=plan, job=job, train=job.train)
 
 
 _NARROW = ("adamw", "sgd", "lion", "lamb", "lars")
-BY_MATRIX = ("adafactor", "muon")  # need a matrix's rows and columns, or the full matrix
+BY_MATRIX = ("adafactor", "muon")  # their update needs full rows and columns, or the full matrix
 
 
 def _brings(plan: Plan, device: str) -> bool:
-    """Whether offloaded weights or gradients are copied to the device for their update."""
+    """Whether the plan offloads weights or gradients that are copied to a GPU for the update."""
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 
 
 def _gathers(plan: Plan, device: str) -> bool:
-    """Whether parameters are on the device only while their block computes."""
+    """Whether each block's parameters are gathered, or copied from host memory, only while the
+    block computes."""
     return plan.zero == 3 or (device == "cuda" and "parameters" in plan.offload)
 
 
@@ -106,7 +108,7 @@ RULES = (
         "use update_in_backward: false; zero: 2 or 3 shard the gradients instead",
     ),
     Rule(
-        "zero says what is sharded over the dp_shard and cp devices: it needs more than one of them, and dp_shard needs zero",
+        "zero shards over the dp_shard x cp devices: zero: 1, 2 and 3 need at least two of them, and dp_shard: 2 or more needs zero",
         lambda plan, job, device: (plan.zero > 0) == (plan.shards > 1),
         "use dp_shard: 2 (or more) with zero: 1, 2 or 3; dp_shard: 1 with zero: 0",
     ),
@@ -139,7 +141,7 @@ RULES = (
     Rule(
         "a loss of the job's own cannot be computed on parts of a sequence",
         lambda plan, job, device: plan.cp == 1 or job.loss is None,
-        "use cp: 1, or leave the job's loss to its task",
+        "use cp: 1, or remove loss from the job, so that the default loss of its task is used",
     ),
     Rule(
         "sequence_parallel shards what tensor parallelism leaves replicated, so it needs tensor parallelism",
@@ -317,7 +319,7 @@ RULES = (
         "use precision: bf16-mixed, or update_in_backward: false",
     ),
     Rule(
-        "optimizer states in fewer bits need an optimizer that works element by element",
+        "bf16, 8-bit and 4-bit optimizer states need an optimizer whose arithmetic on the states is elementwise",
         lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _NARROW,
         "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_NARROW),
     ),
@@ -332,15 +334,15 @@ RULES = (
         "use pin_memory: false and non_blocking: false",
     ),
     Rule(
-        "chunked loss is for language models, whose logits are a linear layer of the hidden states",
+        "chunked_loss replaces only the default loss of language models, and the job has a loss of its own",
         lambda plan, job, device: plan.chunked_loss is None or job.loss is None,
-        "leave out chunked_loss, or leave the job's loss to its task",
+        "leave out chunked_loss, or remove loss from the job, so that the default loss of its task is used",
     ),
 )
 
 
 def needed_permissions(plan: Plan) -> set[str]:
-    """The words of the job's `allow` that this plan needs, because it changes the numerics so."""
+    """Return the words that the job's `allow` must contain for this plan, such as {"bf16"}."""
     needed = set()
     for word in ("tf32", "bf16", "fp16"):
         if plan.precision.startswith(word):
@@ -363,7 +365,7 @@ def needed_permissions(plan: Plan) -> set[str]:
 
 
 def check(plan: Plan, job: Job, device: str) -> None:
-    """Raise InputError for a plan that the job does not allow, or that cannot work on `device`.
+    """Raise InputError if the job does not allow the plan, or if the plan cannot work on `device`.
 
     device  cpu or cuda
     """
@@ -374,7 +376,7 @@ def check(plan: Plan, job: Job, device: str) -> None:
         raise InputError(
             f"plan: {plan}",
             f"changes numerics in a way the job does not allow: {', '.join(refused)}",
-            f"add it to the job (allow: [{allow}]), or leave it out of the plan",
+            f"set allow: [{allow}] in the job, or use a plan without {', '.join(refused)}",
         )
     for rule in RULES:
         if not rule.holds(plan, job, device):

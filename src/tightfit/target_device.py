@@ -12,19 +12,20 @@ from contextvars import ContextVar
 import torch
 
 TARGET: ContextVar[str | None] = ContextVar("target", default=None)
-"""The kind of device (cpu, cuda) that a dry run's fake tensors represent; None outside of one."""
+"""The kind of device (cpu, cuda) that a dry run's fake tensors represent; None outside of a dry
+run."""
 
 
 def kind_of(device: torch.device) -> str:
-    """The kind of device (cpu, cuda) that a run is meant for: a dry run's target, else `device`'s
-    own."""
+    """Return the kind of device (cpu, cuda) that a run is meant for: the target of the dry run, or
+    the kind of `device` outside of a dry run."""
     return TARGET.get() or device.type
 
 
 def has_own_memory(device: torch.device) -> bool:
     """Whether a device computes only on its own memory, as a GPU does.
 
-    A CPU computes on everything that is mapped. In a dry run for a GPU, the CPU that holds its fake
-    tensors counts as a GPU.
+    A CPU can compute on all memory that is mapped, files included. In a dry run for a GPU, the fake
+    tensors are on the CPU, but `device` counts as a GPU.
     """
     return device.type != "cpu" or TARGET.get() == "cuda"

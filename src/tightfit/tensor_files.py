@@ -1,9 +1,11 @@
-"""Named tensors in safetensors files of bounded size, written by many processes at once.
+"""Writes and reads named tensors in safetensors files of limited size; many processes can write at
+once.
 
-`engine/checkpoint/save.py` and `engine/checkpoint/resume.py` use it. The layout is transformers': a single file is
-`model.safetensors`; several are numbered, `model-00001-of-00003.safetensors`, with an index beside
-them that maps each tensor to its file. A process has at most two files in memory: the one that is
-written, and the next one, which it fills.
+`engine/checkpoint/save.py` and `engine/checkpoint/resume.py` use this module. The layout is that of
+transformers: a single file is `model.safetensors`; several files are numbered, such as
+`model-00001-of-00003.safetensors`, and an index file in the same folder maps each tensor to its
+file. A process has at most two files in memory: the file that is being written, and the next file,
+which is being filled.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from torch import Tensor
 
 from tightfit.errors import InputError
 
-FILE_BYTES = 2 * 2**30  # largest file
-SMALLEST_BYTES = 2**26  # smallest limit of a file, if several processes write a checkpoint
+FILE_BYTES = 2 * 2**30  # size limit of a file
+SMALLEST_BYTES = 2**26  # the size limit is never smaller, however many processes write
 CHECKSUMS = "checksums.json"
 FILES_IN_MEMORY = 2  # files that a process has in memory at most
 
@@ -31,15 +33,19 @@ Layout = list[list[str]]  # for each file, the names of its tensors
 
 
 def file_bytes(total: float, writers: int) -> float:
-    """The size limit of one file, so that each of `writers` processes has its share of `total`
-    bytes."""
+    """Return the size limit of one file, chosen so that each of `writers` processes has files to
+    write.
+
+    total  bytes of all tensors together
+    """
     return min(FILE_BYTES, max(total / writers, SMALLEST_BYTES))
 
 
 def distribute(sizes: Mapping[str, int], limit: float) -> Layout:
-    """Distribute tensors, in their order, over files of at most `limit` bytes.
+    """Distribute tensors, in their order, over files of at most `limit` bytes. A tensor larger than
+    the limit gets a file of its own.
 
-    sizes  by name: the tensor's bytes. A tensor larger than the limit has a file of its own
+    sizes  bytes of each tensor, by name
     """
     found: Layout = []
     filled = 0
@@ -53,7 +59,10 @@ def distribute(sizes: Mapping[str, int], limit: float) -> Layout:
 
 
 def file_name(kind: str, number: int, count: int) -> str:
-    """Name of file `number` (from 0) of `count` files."""
+    """Return the name of file `number` (from 0) of `count` files.
+
+    kind  the first part of the name: model or optimizer
+    """
     return f"{kind}.safetensors" if count == 1 else f"{kind}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -62,8 +71,10 @@ def index_name(kind: str) -> str:
 
 
 def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
-    """Write the index that maps each tensor to its file, if there are several; total: bytes of
-    all."""
+    """Write the index that maps each tensor to its file, if there is more than one file.
+
+    total  bytes of all tensors together
+    """
     if len(layout) > 1:
         where = {name: file_name(kind, number, len(layout)) for number, names in enumerate(layout) for name in names}
         content = {"metadata": {"total_size": total}, "weight_map": where}
@@ -71,11 +82,11 @@ def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
 
 
 class Writer:
-    """Writes files one after another in a thread, while the caller fills the next one.
+    """Writes files one after another in a thread, while the caller fills the next file.
 
-    errors     failed writes. They are not raised at once, because other processes wait for the
-               caller's part in the collectives that follow
-    checksums  by name: SHA-256 of the written files
+    errors     errors of failed writes. They are collected instead of raised, because the process
+               must still take part in the collectives that follow
+    checksums  SHA-256 of the written files, by file name
     """
 
     def __init__(self) -> None:
@@ -107,12 +118,13 @@ class Writer:
     def fill(
         self, folder: Path, names: Mapping[str, list[str]], fetch: Callable[[str], Tensor], mine: Collection[str]
     ) -> None:
-        """Fetch the tensors of these files in their order, and write the files that are this
-        process's.
+        """Fetch the tensors of these files in order, and write those files that belong to this
+        process.
 
-        names  by file: the names of its tensors
-        fetch  name -> the full tensor. A collective: all ranks with a shard of it call it
-        mine   the files that this process writes
+        names  the tensors of each file, by file name
+        fetch  returns the full tensor of a name. It is a collective: all ranks that have a shard of
+               the tensor call it
+        mine   names of the files that this process writes
         """
         for file, inside in names.items():
             kept: dict[str, Tensor] = {}
@@ -144,16 +156,18 @@ def checksum(path: Path) -> str:
 
 
 def write_checksums(folder: Path, known: Mapping[str, str]) -> None:
-    """Write the checksums of all files of a folder into it; those in `known` are not computed
-    again."""
+    """Write a file with the checksums of all files of a folder into this folder.
+
+    known  checksums by file name that need not be computed again
+    """
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     found = {name: known[name] if name in known else checksum(folder / name) for name in names}
     (folder / CHECKSUMS).write_text(json.dumps({"sha256": found}, indent=1) + "\n")
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """The checksums in a folder, by file name. Raises OSError if their file is missing, ValueError
-    or LookupError if it is damaged."""
+    """Read the file of checksums in a folder and return the checksums by file name. Raises OSError
+    if this file is missing, ValueError or LookupError if it is damaged."""
     found = json.loads((folder / CHECKSUMS).read_text())["sha256"]
     if not isinstance(found, dict):
         raise ValueError("no table of checksums")
@@ -161,8 +175,8 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 class Reader:
-    """Reads the tensors of one kind (model or optimizer) in a folder. Files are memory-mapped, so
-    that only the tensors that are used are read."""
+    """Reads the tensors of one kind (model or optimizer) in a folder. Files are memory-mapped: only
+    tensors that are used are read from the disk."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._files, self._open = folder, ExitStack(), {}  # type: ignore[var-annotated]
@@ -193,11 +207,12 @@ class Reader:
         return set(self._where)
 
     def files_of(self, names: Collection[str]) -> set[str]:
-        """The files that these tensors are in."""
+        """Return the names of the files that contain these tensors. Unknown tensors are ignored."""
         return {self._where[name] for name in names if name in self._where}
 
     def get(self, name: str) -> Tensor:
-        """A tensor in host memory. It is read-only: its memory is the mapped file's."""
+        """Return a tensor in host memory. It must not be written to, because its memory is that of
+        the mapped file."""
         try:
             value: Tensor = self._file(self._where[name]).get_tensor(name)
         except SafetensorError as error:
@@ -206,7 +221,7 @@ class Reader:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """By name of a tensor: its file in the same folder."""
+    """Read an index file. Returns the file of each tensor, by the tensor's name."""
     try:
         where = json.loads(path.read_text())["weight_map"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -219,7 +234,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _damaged(path: Path, error: Exception) -> InputError:
-    return InputError(str(path), f"is damaged ({error})", "use another copy of it, or another checkpoint")
+    return InputError(str(path), f"is damaged ({error})", "use another copy of this file, or another checkpoint")
 
 
 __all__ = [

@@ -23,20 +23,21 @@ _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e\+?[0-9]+)?"
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """'24GiB', '1.5 GB', '8e9' or a plain number of bytes, as an int. Raises InputError."""
+    """Return the number of bytes that '24GiB', '1.5 GB', '8e9' or a number stands for. Raises
+    InputError."""
     if isinstance(text, str):
         match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", text, re.IGNORECASE)
         size = _BYTES.get(match.group(2).lower() or "b") if match else None
         number = float(match.group(1)) if match else math.nan
     else:
         number, size = (math.nan if isinstance(text, bool) or not isinstance(text, int | float) else text), 1
-    if size is None or not 0 <= number * size <= _MOST_BYTES:  # of no number, never
+    if size is None or not 0 <= number * size <= _MOST_BYTES:  # the comparison is False for NaN
         raise InputError(f"size {text!r}", "not a number of bytes", "write it like 24GiB, 512MiB or 8e9")
     return int(number * size)
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes in binary units: '13.7 GiB', '512 MiB', '96 B'."""
+    """Return a number of bytes as text in binary units: '13.7 GiB', '512 MiB', '96 B'."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             value = count / size
@@ -45,7 +46,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A number of parameters, tokens or FLOPs: '13.8M', '6.74B', '96'."""
+    """Return a number of parameters, tokens or FLOPs as text: '13.8M', '6.74B', '96'."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= 0.9995 * size:  # three digits would round it up to this unit
             return f"{_three_digits(count / size)}{unit}"
@@ -53,7 +54,7 @@ def format_count(count: float) -> str:
 
 
 def format_flops(rate: float) -> str:
-    """A rate of arithmetic: '205 GFLOP/s', '1.98 PFLOP/s'."""
+    """Return a rate of arithmetic as text: '205 GFLOP/s', '1.98 PFLOP/s'."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if rate >= 0.9995 * size:
             return f"{_three_digits(rate / size)} {unit}FLOP/s"
@@ -61,7 +62,8 @@ def format_flops(rate: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration: '2 h 05 min', '3 min 20 s', '1.25 s', '830 ms', '12 us'; '?' if not finite."""
+    """Return a duration as text: '2 h 05 min', '3 min 20 s', '1.25 s', '830 ms', '12 us'; '?' if it
+    is not finite."""
     if not math.isfinite(seconds):
         return "?"
     whole = round(seconds)
@@ -75,5 +77,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Three significant digits, or all digits before the point, never with an exponent."""
+    """Return a number with three significant digits, or all digits before the point if there are
+    more; never with an exponent."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"

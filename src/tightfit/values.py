@@ -34,7 +34,7 @@ class Value(BaseModel):
         self._fill(fields, type(self).__name__.lower())
 
     def _fill(self, fields: dict[str, Any], where: str) -> None:
-        for name, value in fields.items():  # Python and pydantic take True for 1
+        for name, value in fields.items():  # pydantic would accept True as 1
             if isinstance(value, bool) and _is_number(type(self), name):
                 raise InputError(f"{where}: {name}", f"{value} is not a number", "write a number, not true or false")
         try:
@@ -44,10 +44,10 @@ class Value(BaseModel):
 
     @classmethod
     def parse(cls, content: Any, where: str = "") -> Self:
-        """Validate a mapping that comes from outside. Raises InputError, which names `where` and
-        the field.
+        """Return a validated value from a mapping, such as the content of a file. Raises
+        InputError, which names `where` and the field.
 
-        where  the file or section, for the error; the class's name if left out
+        where  the file or section that the error names; the class's name by default
         """
         where = where or cls.__name__.lower()
         if not isinstance(content, dict):
@@ -58,7 +58,11 @@ class Value(BaseModel):
             )
         for name in content:
             if not isinstance(name, str):
-                raise InputError(f"{where}: {name}", "a field's name is text", f"write it in quotes: '{name}'")
+                raise InputError(
+                    f"{where}: {name}",
+                    f"field names must be strings, and this is of type {type(name).__name__}",
+                    f"write it in quotes: '{name}'",
+                )
             if not name.strip():
                 raise InputError(
                     f"{where}: {name!r}", "is an empty name", f"use one of: {', '.join(cls.field_names())}"
@@ -74,11 +78,11 @@ class Value(BaseModel):
 
     @classmethod
     def field_names(cls) -> list[str]:
-        """The fields' names as files write them."""
+        """Return the names of the fields as files write them: "from", not "from_"."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def content(self) -> dict[str, Any]:
-        """The fields that are not None, as plain JSON types."""
+        """Return the fields that are not None, as JSON types."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     def to_yaml(self) -> str:
@@ -88,7 +92,8 @@ class Value(BaseModel):
         return json.dumps(self.content())
 
     def replace(self, **changes: Any) -> Self:
-        """A validated copy with these fields changed. Unchanged values are shared, not copied."""
+        """Return a validated copy with these fields changed. Values of the other fields are shared
+        with the copy."""
         kept = {
             name: getattr(self, name)
             for name, field in type(self).model_fields.items()
@@ -97,7 +102,7 @@ class Value(BaseModel):
         return type(self)._made({**kept, **changes}, type(self).__name__.lower())
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Only the fields that differ from their default, so that a value prints as one short
+        """Yield only the fields that differ from their default, so that a value prints as one short
         line."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
@@ -109,7 +114,7 @@ class Value(BaseModel):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML (or JSON) file. Raises InputError."""
+    """Read the mapping in a YAML or JSON file. Raises InputError."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -127,7 +132,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if len(raw) > MOST_BYTES:
         raise InputError(
             str(path),
-            f"has more than {MOST_BYTES} bytes, too many for settings",
+            f"has more than {MOST_BYTES} bytes, too many for a file of settings",
             "name a file of settings, not of data",
         )
     try:
@@ -151,8 +156,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """A remedy for an unknown word: the known words that begin with it, the closest one, or all of
-    them."""
+    """Return a remedy for an unknown word: "did you mean ...?" with the known words that begin with
+    it or the most similar known word, else "use one of: ..." with all known words."""
     longer = [one for one in known if word and one.startswith(word.lower())]
     if 0 < len(longer) <= 4:
         return "did you mean " + " or ".join(map(repr, longer)) + "?"
@@ -161,12 +166,17 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def nearest_field(name: str, known: list[str]) -> str:
-    """A remedy for an unknown field: tightfit's word for another tool's, or the nearest field."""
+    """Return a remedy for an unknown field: tightfit's word if another tool uses `name`, else the
+    nearest field."""
     return tightfits_word(name) or nearest(name, known)
 
 
 def explain_validation(cls: type[BaseModel], error: ValidationError, where: str) -> InputError:
-    """Turn pydantic's first error into an InputError; unknown fields come first."""
+    """Turn pydantic's first error into an InputError. Errors of unknown fields come before all
+    others.
+
+    where  the file or section that the error names
+    """
     details = error.errors()
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
     first = (unknown or details)[0]
@@ -183,14 +193,17 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether it is a list or tuple. One from a file was checked when the file was read; one from
-    Python may be a dataset, which is not checked element by element."""
+    """Whether `value` is a list or tuple, which `parse` does not check.
+
+    A list from a file was checked when the file was read. A list from Python may be a dataset,
+    which may have too many elements to check.
+    """
     return isinstance(value, list | tuple)
 
 
 @cache
 def _is_number(cls: type[BaseModel], name: str) -> bool:
-    """Whether a field takes numbers, no booleans, and has no validator of its own."""
+    """Whether a field takes numbers but not booleans, and has no validator of its own."""
     field = cls.model_fields.get(name)
     if field is None or any(isinstance(one, BeforeValidator) for one in field.metadata):
         return False
@@ -199,8 +212,8 @@ def _is_number(cls: type[BaseModel], name: str) -> bool:
 
 
 def _path(detail: ErrorDetails) -> list[int | str]:
-    """Path of an error: field names and list positions, without pydantic's names for a union's
-    types."""
+    """Return the path of an error: field names and list positions, without the names that pydantic
+    adds for the types of a union."""
     *outer, last = detail["loc"] or ("",)
     kept = [part for part in outer if not _is_branch(part)]
     own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # any name
@@ -208,7 +221,7 @@ def _path(detail: ErrorDetails) -> list[int | str]:
 
 
 def _is_branch(part: Any) -> bool:
-    """Whether a part of the location names a type of a union rather than a field."""
+    """Whether a part of pydantic's error location names a type of a union rather than a field."""
     kinds = {"int", "str", "bool", "float", "callable"}
     return isinstance(part, str) and (not part.isidentifier() or part[0].isupper() or part in kinds)
 
@@ -217,7 +230,7 @@ def _found(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         return "unknown field"
     if detail["type"] == "missing":
-        return "is needed and was not given"
+        return "is required and missing"
     message = detail["msg"].removeprefix("Value error, ")
     asked = repr(detail["input"])
     return f"{asked if len(asked) <= 80 else asked[:80] + '...'} is not allowed ({message[0].lower()}{message[1:]})"
@@ -252,7 +265,7 @@ def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
 
 
 def _fields_at(cls: type[BaseModel], path: list[Any]) -> list[str]:
-    """The field names of the value that `path` leads to."""
+    """Return the field names of the section at `path`: those of Train for ["train"]."""
     for part in path:
         field = next((f for n, f in cls.model_fields.items() if part in (n, f.alias)), None)
         leaves = _leaves(field.annotation) if field else []

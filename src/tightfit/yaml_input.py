@@ -1,9 +1,9 @@
-"""Plain data: reads YAML as mappings, lists, text and numbers only, and refuses what is too large
-or too deep.
+"""Reads YAML as plain data only (mappings, lists, text, numbers, true, false and null), and refuses
+files that are too large or nested too deep.
 
-YAML 1.1 reads 1:30 as 90 (base 60), 010 as 8, 2024-01-01 as a date and 1e-4 as text. Here, as in
-YAML 1.2, these are a text, a decimal number, a text and a number. Raises InputError, or
-yaml.YAMLError with the line of an error in the text itself.
+YAML 1.1 reads 1:30 as 90 (base 60), 010 as 8, 2024-01-01 as a date and 1e-4 as text. This module
+follows YAML 1.2: it reads 1:30 and 2024-01-01 as text, 010 as 10 and 1e-4 as a number. The
+functions raise InputError, or yaml.YAMLError with the line number if the YAML itself is wrong.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import yaml
 
 from tightfit.errors import InputError
 
-MOST_BYTES = 2**19  # of a file of settings
-MOST_NODES = 50_000  # values in it; an alias counts as all values of its anchor
+MOST_BYTES = 2**19  # size limit of a file of settings
+MOST_NODES = 50_000  # limit of values in a file; an alias counts as all values of its anchor
 MOST_DEPTH = 32
 MOST_BITS = 63
 
@@ -31,23 +31,25 @@ _DECIMAL = re.compile(r"[-+]?0[0-9_]+$")  # leading zeros: a text; number fields
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError, with the place of the error, or for its
-    size."""
+    """Parse a YAML text. Raises yaml.YAMLError, with the place of the error, if the text is wrong
+    or too large."""
     if len(text) > MOST_BYTES:
         raise yaml.YAMLError(f"{len(text)} characters are more than the {MOST_BYTES} that a file of settings may have")
     return yaml.load(text, _Loader)
 
 
 def write_yaml(content: Any) -> str:
-    """YAML that both a YAML 1.1 reader and `parse_yaml` read back as `content`."""
+    """Return YAML text that both YAML 1.1 parsers and `parse_yaml` read back as `content`."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def check_plain(content: Any, where: str) -> None:
-    """Refuse settings that no field can take, also within mappings and lists.
+    """Raise InputError for values that no field can take, also inside mappings and lists.
 
-    Raises InputError, which names the field, for integers beyond 64 bits, infinite numbers, text
-    with zero bytes or unpaired surrogates, and content that is nested too deep.
+    The error names the field. Refused are integers beyond 64 bits, infinite numbers, text with zero
+    bytes or unpaired surrogates, empty field names, and content that is nested too deep.
+
+    where  the file or section that the error names
     """
     _check(content, where, (), MOST_DEPTH)
 
@@ -58,7 +60,7 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
 
     if isinstance(content, str):
         if "\0" in content or any("\ud800" <= letter <= "\udfff" for letter in content):
-            refuse("contains a zero byte or half a surrogate pair, which no name or path has", "write it without")
+            refuse("contains a zero byte or half a surrogate pair, which no name or path has", "remove that character")
     elif isinstance(content, int):
         if content.bit_length() > MOST_BITS:
             refuse("is a number beyond 64 bits", f"write one of at most {2**MOST_BITS - 1}")
@@ -67,19 +69,19 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
             refuse(f"is {content}", "write a finite number")
     elif isinstance(content, dict | list | tuple):
         if depth == 0:
-            refuse(f"is nested more than {MOST_DEPTH} deep", "write it flatter")
+            refuse(f"is nested more than {MOST_DEPTH} deep", f"use at most {MOST_DEPTH} levels")
         inner = content.items() if isinstance(content, dict) else ((str(n), one) for n, one in enumerate(content))
         for name, value in inner:
             if isinstance(content, dict):
                 _check(name, where, (*path, "a key"), depth - 1)
                 if isinstance(name, str) and not name.strip():
-                    refuse(f"has an empty name ({name!r}) among its fields", "name the field, or leave it out")
+                    refuse(f"has an empty name ({name!r}) among its fields", "name this field, or remove it")
             _check(value, where, (*path, str(name)), depth - 1)
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain types only. Refuses a field that is written twice; plain YAML would silently keep the
-    last."""
+    """Loads plain types only. Refuses a field that is written twice; PyYAML would silently keep the
+    last value."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in known if tag[len(_TAG) :] in ("bool", "null", "merge")]
@@ -149,7 +151,8 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that a reader of YAML 1.1 or 1.2 would take for something else."""
+    """Quotes texts that a YAML 1.1 or 1.2 parser would otherwise read as a number, date or
+    boolean."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(known) for first, known in yaml.SafeDumper.yaml_implicit_resolvers.items()

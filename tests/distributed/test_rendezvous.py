@@ -69,7 +69,7 @@ def test_processes_are_not_started_twice() -> None:
     """A command that starts processes takes no network interface."""
     check_start(2, 1, LaunchOptions())
     check_start(1, 2, LaunchOptions(interface="eth0"))
-    with pytest.raises(InputError, match="leave it out"):
+    with pytest.raises(InputError, match="leave out --interface"):
         check_start(2, 1, LaunchOptions(interface="eth0"))
     with pytest.raises(InputError, match="4 processes have been started already"):
         check_start(2, 4, LaunchOptions())

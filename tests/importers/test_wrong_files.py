@@ -255,7 +255,7 @@ def test_the_command_writes_both_files_and_lists_each_key(tmp_path: Path) -> Non
     again = CliRunner().invoke(app, ["import", str(file), "--out", str(tmp_path / "out")])
     assert isinstance(again.exception, InputError)
     assert again.exception.exit_code == 2
-    assert "has a job.yaml already" in str(again.exception)
+    assert "already contains job.yaml" in str(again.exception)
 
 
 def test_json_and_nothing_else(tmp_path: Path) -> None:

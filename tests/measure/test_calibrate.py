@@ -57,11 +57,11 @@ def test_commands_calibrate_an_unmeasured_machine_once(
     job = str(tiny.write(tmp_path))
     assert command(monkeypatch, "train", job, "--plan", "reference", "--out", str(tmp_path / "out")) == 0
     said = capsys.readouterr().out
-    assert said.startswith("a glance at this machine")
+    assert said.startswith("measuring the speed of this machine")
     assert "--calibrate measures it closely" in said
     assert command(monkeypatch, "explain", job, "--plan", "reference") == 0
     said = capsys.readouterr().out
-    assert "a glance at this machine (" not in said
+    assert "measuring the speed of this machine (" not in said
     assert "--calibrate measures it closely" in said
     assert command(monkeypatch, "machine") == 0
     assert "glance (square matrices" in " ".join(capsys.readouterr().out.split())

@@ -137,7 +137,7 @@ def test_the_command_prints_tables_json_and_a_picture(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--run", "--machine", "l4"), "leave one of them out"),
+        (("--run", "--machine", "l4"), "leave out --run or --machine"),
         (("--picture", "ladder.gif"), "ladder.svg"),
         (("--machine", "l44"), "did you mean"),
         (("--set", "train.batch=none"), "batch: 'none' is not allowed"),

@@ -93,7 +93,7 @@ def test_if_nothing_fits_the_exit_code_is_3_with_remedies(
     [
         (["--machine", "h101"], "did you mean"),
         (["--machine", "h200:0"], "write it like h200:8"),
-        (["--machine", "h200", "--analyze"], "leave one of them out"),
+        (["--machine", "h200", "--analyze"], "leave out --analyze or --machine"),
         (["--picture", "memory.gif"], "memory.svg"),
         (["--memory", "much"], "24GiB"),
     ],

@@ -212,7 +212,7 @@ def test_a_full_disk_is_reported_before_planning(
 
 def test_a_full_disk_at_the_start_is_an_input_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(InputError, match="make room there"):
+    with pytest.raises(InputError, match="free some disk space"):
         begin_files(tiny.job(), Plan(), None, tmp_path / "out", 0)
 
 
@@ -280,7 +280,7 @@ def test_resuming_a_run_without_checkpoints_is_refused(
     capsys.readouterr()
     assert run_train(monkeypatch, job, out, "--plan", "reference", "--resume") == 2
     said = capsys.readouterr().err
-    assert "the run saved none (train.checkpoint_every: never)" in said
+    assert "has no checkpoint, because train.checkpoint_every was never" in said
     assert "leave out --resume" in said
 
 

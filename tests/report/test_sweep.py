@@ -122,7 +122,7 @@ def test_commas_in_brackets_belong_to_a_value() -> None:
         ((), "nothing is varied"),
         (("--over", "train.batch"), "is not NAME=VALUE"),
         (("--over", "train.batch=8,,16"), "is not NAME=VALUE"),
-        (("--over", "batch=8"), "is no field of a job"),
+        (("--over", "batch=8"), "is not a field of a job"),
         (("--over", "train.btach=8"), "did you mean 'batch'"),
         (("--over", "train.batch=8,eight"), "batch: 'eight' is not allowed"),
         (("--over", "plan.zero=2,9"), "zero"),

@@ -1,5 +1,5 @@
-"""Reads the configuration of another tool and says it in tightfit's words: a job and a plan.
+"""Translates the configuration of another tool into a job and a plan.
 
-`importing.py` does it. Each tool is one module with one table of its keys; `mapping.py` has what
-the tables are made of, `combine.py` joins what several keys say together.
+`importing.py` imports a file. Each tool has one module with one table of its keys. `mapping.py`
+defines the entries of these tables. `combine.py` sets the fields that depend on several keys.
 """

@@ -13,7 +13,7 @@ from tightfit.importers.training_arguments import FSDP_KEYS
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """The same stage, 0 to 3."""
+    """Keep the stage, 0 to 3."""
     found = whole(value)
     if found not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -31,7 +31,7 @@ def _place(*words: str) -> Any:
 
 
 def _accumulation(value: Any) -> int:
-    """A factor of train.batch."""
+    """Keep the number of accumulation steps, a factor of train.batch."""
     return whole(value)
 
 
@@ -119,7 +119,7 @@ KEYS: tuple[Key, ...] = (
     Key("deepspeed_config.offload_optimizer_nvme_path", "plan.offload_folder", text, "states_folder"),
     Key("deepspeed_config.offload_param_nvme_path", "plan.offload_folder", text, "parameters_folder"),
     *needless("tightfit creates a sharded model by itself", "deepspeed_config.zero3_init_flag"),
-    *needless("checkpoints of tightfit are whole", "deepspeed_config.zero3_save_16bit_model"),
+    *needless("tightfit's checkpoints contain full tensors", "deepspeed_config.zero3_save_16bit_model"),
     *needless(
         _START,
         "deepspeed_config.deepspeed_hostfile",
@@ -132,13 +132,15 @@ KEYS: tuple[Key, ...] = (
     *under("deepspeed_config.deepspeed_config_file", deepspeed.KEYS),
     Key(
         "deepspeed_config.deepspeed_config_file",
-        reason="a file that was not found: import it by itself, or put it beside this one",
+        reason="the file was not found; put it in the folder of this file, or import it separately",
     ),
     Key("parallelism_config.parallelism_config_dp_shard_size", "plan.dp_shard", whole, "dp_shard"),
     Key("parallelism_config.parallelism_config_dp_replicate_size", "plan.dp_replicate", whole, "dp_replicate"),
     Key("parallelism_config.parallelism_config_tp_size", "plan.tp", whole, "tp"),
     Key("parallelism_config.parallelism_config_cp_size", "plan.cp", whole, "cp"),
-    *needless("tightfit's context parallelism goes around in a ring", "parallelism_config.parallelism_config_cp_*"),
+    *needless(
+        "tightfit's context parallelism always uses ring attention", "parallelism_config.parallelism_config_cp_*"
+    ),
     Key("megatron_lm_config.megatron_lm_tp_degree", "plan.tp", whole, "tp"),
     Key("megatron_lm_config.megatron_lm_pp_degree", "plan.pp", whole, "pp"),
     Key("megatron_lm_config.megatron_lm_sequence_parallelism", "plan.sequence_parallel", flag),
@@ -187,7 +189,7 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's file, if it is found."""
+    """Put the content of DeepSpeed's file in the place of its name, if the file is found."""
     section = content.get("deepspeed_config")
     if not isinstance(section, dict):
         return content
@@ -228,7 +230,7 @@ def _combine(draft: Draft) -> None:
     draft.imply("zero", ({"fsdp": 3, "deepspeed": 2}.get(str(kind), 0), False), "distributed_type")
     for row in draft.rows:
         if row.key == "deepspeed_config.deepspeed_config_file" and isinstance(row.value, str):
-            draft.to_do.append(f"{row.key} names {row.value}, which was not found: import it, too")
+            draft.to_do.append(f"{row.key} names {row.value}, which was not found; import it separately")
             if parts["zero"] == (2, False) and draft.giver("zero") == "distributed_type":
                 del parts["zero"]  # the other file says the stage
     if parts.get("tp", 1) > 1 and "plan.sequence_parallel" not in draft.fields:

@@ -25,37 +25,40 @@ from tightfit.importers.conversions import (
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
 
 _FILES = {"json": "jsonl", "parquet": "parquet", "text": "text"}
-_SPLICED = "tightfit's packed sequences are texts one after another, in order of the seed"
+_SPLICED = "tightfit packs texts one after another, in the order that train.seed gives"
 _PLAIN = ("completion", "pretrain")
 
 
 def _bf16(value: Any) -> bool | str:
-    """true is bf16-mixed; auto is true, as on a GPU since Ampere; full is bf16-true."""
+    """Convert true to bf16-mixed and full to bf16-true. auto counts as true, as on GPUs since
+    Ampere."""
     word = str(value).lower()
     return word if word == "full" else True if word == "auto" else flag(value)
 
 
 def _tf32(value: Any) -> bool | Lacks:
-    """tf32, if neither bf16 nor fp16 is on."""
+    """Convert true to tf32, which is used if neither bf16 nor fp16 is on."""
     return Lacks("tightfit uses tf32 where the plan says so", False) if value == "auto" else flag(value)
 
 
 def _recompute(value: Any) -> str | Lacks:
-    """true is full."""
+    """Convert true to full (every block is recomputed) and false to none. Values that offload, such
+    as offload_disk, have no counterpart here."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
         return Lacks("use plan.recompute: full with plan.offload: [activations]")
     return "full" if flag(value) else "none"
 
 
 def _datasets(value: Any) -> list[dict[str, Any]]:
-    """One data set is data.jsonl, parquet, text or dataset, by its files; several have no field."""
+    """Keep the list of data sets. A single data set becomes data.jsonl, data.parquet, data.text or
+    data.dataset, depending on its files. Several data sets have no counterpart."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("a list of data sets, each with a path")
     return value
 
 
 def _share(value: Any) -> float | Lacks:
-    """A share of the samples; 0 keeps none. A number of samples has no counterpart."""
+    """Keep a fraction of the samples; 0 holds out none. A number of samples has no counterpart."""
     found = number(value)
     return found if found < 1 else Lacks("data.held_out is a share of the samples, not a number of them")
 
@@ -63,7 +66,11 @@ def _share(value: Any) -> float | Lacks:
 KEYS: tuple[Key, ...] = (
     Key("base_model", "model.from", text, reason="a folder, or a hub id that must be downloaded"),
     *needless(
-        "the folder of model.from says it", "model_type", "tokenizer_type", "base_model_config", "is_*_derived_model"
+        "config.json in the folder of model.from gives it",
+        "model_type",
+        "tokenizer_type",
+        "base_model_config",
+        "is_*_derived_model",
     ),
     *needless(
         hf.TOKENIZER,
@@ -77,18 +84,20 @@ KEYS: tuple[Key, ...] = (
         hf.TOKENIZER, "resize_token_embeddings_to_32x", "shrink_embeddings", "mean_resizing_embeddings", "tokenizer_*"
     ),
     *lacks(
-        "tightfit leaves tokenizers and embeddings as their folders have them",
+        "tightfit uses tokenizers and embeddings unchanged",
         "special_tokens.*",
         "tokens",
         "added_tokens_overrides.*",
     ),
     *lacks(
-        "tightfit takes a config as its folder has it", "overrides_of_model_config.*", "overrides_of_model_kwargs.*"
+        "tightfit uses the config in the model's folder unchanged",
+        "overrides_of_model_config.*",
+        "overrides_of_model_kwargs.*",
     ),
     *lacks(hf.CODE, "trust_remote_code"),
     Key("datasets", "data.dataset", _datasets, "datasets"),
     Key("pretraining_dataset", "data.dataset", _datasets, "datasets"),
-    *lacks("one source of texts; evaluation takes data.held_out of it", "test_datasets"),
+    *lacks("tightfit has one source of texts, and evaluates on the fraction data.held_out of it", "test_datasets"),
     Key("val_set_size", "data.held_out", _share),
     Key("sequence_len", "data.sequence_length", whole),
     Key(
@@ -96,7 +105,7 @@ KEYS: tuple[Key, ...] = (
         "data.packing",
         packed,
         "",
-        "true is packed; in a packed sequence texts see one another, in axolotl not",
+        "true is packed; in a packed sequence, tokens attend to the texts before theirs, which axolotl prevents",
     ),
     Key("pretraining_sample_concatenation", "data.packing", packed, "", "true is packed"),
     *needless("tightfit evaluates as it trains", "eval_sample_packing", "eval_sequence_len"),
@@ -237,7 +246,7 @@ KEYS: tuple[Key, ...] = (
     ),
     next(key for key in hf.KEYS if key.name == "torch_compile_mode"),
     *needless(
-        "choices of kernels, which the plan makes; PyTorch's attention takes its flash kernel where it can",
+        "the plan chooses the kernels; PyTorch's attention uses its flash kernel if possible",
         "flash_attention",
         "flash_attn_*",
         "sdp_attention",
@@ -256,7 +265,7 @@ KEYS: tuple[Key, ...] = (
     ),
     *needless("plan.chunked_loss computes the loss in chunks", "cut_cross_entropy", "chunked_cross_entropy*"),
     *needless(
-        "choices of kernels, which the plan makes",
+        "the plan chooses the kernels",
         "experts_implementation",
         "flash_optimum",
         "use_scattermoe",
@@ -267,9 +276,11 @@ KEYS: tuple[Key, ...] = (
         "gemma4_hybrid_attn_impl",
     ),
     *lacks("plugins are code of axolotl's", "plugins", "diffusion.*", "llmcompressor.*"),
-    *lacks("tightfit takes a config as its folder has it", "model_config.*", "num_labels", "cls_model_config"),
+    *lacks(
+        "tightfit uses the config in the model's folder unchanged", "model_config.*", "num_labels", "cls_model_config"
+    ),
     *lacks("tightfit has no expert parallelism", "expert_parallel_*"),
-    *lacks("tightfit has the models' own losses, or the job's", "use_eaft", "eaft_*", "center_rewards_coefficient"),
+    *lacks("tightfit uses the model's own loss or the job's loss", "use_eaft", "eaft_*", "center_rewards_coefficient"),
     *needless("the length is data.sequence_length", "max_packed_sequence_len", "total_num_tokens"),
     *lacks("tightfit does not cut MLPs into tiles", "tiled_mlp", "tiled_mlp_*"),
     *lacks("tightfit adds no noise to embeddings", "neftune_noise_alpha", "noisy_embedding_alpha"),
@@ -349,7 +360,7 @@ KEYS: tuple[Key, ...] = (
         "greater_is_better",
     ),
     *needless(
-        "tightfit train --resume goes on from its own checkpoints",
+        "tightfit train --resume continues from tightfit's own checkpoints",
         "resume_from_checkpoint",
         "auto_resume_from_checkpoints",
     ),
@@ -431,25 +442,27 @@ KEYS: tuple[Key, ...] = (
         "a number is of GiB",
     ),
     *needless(
-        "tightfit's allocator setting keeps memory in order (plan.allocator)",
+        "plan.allocator decides how memory is freed",
         "gc_steps",
         "gc_collect_steps",
         "torch_empty_cache_steps",
     ),
     *needless("tightfit reads weights one by one", "low_cpu_mem_usage", "experimental_skip_move_to_device"),
-    Key("deepspeed", "", None, "", "a file that was not found: import it by itself, or put it beside this one"),
+    Key(
+        "deepspeed", "", None, "", "the file was not found; put it in the folder of this file, or import it separately"
+    ),
     *under("deepspeed", deepspeed.KEYS),
     Key("fsdp", "plan.zero", hf.fsdp, "zero", "full_shard is zero 3, shard_grad_op zero 2"),
     *under("fsdp_config", hf.FSDP_KEYS),
     Key("fsdp_version", "", None, "", "tightfit shards by itself, neither with FSDP 1 nor 2", False),
-    *needless("tightfit's checkpoints have one form", "fsdp_final_state_dict_type"),
+    *needless("tightfit has one checkpoint format", "fsdp_final_state_dict_type"),
     *needless("norms compute in fp32 under autocast", "fp32_norms", "fp32_norm_classes"),
     Key("dp_shard_size", "plan.dp_shard", whole, "dp_shard"),
     Key("dp_replicate_size", "plan.dp_replicate", whole, "dp_replicate"),
     Key("tensor_parallel_size", "plan.tp", whole, "tp"),
     Key("context_parallel_size", "plan.cp", whole, "cp"),
     Key("sequence_parallel_degree", "plan.cp", whole, "cp"),
-    *needless("tightfit's context parallelism goes around in a ring", "heads_k_stride", "ring_attn_func"),
+    *needless("tightfit's context parallelism always uses ring attention", "heads_k_stride", "ring_attn_func"),
     *lacks(
         "tightfit has no processors of images in language models", "image_*", "processor_kwargs.*", "role_boundaries"
     ),
@@ -457,7 +470,8 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's file, and makes the paths of data sets and of the model whole."""
+    """Put the content of DeepSpeed's file in the place of its name, and make the paths of data sets
+    and of the model absolute if they exist."""
     content = hf.prepare(content, folder)
     found = dict(content)
     for name in ("datasets", "pretraining_dataset"):
@@ -474,7 +488,7 @@ def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _whole_paths(one: Any, folder: Path) -> Any:
-    """A data set with its paths made absolute where they exist."""
+    """Return a data set whose paths are absolute if they exist."""
     if not isinstance(one, dict):
         return one
     return {name: existing(v, folder) if name in ("path", "data_files") else v for name, v in one.items()}

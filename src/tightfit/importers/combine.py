@@ -1,5 +1,5 @@
-"""Joins what several keys of another tool say together: the batch, the devices, the precision, the
-optimizer and the schedule. It reads `Draft.parts` and writes `Draft.fields`."""
+"""Sets the fields that depend on several keys of another tool: batch, devices, precision, optimizer
+and schedule. Reads `Draft.parts` and writes `Draft.fields`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tightfit.importers.mapping import Draft
 
 
 def combine(draft: Draft) -> None:
-    """All fields that take several keys, in an order in which each finds what it needs."""
+    """Set all fields that depend on several keys. The order matters: the schedule needs
+    train.steps, for example, and the batch needs the degrees."""
     _degrees(draft)
     _batch(draft)
     _sharding(draft)
@@ -24,7 +25,7 @@ def combine(draft: Draft) -> None:
 
 
 def _degrees(draft: Draft) -> None:
-    """tp, pp and cp; and the devices of all nodes together."""
+    """Set plan.tp, plan.pp and plan.cp, and compute the number of devices of all nodes together."""
     for name in ("tp", "pp", "cp"):
         if name in draft.parts:
             draft.fields[f"plan.{name}"] = draft.parts[name]
@@ -37,12 +38,13 @@ def _degrees(draft: Draft) -> None:
 
 
 def model_parallel(draft: Draft) -> int:
-    """Devices that share one data rank's samples."""
+    """Return the number of devices that work on the same samples: tp x pp x cp."""
     return math.prod(draft.parts.get(name, 1) for name in ("tp", "pp", "cp"))
 
 
 def data_ranks(draft: Draft) -> int | None:
-    """Ranks that a step's samples are divided over; None if the file does not tell."""
+    """Return the number of ranks over which a step's samples are divided; None if the file does not
+    give the number of devices."""
     parts = draft.parts
     shard, replicate = parts.get("dp_shard"), parts.get("dp_replicate")
     if shard is not None and shard > 0:
@@ -59,7 +61,7 @@ def data_ranks(draft: Draft) -> int | None:
 
 
 def _batch(draft: Draft) -> None:
-    """train.batch is all samples of a step: micro-batch x accumulation x data ranks."""
+    """Set train.batch = micro-batch x accumulation x data ranks, and plan.micro_batch."""
     parts, ranks = draft.parts, data_ranks(draft)
     micro, accumulation, total = (parts.get(name) for name in ("micro_batch", "accumulation", "batch"))
     names = {name: draft.giver(name) for name in ("micro_batch", "accumulation", "batch")}
@@ -118,7 +120,7 @@ def _undecided_batch(draft: Draft) -> None:
 
 
 def _sharding(draft: Draft) -> None:
-    """zero, dp_shard and dp_replicate."""
+    """Set plan.zero, plan.dp_shard and plan.dp_replicate."""
     parts, ranks = draft.parts, data_ranks(draft)
     stage, is_hybrid = parts.get("zero", (None, False))
     shard, replicate = parts.get("dp_shard"), parts.get("dp_replicate")
@@ -133,7 +135,9 @@ def _sharding(draft: Draft) -> None:
         if shard is not None and shard >= 1:
             draft.fields["plan.dp_shard"] = shard
         else:
-            draft.to_do.append("plan.dp_shard is all ranks that remain, whose number the file does not say: left open")
+            draft.to_do.append(
+                "plan.dp_shard is left open: it takes all remaining ranks, whose number the file does not say"
+            )
     if replicate is not None:
         draft.fields["plan.dp_replicate"] = replicate
     cp = parts.get("cp", 1)
@@ -215,7 +219,7 @@ def _optimizer(draft: Draft) -> None:
 
 
 def _length(draft: Draft) -> None:
-    """steps end the training where there are both steps and epochs."""
+    """Set train.steps or train.epochs. If the file has both, the steps decide."""
     parts = draft.parts
     if parts.get("steps") is not None:
         draft.fields["train.steps"] = parts["steps"]
@@ -226,7 +230,7 @@ def _length(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    """The schedule's name, its steps of warm-up, and the share of the rate at its end."""
+    """Set train.schedule, train.warmup, train.decay and train.final_learning_rate."""
     parts, fields = draft.parts, draft.fields
     choice, steps = parts.get("schedule"), fields.get("train.steps")
     if isinstance(choice, ScheduleChoice):
@@ -271,14 +275,18 @@ def _schedule(draft: Draft) -> None:
 
 
 def _interval(draft: Draft, name: str, field: str, without: str | None) -> None:
-    """How often something happens: a strategy (no, steps, epoch) and a number of steps."""
+    """Set `field` from a strategy (no, steps, epoch) and a number of steps.
+
+    name     save or eval, the first word of the parts' names
+    without  value of the field if the strategy is no; None leaves the field out
+    """
     parts = draft.parts
     strategy, every = parts.get(f"{name}_strategy"), parts.get(f"{name}_steps")
     if strategy == "no":
         if without is not None:
             draft.fields[field] = without
         else:
-            draft.settle(f"{name}_strategy", "not needed", "it is off, as it is in tightfit if left out")
+            draft.settle(f"{name}_strategy", "not needed", "it is off, which is also tightfit's default")
         draft.settle(f"{name}_steps", "not needed", f"{draft.giver(f'{name}_strategy')} is no")
     elif strategy in ("epoch", "best"):
         draft.settle(f"{name}_strategy", "no counterpart", f"{field} counts steps, not epochs")

@@ -1,5 +1,9 @@
-"""Conversions that several tools' tables share. Each returns the field's value or Lacks, and raises
-ValueError, which says what it wants, for a value that the other tool would not take either."""
+"""Conversions that the tables of several tools share.
+
+Each conversion returns the value of tightfit's field, or Lacks. It raises ValueError, whose message
+names the accepted values, for a value that the other tool would not accept either. docs/import.md
+prints the docstrings.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from tightfit.importers.mapping import Lacks
 
 
 def number(value: Any) -> float:
-    """A number; also one written as text (1e-5 in YAML 1.1)."""
+    """Keep the number. It may be written as text, as YAML 1.1 reads 1e-5."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number")
     try:
@@ -22,7 +26,7 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """A whole number; also one written like 5e8."""
+    """Keep the whole number. It may be written like 5e8."""
     try:
         found = number(value)
     except ValueError:
@@ -33,7 +37,7 @@ def whole(value: Any) -> int:
 
 
 def flag(value: Any) -> bool:
-    """True or false; also yes and no."""
+    """Keep true or false. They may be written as yes and no."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False, "": False}
     found = words.get(str(value).lower())
     if found is None:
@@ -42,34 +46,34 @@ def flag(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """A text, as it is."""
+    """Keep the text."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text")
     return value
 
 
 def positive(value: Any) -> float | Lacks:
-    """A number; 0 or less is off."""
+    """Keep the number. With 0 or less, the field is left out."""
     found = number(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def count(value: Any) -> int | Lacks:
-    """A whole number; 0 or less is off."""
+    """Keep the whole number. With 0 or less, the field is left out."""
     found = whole(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def seed(value: Any) -> int | Lacks:
-    """The seed; a negative one is drawn by the tool."""
+    """Keep the seed. If it is negative, the tool draws a random seed, and tightfit uses 0."""
     found = whole(value)
     return found if found >= 0 else Lacks("the tool draws a seed; tightfit's is 0 if left out", is_lost=False)
 
 
 def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any]:
-    """A conversion by a table of words (in lower case).
+    """Return a conversion that looks a word up in `words` (keys in lower case).
 
-    otherwise  the reason for words that are not in it; without one they are wrong values
+    otherwise  why other words have no counterpart; if empty, other words raise ValueError
     """
 
     def convert(value: Any) -> Any:
@@ -89,23 +93,30 @@ def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any
 
 
 def recompute_all(value: Any) -> str:
-    """True recomputes every block (full), false none."""
+    """Convert true to full (every block is recomputed) and false to none."""
     return "full" if flag(value) else "none"
 
 
 def compiled(value: Any) -> str:
-    """True compiles each block (block), false nothing (none)."""
+    """Convert true to block (each block is compiled) and false to none."""
     return "block" if flag(value) else "none"
 
 
 def packed(value: Any) -> str | Lacks:
-    """True is packed, false padded. Texts of a packed sequence see one another."""
+    """Convert true to packed and false to padded. In a packed sequence, tokens attend to the texts
+    before theirs."""
     return "packed" if flag(value) else "padded"
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """What the name of an optimizer says: tightfit's name, the type of its states, the kernel."""
+    """What the name of an optimizer in another tool stands for.
+
+    name      tightfit's name of the optimizer
+    states    value of plan.states; empty if the name does not decide it
+    is_fused  value of plan.fused_optimizer; None if the name does not decide it
+    note      a remark for the row of the key
+    """
 
     name: str
     states: str = ""
@@ -150,14 +161,16 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
 
 
 def optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """The optimizer with the type of its states: adamw_bnb_8bit is adamw with plan.states 8-bit."""
+    """Convert the optimizer and the type of its states: adamw_bnb_8bit becomes adamw with
+    plan.states: 8-bit."""
     word = text(value).rpartition(".")[2].lower()
     return OPTIMIZERS.get(word) or Lacks(f"tightfit has no optimizer {value}")
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """What the name of a schedule says: tightfit's name, and whether it warms up."""
+    """What the name of a learning-rate schedule in another tool stands for: tightfit's name, and
+    whether the schedule warms up."""
 
     name: str
     warms_up: bool = True
@@ -182,18 +195,19 @@ SCHEDULES: Mapping[str, ScheduleChoice] = {
 
 
 def schedule(value: Any) -> ScheduleChoice | Lacks:
-    """The learning-rate schedule. constant_with_warmup is constant with train.warmup."""
+    """Convert the learning-rate schedule: constant_with_warmup becomes constant with
+    train.warmup."""
     return SCHEDULES.get(text(value).rpartition(".")[2].lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def warmup(value: Any) -> int | float:
-    """A number of steps; below 1, a share of all steps."""
+    """Keep the number of steps. A number below 1 is a fraction of all steps."""
     found = number(value)
     return found if 0 < found < 1 else whole(value)
 
 
 def wide(value: Any) -> str:
-    """The type of the weights: bf16, fp16 or fp32."""
+    """Convert the dtype of the weights to bf16, fp16 or fp32."""
     types = {
         "bf16": "bf16",
         "bfloat16": "bf16",
@@ -213,7 +227,7 @@ def wide(value: Any) -> str:
 
 
 def report_to(value: Any) -> list[str] | Lacks:
-    """The trackers that tightfit also has: tensorboard, wandb, mlflow."""
+    """Keep the trackers that tightfit also has: tensorboard, wandb, mlflow."""
     words = [value] if isinstance(value, str) else list(value)
     known = [word for word in ("tensorboard", "wandb", "mlflow") if word in words or words == ["all"]]
     if words in (["none"], []):
@@ -221,7 +235,7 @@ def report_to(value: Any) -> list[str] | Lacks:
     return known or Lacks(f"tightfit does not report to {', '.join(map(str, words))}")
 
 
-FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # zero, whether replicas of shards (hybrid)
+FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # (zero, whether hybrid: replicas that shard)
     "full_shard": (3, False),
     "shard_grad_op": (2, False),
     "no_shard": (0, False),
@@ -236,7 +250,8 @@ FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # zero, whether replicas of
 
 
 def fsdp_strategy(value: Any) -> tuple[int, bool]:
-    """FULL_SHARD is zero 3, SHARD_GRAD_OP zero 2, NO_SHARD zero 0; HYBRID_ also replicates."""
+    """Convert FULL_SHARD to zero: 3, SHARD_GRAD_OP to zero: 2, NO_SHARD to zero: 0. The HYBRID_
+    strategies also replicate the model over nodes."""
     word = int(value) if str(value).isdigit() else str(value).lower()
     if word not in FSDP_STRATEGIES:
         raise ValueError("one of: " + ", ".join(str(one).upper() for one in FSDP_STRATEGIES))
@@ -244,7 +259,8 @@ def fsdp_strategy(value: Any) -> tuple[int, bool]:
 
 
 def reshard(value: Any) -> tuple[int, bool]:
-    """Resharding after forward is zero 3 (true), keeping the parameters until backward zero 2."""
+    """Convert true (reshard after forward) to zero: 3 and false (keep the parameters until
+    backward) to zero: 2."""
     try:
         return (3 if flag(value) else 2), False
     except ValueError:
@@ -252,13 +268,16 @@ def reshard(value: Any) -> tuple[int, bool]:
 
 
 def offload_all(value: Any) -> tuple[str, ...]:
-    """FSDP's CPU offload: states, gradients and parameters."""
+    """Convert FSDP's CPU offload: true offloads states, gradients and parameters."""
     return ("states", "gradients", "parameters") if flag(value) else ()
 
 
 def existing(value: Any, folder: Path) -> Any:
-    """A path made absolute if it exists beside the file or here; else as it is: a hub id, or a
-    folder that is still to come. A list's paths one by one."""
+    """Return a path as an absolute path if it exists in `folder` or in the current folder. Any
+    other value, such as a hub id, is returned unchanged. In a list, each path is treated so.
+
+    folder  the folder of the imported file
+    """
     if isinstance(value, list):
         return [existing(one, folder) for one in value]
     if not isinstance(value, str):

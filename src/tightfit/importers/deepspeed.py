@@ -21,7 +21,7 @@ from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needl
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """The same stage, 0 to 3."""
+    """Keep the stage, 0 to 3."""
     stage = whole(value)
     if stage not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -29,7 +29,7 @@ def _stage(value: Any) -> tuple[int, bool]:
 
 
 def _pair(value: Any) -> list[float]:
-    """Both numbers, as they are."""
+    """Keep both numbers."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [number(one) for one in value]
@@ -47,18 +47,18 @@ def _offloaded(*words: str) -> Any:
 
 
 def _loss_scale(value: Any) -> float | str:
-    """0 is dynamic."""
+    """Convert 0 to dynamic. Any other number is a fixed loss scale."""
     return number(value) or "dynamic"
 
 
 def _optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Adam is adamw, because DeepSpeed's decouples weight decay; AdamW, Lamb, Lion, Muon and SGD have
-    their names."""
+    """Convert Adam to adamw, because DeepSpeed's Adam decouples weight decay. AdamW, Lamb, Lion,
+    Muon and SGD keep their names."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
 def _batch(value: Any) -> int:
-    """The same number: samples of one optimizer step on all devices."""
+    """Keep the number of samples, which must be at least 1."""
     found = whole(value)
     if found < 1:
         raise ValueError("a number of 1 or more")
@@ -66,18 +66,18 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """0, from which tightfit warms up; more has no counterpart."""
+    """Check that the warm-up starts from 0, as in tightfit. Any other rate has no counterpart."""
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 
 def _total_steps(value: Any) -> int | Lacks:
-    """The same number, unless the training script ends the training earlier."""
+    """Keep the number of steps. The training script may end the training earlier."""
     return count(value)
 
 
 _BUCKETS = "tightfit chooses the sizes of its buckets and when it gathers"
-_KERNELS = "a choice of kernel, which the plan makes"
-_LOG = "what is printed; tightfit prints its own"
+_KERNELS = "the plan chooses the kernel"
+_LOG = "only changes what is printed"
 
 KEYS: tuple[Key, ...] = (
     Key("train_batch_size", "train.batch", _batch, "batch"),
@@ -123,7 +123,7 @@ KEYS: tuple[Key, ...] = (
         "bf16.bf16_optimizer_states",
         "bf16.immediate_grad_update",
     ),
-    *needless("gradients are summed in fp32 where the plan has them so", "data_types.grad_accum_dtype"),
+    *needless("the plan decides in which dtype gradients are summed", "data_types.grad_accum_dtype"),
     *lacks("tightfit has autocast without Apex", "amp.enabled", "amp.*"),
     Key("zero_optimization.stage", "plan.zero", _stage, "zero"),
     Key("zero_optimization.offload_optimizer.device", "plan.offload", _offloaded("states"), "offload_states"),
@@ -154,7 +154,7 @@ KEYS: tuple[Key, ...] = (
         "aio.*",
     ),
     *needless(
-        "checkpoints of tightfit are whole, in the weights' own type",
+        "tightfit's checkpoints contain full tensors, in the dtype of the weights",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         "zero_optimization.gather_16bit_weights_on_model_save",
         "zero_optimization.stage3_gather_fp16_weights_on_model_save",
@@ -204,7 +204,7 @@ KEYS: tuple[Key, ...] = (
     Key("pipeline.micro_batches", "", None, "", "the micro-batches of a step follow from batch and micro_batch", False),
     *needless("tightfit splits the blocks evenly, or by plan.split", "pipeline.partition", "pipeline.partition_method"),
     *lacks("tightfit recomputes by plan.recompute", "pipeline.activation_checkpoint_interval"),
-    *needless("tightfit's pipelines have their own messages and seeds", "pipeline.*"),
+    *needless("tightfit's pipelines have no such setting", "pipeline.*"),
     Key("tensor_parallel.autotp_size", "plan.tp", whole, "tp"),
     Key("tensor_parallel.tp_size", "plan.tp", whole, "tp"),
     *needless("tightfit knows how to shard its models", "tensor_parallel.*"),
@@ -227,7 +227,14 @@ KEYS: tuple[Key, ...] = (
     Key("compile.enabled", "plan.compile", lambda value: "block" if flag(value) else "none", "", "true is block"),
     *needless("tightfit compiles with torch's default backend", "compile.*"),
     Key("seed", "train.seed", seed),
-    Key("dataloader_drop_last", "", None, "", "tightfit's order of samples goes on into the next epoch", False),
+    Key(
+        "dataloader_drop_last",
+        "",
+        None,
+        "",
+        "in tightfit, a batch that the epoch does not fill continues with samples of the next epoch",
+        False,
+    ),
     *needless(
         _LOG,
         "steps_per_print",
@@ -251,9 +258,9 @@ KEYS: tuple[Key, ...] = (
         False,
     ),
     Key("wandb.enabled", "", None, "", "add wandb to train.trackers", False),
-    *needless("names and folders of a tracker; tightfit's lie in the run's folder", "tensorboard.*", "wandb.*"),
+    *needless("tightfit names its trackers' runs, and writes them to the run's folder", "tensorboard.*", "wandb.*"),
     *needless(
-        "tightfit's checkpoints have one form",
+        "tightfit has one checkpoint format",
         "checkpoint.*",
         "load_universal_checkpoint",
         "use_data_before_expert_parallel_parallelism",
@@ -283,7 +290,8 @@ def _combine(draft: Draft) -> None:
 
 
 def places(draft: Draft) -> None:
-    """plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place."""
+    """Set plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place, so
+    cpu together with nvme is a contradiction."""
     said = {
         row.key: str(row.value).lower()
         for row in draft.rows
@@ -301,7 +309,7 @@ def places(draft: Draft) -> None:
 
 
 def _warmup(draft: Draft) -> None:
-    """By default DeepSpeed's schedules warm up for 1,000 steps, along a logarithm."""
+    """Add the defaults of DeepSpeed's schedules: a logarithmic warm-up of 1,000 steps."""
     said = {row.key.rpartition(".")[2] for row in draft.rows}
     if not draft.giver("schedule").endswith("scheduler.type"):
         return
@@ -313,7 +321,7 @@ def _warmup(draft: Draft) -> None:
 
 
 def check_stage(draft: Draft) -> None:
-    """What DeepSpeed itself refuses."""
+    """Add a contradiction for ZeRO stages that DeepSpeed itself refuses."""
     stage = draft.parts.get("zero", (0, False))[0]
     if stage >= 2 and draft.parts.get("pp", 1) > 1:
         draft.contradict(
@@ -325,13 +333,15 @@ def check_stage(draft: Draft) -> None:
 
 
 def combine_deepspeed(draft: Draft) -> None:
-    """What DeepSpeed's own keys say together, also where another tool's file contains them."""
+    """Set the fields that depend on several of DeepSpeed's keys. Other tools whose files contain
+    these keys call this function, too."""
     places(draft)
     _combine(draft)
 
 
 def _combine_alone(draft: Draft) -> None:
-    """Without a batch, DeepSpeed accumulates once."""
+    """Combine the keys of a DeepSpeed file. Without train_batch_size and
+    gradient_accumulation_steps, DeepSpeed runs one micro-batch per step."""
     said = {row.key for row in draft.rows}
     if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
         draft.imply("accumulation", 1, "micro_batch")

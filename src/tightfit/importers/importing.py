@@ -1,5 +1,5 @@
-"""Imports a file of another tool: tells the tool, maps every key, and validates the job and the
-plan."""
+"""Imports a file of another tool: recognizes the tool, translates every key, and validates the job
+and the plan."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ IMPORTERS: tuple[Importer, ...] = (
     accelerate.IMPORTER,
     deepspeed.IMPORTER,
     training_arguments.IMPORTER,
-    lightning.IMPORTER,  # last: some of its marks are everyday words
+    lightning.IMPORTER,  # last, because some of its marks are common words
 )
 _EXAMPLES = {
     "model": {"preset": "gpt2"},
     "data": {"synthetic": "tokens"},
-}  # where a file has none, to validate the rest
+}  # stand in for a model or data that a file does not have, to validate the rest
 _SECTIONS = ("model", "data", "train", "limits")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What a file of another tool says, in tightfit's words.
+    """The result of an import.
 
-    job, plan       the content of the job file and the plan file
-    rows            what became of each key
-    contradictions  what cannot both be true in the file, or what tightfit refuses of it
-    to_do           what the user must add or decide
+    job, plan       the content of the job file and of the plan file
+    rows            the translation of each key
+    contradictions  one sentence for each contradiction in the file, and for each rule of tightfit
+                    that the plan breaks
+    to_do           one sentence for each thing that the user must add or decide
     """
 
     tool: Importer
@@ -63,11 +64,11 @@ class Imported:
 
 
 def import_file(path: Path, tool: str | None = None, devices: int | None = None) -> Imported:
-    """Reads a file and says it in tightfit's words. Raises InputError if it cannot be read, if its
-    tool cannot be told, or if a value is none that the tool would take.
+    """Import a file of another tool. Raises InputError if the file cannot be read, if its tool is
+    not recognized, or if the tool would not accept a value either.
 
-    tool     the name of an importer; None looks at the keys
-    devices  how many devices trained together, where the file does not say it
+    tool     the name of an importer; None recognizes the tool by the file's keys
+    devices  number of devices that train together, if the file does not say it
     """
     content = read_settings(path)
     importer = _named(tool) if tool is not None else detect(content, str(path))
@@ -75,8 +76,7 @@ def import_file(path: Path, tool: str | None = None, devices: int | None = None)
 
 
 def import_content(importer: Importer, content: dict[str, Any], where: str, devices: int | None = None) -> Imported:
-    """Says the content of a tool's file in tightfit's words. Raises InputError, which names
-    `where`."""
+    """Import the content of a tool's file. Raises InputError, which names `where`."""
     draft = Draft()
     if devices is not None:
         draft.imply("devices", devices, "--devices")
@@ -96,7 +96,8 @@ def import_content(importer: Importer, content: dict[str, Any], where: str, devi
 
 
 def detect(content: Mapping[str, Any], where: str) -> Importer:
-    """The tool whose marks a file has. Raises InputError if it has none."""
+    """Return the first tool that has one of its marks among the file's keys. Raises InputError if
+    no tool has."""
     for importer in IMPORTERS:
         probe = Importer(importer.name, importer.title, (), tuple(Key(mark) for mark in importer.marks))
         if any(probe.find(name) for name in _names(content)):
@@ -115,13 +116,14 @@ def _named(tool: str) -> Importer:
             return importer
     raise InputError(
         f"--from {tool}",
-        "is no tool that tightfit knows",
+        "is not a tool that tightfit knows",
         f"use one of: {', '.join(sorted(i.name for i in IMPORTERS))}",
     )
 
 
 def _names(content: Mapping[str, Any], section: str = "") -> list[str]:
-    """The names of all keys with their sections, sections themselves included."""
+    """Return the names of all keys with their sections, such as fp16 and fp16.enabled. Sections are
+    included."""
     names = []
     for name, value in content.items():
         names.append(f"{section}{name}")
@@ -131,7 +133,7 @@ def _names(content: Mapping[str, Any], section: str = "") -> list[str]:
 
 
 def _map(draft: Draft, importer: Importer, name: str, value: Any, where: str) -> None:
-    """Add one key's row to the draft, and its value."""
+    """Translate one key of the file: add its row and its value to the draft."""
     key = importer.find(name)
     is_section = any(one.name.startswith(f"{importer.without_section(name)}.") for one in importer.keys)
     if value in (None, {}) and (key or is_section):
@@ -166,7 +168,8 @@ def _convert(draft: Draft, key: Key, row: Row, where: str, is_default: bool = Fa
 
 
 def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
-    """What the tool does where the file leaves out a key that changes the mathematics."""
+    """Add the tool's default of every key that changes the mathematics and that the file does not
+    have."""
     said = {row.key for row in draft.rows if row.value is not None}
     for name, value in importer.defaults.items():
         key = importer.find(name)
@@ -174,13 +177,13 @@ def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
         taken = key.part in draft.parts if key.part else key.field in draft.fields
         named = any(row.field == key.field for row in draft.rows) and not key.part and key.field
         if name not in said and not taken and not named and not _is_said_by_another(importer, key, said):
-            draft.rows = [row for row in draft.rows if row.key != name]  # one that is empty in the file
+            draft.rows = [row for row in draft.rows if row.key != name]  # the key may be empty in the file
             _convert(draft, key, Row(name, value, "default"), where, is_default=True)
 
 
 def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
-    """Whether the file has another key of the same part, such as an older name, also one that is
-    left open."""
+    """Whether the file has another key for the same part and field, such as an older name of `key`.
+    A key whose value is auto counts too."""
     return any(
         other.part == key.part
         and other.field == key.field
@@ -191,7 +194,8 @@ def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
 
 
 def _finish_rows(draft: Draft) -> None:
-    """Fill in the fields' values. A field that was not set at the end says so."""
+    """Fill in the field values of the rows. The outcome of a row whose field was never set becomes
+    "left open"."""
     for row in draft.rows:
         if row.field and row.field in draft.fields:
             row.result = draft.fields[row.field]
@@ -201,7 +205,8 @@ def _finish_rows(draft: Draft) -> None:
 
 
 def _validated(importer: Importer, draft: Draft) -> Imported:
-    """The job and the plan, as Job.parse and Plan.parse take them."""
+    """Return the import, after Job.parse and Plan.parse have validated the job and the plan. Raises
+    InputError."""
     plan_fields = {name.removeprefix("plan."): v for name, v in draft.fields.items() if name.startswith("plan.")}
     plan = Plan.parse(plan_fields, "plan")
     sections: dict[str, Any] = {}
@@ -219,14 +224,19 @@ def _validated(importer: Importer, draft: Draft) -> Imported:
 
 
 def _add_permissions(job: dict[str, Any], plan: Plan, is_pinned: bool) -> None:
-    """Allow what the file asks for, and no more where it says the precision."""
+    """Set the job's `allow` to what the plan needs. If the file does not give the precision, bf16
+    is allowed, too.
+
+    is_pinned  whether the file gives the precision
+    """
     needed = needed_permissions(plan) | (set() if is_pinned else {"bf16"})
     if is_pinned or len(needed) > 1:
         job["allow"] = [word for word in get_args(Permission) if word in needed]
 
 
 def _name_missing(job: dict[str, Any], draft: Draft) -> None:
-    """Say what the job still needs: a model, data, or the folders of hub ids."""
+    """Add to `to_do` what the job still needs: a model, data, a learning rate, or downloads of what
+    hub ids name."""
     source = job.get("model", {}).get("from")
     if source and "tokenizer" not in job.get("data", {}):
         job.setdefault("data", {})["tokenizer"] = source
@@ -239,21 +249,21 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
             if is_path
             else f"download it into a folder (hf download {source} --local-dir FOLDER) and name that"
         )
-        draft.to_do.insert(0, f"model.from is {source}, which is no folder here: {remedy}")
+        draft.to_do.insert(0, f"model.from is {source}, which is not a folder on this machine: {remedy}")
     if not {"text", "jsonl", "parquet", "dataset", "images", "synthetic", "python"} & set(job.get("data", {})):
         draft.to_do.insert(1, "add the data, such as data: {text: folder/} or data: {jsonl: file.jsonl}")
     elif "dataset" in job["data"] and not Path(job["data"]["dataset"]).is_dir():
         draft.to_do.insert(
             1,
-            f"data.dataset is {job['data']['dataset']}: tightfit reads a folder that datasets.save_to_disk has written",
+            f"data.dataset is {job['data']['dataset']}: name a folder that datasets.save_to_disk has written",
         )
     if "train.learning_rate" not in draft.fields:
         draft.to_do.append("add train.optimizer and train.learning_rate, which the file does not have")
 
 
 def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The job with an example in the place of a missing model or missing data, to validate the
-    rest."""
+    """Return the job with an example for a missing model or missing data, so that the rest can be
+    validated."""
     whole = dict(job)
     sources = {
         "model": ("preset", "architecture", "from", "python"),
@@ -266,12 +276,15 @@ def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refusals(plan: Plan, job: Job) -> list[str]:
-    """The rules of tightfit's that the imported plan breaks on a GPU, each with its remedy."""
+    """Return one sentence for each rule of tightfit that the imported plan breaks on a GPU, with
+    the remedy."""
     if plan.zero and plan.shards == 1:
-        plan = plan.replace(dp_shard=2)  # which is left open; the batch is that of one data rank
+        plan = plan.replace(dp_shard=2)  # left open by the file; the batch is that of one data rank
         job = job.replace(train=job.train.replace(batch=2 * job.train.batch))
     if "batch" not in job.train.model_fields_set:
-        job = job.replace(train=job.train.replace(batch=plan.data_parallel * (plan.micro_batch or 1)))  # still to come
+        job = job.replace(
+            train=job.train.replace(batch=plan.data_parallel * (plan.micro_batch or 1))
+        )  # the user must set it
     return [
         f"tightfit refuses the plan: {rule.text}; {rule.remedy(plan, job)}"
         for rule in RULES
@@ -280,7 +293,11 @@ def _refusals(plan: Plan, job: Job) -> list[str]:
 
 
 def file_texts(imported: Imported, source: Path) -> dict[str, str]:
-    """The texts of job.yaml and plan.yaml, with what is still to do as comments."""
+    """Return the texts of job.yaml and plan.yaml, by file name. Comments in job.yaml list the
+    contradictions and what is to do.
+
+    source  the imported file
+    """
     head = f"# Imported from {source.name} ({imported.tool.title}) by tightfit import.\n"
     to_do = "".join(f"# To do: {sentence}\n" for sentence in (*imported.contradictions, *imported.to_do))
     return {

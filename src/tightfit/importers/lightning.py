@@ -43,13 +43,14 @@ STRATEGIES = {
     "deepspeed_stage_3_offload": (3, False),
     "deepspeed_stage_3_offload_nvme": (3, False),
 }
-_CODE = "it is part of your code, which model.python or the training loop of your own takes over"
+_CODE = "it is code of yours: name it in model.python, or call it in your own training loop"
 _DEBUGGING = "for debugging; tightfit train --set train.steps=5 is a short run, explain needs none"
 _EVALUATION = "tightfit evaluates train.evaluate_samples samples every train.evaluate_every steps"
 
 
 def _precision(value: Any) -> str | Lacks:
-    """32-true is fp32; bf16-mixed, bf16-true, 16-mixed and 16-true are those of the plan."""
+    """Convert 32-true to fp32, 16-mixed to fp16-mixed, 16-true to fp16-true. bf16-mixed and
+    bf16-true keep their names."""
     word = str(value).lower()
     if word in PRECISIONS:
         return PRECISIONS[word]
@@ -59,13 +60,15 @@ def _precision(value: Any) -> str | Lacks:
 
 
 def _strategy(value: Any) -> tuple[int, bool] | Lacks:
-    """ddp is zero 0, fsdp zero 3, deepspeed_stage_1, _2 and _3 are zero 1, 2 and 3."""
+    """Convert ddp to zero: 0, fsdp to zero: 3, and deepspeed_stage_1, _2 and _3 to zero: 1, 2 and
+    3."""
     word = str(value).rpartition(".")[2].lower()
     return STRATEGIES.get(word) or Lacks(f"tightfit has no strategy {value}")
 
 
 def _devices(value: Any) -> int | Lacks:
-    """Devices of a node: a number, or as many as a list names. auto and -1 take all."""
+    """Convert the devices of a node, a number or a list, to their number. auto and -1 mean all
+    devices of the machine, which tightfit takes from --nproc."""
     if isinstance(value, list):
         return len(value)
     word = str(value)
@@ -77,7 +80,7 @@ def _devices(value: Any) -> int | Lacks:
 
 
 def _interval(value: Any) -> int | Lacks:
-    """A number of steps; a share of an epoch has no counterpart."""
+    """Keep a number of steps. A fraction of an epoch has no counterpart."""
     found = number(value)
     if found < 1 or isinstance(value, float):
         return Lacks("train.evaluate_every is a number of steps, not a share of an epoch")
@@ -85,19 +88,20 @@ def _interval(value: Any) -> int | Lacks:
 
 
 def _steps(value: Any) -> int | Lacks:
-    """The same number; -1 leaves it to max_epochs."""
+    """Keep the number of steps. With -1, max_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """The same number; -1 trains without end."""
+    """Keep the number of epochs. -1 means training without end, which has no counterpart."""
     found = number(value)
     return found if found > 0 else Lacks("training without end: set train.steps")
 
 
 def _clip_by(value: Any) -> Lacks:
-    """norm, as in tightfit; value has no counterpart."""
+    """Check that gradients are clipped by norm, as in tightfit. Clipping by value has no
+    counterpart."""
     return (
         Lacks("as in tightfit", False)
         if str(value) == "norm"
@@ -106,7 +110,7 @@ def _clip_by(value: Any) -> Lacks:
 
 
 def _trackers(value: Any) -> list[str] | Lacks:
-    """The loggers that tightfit also has: TensorBoard, Weights & Biases, MLflow."""
+    """Keep the loggers that tightfit also has: TensorBoard, Weights & Biases, MLflow."""
     if value in (True, False, None):
         return Lacks("tightfit writes TensorBoard's files unless train.trackers says otherwise", False)
     shown = str(value).lower()
@@ -175,9 +179,9 @@ _TRAINER: tuple[Key, ...] = (
     *lacks("tightfit ends at train.steps or train.epochs alone", "min_epochs", "min_steps", "max_time"),
     Key("logger", "train.trackers", _trackers),
     Key("loggers", "train.trackers", _trackers),
-    *needless("names and folders of a logger; tightfit's lie in the run's folder", "logger.*"),
+    *needless("tightfit names its loggers' runs, and writes them to the run's folder", "logger.*"),
     *needless(
-        "what is printed and logged; tightfit logs every step in metrics.jsonl",
+        "only changes what is printed and logged; tightfit logs every step in metrics.jsonl",
         "log_every_n_steps",
         "enable_progress_bar",
         "enable_model_summary",
@@ -195,11 +199,11 @@ _TRAINER: tuple[Key, ...] = (
     *needless("tightfit has no evaluation under autograd", "inference_mode"),
     *needless(_DEBUGGING, "fast_dev_run", "overfit_batches", "detect_anomaly"),
     *lacks("tightfit trains on all samples; data names fewer", "limit_train_batches"),
-    *lacks("callbacks are code; tightfit's loop is yours in Python", "callbacks", "callbacks.*"),
+    *lacks("callbacks are code: call them in a Python training loop of your own", "callbacks", "callbacks.*"),
     *lacks("tightfit has no plugins of Lightning's", "plugins", "plugins.*"),
     Key("accelerator", "", None, "", "tightfit takes the devices of the machine", False, True),
     *needless("cuDNN's search for kernels is torch's own setting", "benchmark"),
-    *lacks("tightfit asks for no deterministic kernels", "deterministic"),
+    *lacks("tightfit cannot request deterministic kernels", "deterministic"),
     *lacks("tightfit has no synchronized BatchNorm", "sync_batchnorm"),
     *needless(
         "tightfit divides the samples over devices by itself",
@@ -217,7 +221,7 @@ _REST: tuple[Key, ...] = (
         "",
         "the same number",
     ),
-    Key("ckpt_path", "", None, "", "tightfit train --resume goes on from its own checkpoints", False),
+    Key("ckpt_path", "", None, "", "tightfit train --resume continues from tightfit's own checkpoints", False),
     Key("optimizer.class_path", "train.optimizer", optimizer, "optimizer"),
     Key("optimizer.init_args.lr", "train.learning_rate", number),
     Key("optimizer.init_args.weight_decay", "train.weight_decay", number),

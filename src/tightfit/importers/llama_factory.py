@@ -31,7 +31,7 @@ _OWN: tuple[Key, ...] = (
         "",
         chosen(
             {
-                "full": Lacks("as in tightfit, all weights are trained", False),
+                "full": Lacks("all weights are trained, as in tightfit", False),
                 "freeze": Lacks("tightfit trains all weights"),
             },
             hf.LORA,
@@ -46,17 +46,27 @@ _OWN: tuple[Key, ...] = (
         "",
         "names in LLaMA-Factory's dataset_info.json: write the texts as JSON lines and name them in data.jsonl",
     ),
-    *lacks("one source of texts; evaluation takes data.held_out of it", "eval_dataset", "eval_on_each_dataset"),
+    *lacks(
+        "tightfit has one source of texts, and evaluates on the fraction data.held_out of it",
+        "eval_dataset",
+        "eval_on_each_dataset",
+    ),
     *needless("belongs to dataset_info.json", "dataset_dir", "media_dir"),
     Key("cutoff_len", "data.sequence_length", whole),
     Key("model_max_length", "", None, "", "data.sequence_length is the length", False),
-    Key("packing", "data.packing", packed, "", "true is packed; in a packed sequence texts see one another"),
+    Key(
+        "packing",
+        "data.packing",
+        packed,
+        "",
+        "true is packed; in a packed sequence, tokens attend to the texts before theirs",
+    ),
     Key(
         "neat_packing",
         "",
-        lambda v: Lacks("in tightfit's packed sequences texts see one another", flag(v)),
+        lambda v: Lacks("in tightfit's packed sequences, tokens attend to the texts before theirs", flag(v)),
         "",
-        "in tightfit's packed sequences texts see one another",
+        "in tightfit's packed sequences, tokens attend to the texts before theirs",
     ),
     Key(
         "val_size",
@@ -99,9 +109,9 @@ _OWN: tuple[Key, ...] = (
         "use_modelscope",
     ),
     *lacks(hf.CODE, "trust_remote_code"),
-    *lacks("tightfit takes positions as the model's config has them", "rope_scaling"),
+    *lacks("tightfit uses the positions of the model's config unchanged", "rope_scaling"),
     *needless(
-        "choices of kernels, which the plan makes",
+        "the plan chooses the kernels",
         "flash_attn",
         "enable_liger_kernel",
         "use_unsloth",
@@ -214,7 +224,7 @@ _OWN: tuple[Key, ...] = (
         "true is muon",
     ),
     *lacks(
-        "tightfit has the models' own losses, or the job's",
+        "tightfit uses the model's own loss or the job's loss",
         "use_dft_loss",
         "use_asft_loss",
         "asft_alpha",
@@ -252,7 +262,8 @@ KEYS: tuple[Key, ...] = _OWN + tuple(key for key in hf.KEYS if key.name not in _
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's and FSDP's files, if they are found."""
+    """Put the contents of DeepSpeed's and FSDP's files in the place of their names, if they are
+    found."""
     return hf.prepare(content, folder)
 
 

@@ -1,7 +1,8 @@
-"""What the tables of other tools' keys are made of, and the draft that they fill.
+"""Defines `Key`, an entry in the table of a tool's keys, and `Draft`, the job and plan that an
+import builds from a file.
 
-A table is a tuple of `Key`. Each key has a field of tightfit's and a conversion, or the reason why
-it has none.
+A table is a tuple of `Key`. Each key names a field of tightfit and a conversion of its value, or
+the reason why tightfit has no such field.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ Outcome = Literal["mapped", "default", "left open", "contradiction", "no counter
 
 @dataclass(frozen=True)
 class Lacks:
-    """What a conversion returns for a value that has no counterpart, with the reason.
+    """What a conversion returns for a value that tightfit has no counterpart for.
 
-    is_lost  whether the training loses something by that; else the value needs no counterpart
+    reason   why there is no counterpart
+    is_lost  whether the training differs without it; if false, no counterpart is needed
     """
 
     reason: str
@@ -30,13 +32,16 @@ class Lacks:
 class Key:
     """A key of another tool.
 
-    name     with its sections, joined by dots; * stands for any characters
-    field    tightfit's field, such as train.learning_rate; empty if there is none
-    convert  from the key's value to the field's or to Lacks; raises ValueError for a wrong value
-    part     if several keys give the field together: this key's name in `Draft.parts`
-    reason   why there is no field; or what a reader should know about the conversion
-    is_lost  without a field: whether the training loses something; else it needs no counterpart
-    takes_auto  whether `convert` reads the word auto; else it leaves the field open
+    name     the key with its sections, joined by dots; * stands for any characters
+    field    tightfit's field, such as train.learning_rate; empty if tightfit has no such field
+    convert  converts the key's value to the field's value or to Lacks; raises ValueError for a
+             value that the tool would not accept either
+    part     the name of the value in `Draft.parts`, if several keys determine the field together
+             (micro-batch and accumulation determine train.batch)
+    reason   why tightfit has no such field, or a remark about the conversion
+    is_lost  for a key without a field: whether the training differs without it; if false, no
+             counterpart is needed
+    takes_auto  whether `convert` accepts the word auto; if false, auto leaves the field open
     """
 
     name: str
@@ -52,26 +57,27 @@ class Key:
 
 
 def lacks(reason: str, *names: str) -> tuple[Key, ...]:
-    """Keys without a counterpart: the training loses what they say."""
+    """Return keys without a counterpart, which the training needs: it is not the same without
+    them."""
     return tuple(Key(name, reason=reason) for name in names)
 
 
 def needless(reason: str, *names: str) -> tuple[Key, ...]:
-    """Keys that need no counterpart: the training is the same without them."""
+    """Return keys that need no counterpart: the training is the same without them."""
     return tuple(Key(name, reason=reason, is_lost=False) for name in names)
 
 
 def under(section: str, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    """The same keys, as a section of another file names them."""
+    """Return the same keys, as they are named inside a section of another tool's file."""
     return tuple(replace(key, name=f"{section}.{key.name}") for key in keys)
 
 
 @dataclass
 class Row:
-    """What became of one key of the file.
+    """How one key of the file was translated.
 
-    field, result  tightfit's field and its value, if the key was mapped
-    note           the reason, or a remark
+    field, result  tightfit's field and its value, if the key sets a field
+    note           the reason for the outcome, or a remark
     """
 
     key: str
@@ -84,14 +90,16 @@ class Row:
 
 @dataclass
 class Draft:
-    """A job and a plan while they are made from another tool's keys.
+    """A job and a plan while an import builds them from another tool's keys.
 
-    fields          tightfit's fields by name, such as plan.zero
-    parts           what several keys say together, by the names that `combine.py` reads
-    defaulted       parts that the file leaves out and that have the tool's default
-    rows            one for each key
-    contradictions  what cannot both be true, a sentence each
-    to_do           what the user must add or decide, a sentence each
+    fields          values of tightfit's fields, by names such as plan.zero
+    parts           values that determine a field only together, such as micro_batch and
+                    accumulation; `combine.py` reads them
+    defaulted       parts and fields that have the tool's default, because the file does not have
+                    them
+    rows            the translation of each key
+    contradictions  one sentence for each contradiction in the file
+    to_do           one sentence for each thing that the user must add or decide
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -105,8 +113,11 @@ class Draft:
     _contested: set[str] = field(default_factory=set, repr=False)  # fields and parts that two keys disagree about
 
     def give(self, row: Row, key: Key, value: Any, is_default: bool = False) -> None:
-        """Store a key's converted value as a field or a part. Two keys that disagree are a
-        contradiction, and the field is left out."""
+        """Store a key's converted value as a field or a part. If two keys give different values,
+        add a contradiction and leave the field out.
+
+        is_default  whether the value is the tool's default, not the file's
+        """
         place, name = (self.parts, key.part) if key.part else (self.fields, key.field)
         giver = self._givers.setdefault(name, row.key)
         if name in self._contested or (name in place and place[name] != value):
@@ -124,7 +135,7 @@ class Draft:
             self.contradictions.append(sentence)
 
     def drop(self, name: str) -> None:
-        """Leave a field out because of a contradiction, also if it is set later."""
+        """Leave field `name` out because of a contradiction, even if a later step sets it."""
         self._dropped.add(name)
         for row in self.rows:
             if row.field == name:
@@ -132,40 +143,43 @@ class Draft:
                 row.note = row.note or "see the contradictions"
 
     def imply(self, part: str, value: Any, source: str) -> None:
-        """Set a part that the key of the part `source` implies, unless the file gives it itself."""
+        """Set a part that follows from another part, unless the part is set already.
+
+        source  the other part; its key is named in messages about `part`
+        """
         if part not in self.parts:
             self.parts[part] = value
             self._givers[part] = self.giver(source)
 
     def is_dropped(self, name: str) -> bool:
-        """Whether a contradiction leaves this field out."""
+        """Whether field `name` is left out because of a contradiction."""
         return name in self._dropped
 
     def remove_dropped(self) -> None:
-        """Take the dropped fields out, at the end."""
+        """Remove the fields that `drop` named. Call this after all fields are set."""
         for name in self._dropped:
             self.fields.pop(name, None)
 
     def remark(self, part: str, note: str) -> None:
-        """Add a note to the rows of the keys that gave a part or field."""
+        """Add a note to the row of the key that set a part or field."""
         for row in self.rows:
             if row.key == self._givers.get(part) and note not in row.note:
                 row.note = f"{row.note}; {note}" if row.note else note
 
     def settle(self, part: str, outcome: Outcome, note: str) -> None:
-        """Change what became of the key that gave a part or field."""
+        """Change the outcome of the key that set a part or field."""
         for row in self.rows:
             if row.key == self._givers.get(part):
                 row.outcome, row.note, row.field = outcome, note, ""
 
     def point(self, part: str, field: str) -> None:
-        """Let the row of the key that gave a part lead to another field."""
+        """Change the field in the row of the key that set a part."""
         for row in self.rows:
             if row.key == self._givers.get(part) and row.field:
                 row.field = field
 
     def giver(self, part: str) -> str:
-        """The key that gave a part or field."""
+        """Return the name of the key that set a part or field; `part` itself if no key set it."""
         return self._givers.get(part, part)
 
 
@@ -181,15 +195,16 @@ def _nothing(draft: Draft) -> None:
 class Importer:
     """A tool whose configuration can be imported.
 
-    name      the word after --from
-    title     the tool's name, for people
-    marks     keys that tell its files from other tools' files; * stands for any characters
-    keys      the table
-    sections  sections in which the table's keys may also stand, such as trainer; the longest first
-    defaults  what the tool does where a key is left out, for keys that change the mathematics
-    auto      what the word auto means in its files
-    prepare   (content, the file's folder) -> content: reads what the file refers to
-    combine   joins what is this tool's own, before `combine.py` joins the rest
+    name      the tool's name after --from
+    title     the tool's name in messages
+    marks     keys by which a file of this tool is recognized; * stands for any characters
+    keys      the table of the tool's keys
+    sections  sections that may contain these keys, such as trainer; the longest name first
+    defaults  the tool's defaults for keys that change the mathematics, by key
+    auto      what the value auto means in the tool's files
+    prepare   (content, folder of the file) -> content, with the files read that the content names
+    combine   sets the fields that depend on several keys in a way of this tool only; called before
+              `combine` of `combine.py`
     """
 
     name: str
@@ -203,18 +218,20 @@ class Importer:
     combine: Callable[[Draft], None] = _nothing
 
     def find(self, name: str) -> Key | None:
-        """The key of the table that has this name; an exact name comes before a pattern."""
+        """Return the key of the table with this name, else the first key whose pattern matches;
+        None if there is none."""
         bare = self.without_section(name)
         exact = next((key for key in self.keys if key.name in (name, bare)), None)
         return exact or next((key for key in self.keys if key.matches(name) or key.matches(bare)), None)
 
     def without_section(self, name: str) -> str:
-        """A key's name without the section that it may stand in."""
+        """Return a key's name without its section, if this is one of `sections`."""
         section = next((one for one in self.sections if name.startswith(f"{one}.")), None)
         return name if section is None else name.removeprefix(f"{section}.")
 
     def flatten(self, content: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-        """(name with its sections, value) of every key of a file, down to what the table names."""
+        """Yield (name with its sections, value) of every key of a file. A mapping that the table
+        names as one key is not divided further."""
         for name, value in content.items():
             path = f"{section}{name}"
             bare = self.without_section(path)

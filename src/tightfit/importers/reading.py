@@ -1,4 +1,4 @@
-"""Reads files of settings: YAML, JSON or TOML, by the end of their names."""
+"""Reads files of settings: YAML, JSON or TOML, decided by the file's suffix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tightfit.yaml_input import MOST_BYTES, check_plain
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The mapping in a file. Raises InputError."""
+    """Read the mapping in a file. Raises InputError."""
     suffix = path.suffix.lower()
     if suffix not in (".json", ".toml") or not path.is_file():
         return read_yaml(path)
@@ -23,7 +23,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         content = json.loads(written, object_pairs_hook=_once) if suffix == ".json" else tomllib.loads(written)
     except (ValueError, RecursionError) as error:  # of UTF-8, JSON and TOML
         kind = "JSON" if suffix == ".json" else "TOML"
-        raise InputError(str(path), f"not valid {kind} ({error})", "correct it; JSON takes no comments") from None
+        raise InputError(str(path), f"not valid {kind} ({error})", "correct the file; JSON has no comments") from None
     if not isinstance(content, dict):
         raise InputError(
             str(path), f"expected a mapping of settings, found {type(content).__name__}", "name a file of settings"

@@ -36,28 +36,28 @@ SCHEDULES = {
     "dualpipev": "zero-bubble",
 }
 _OWN_LAYOUT = "tightfit splits the blocks evenly, or by plan.split"
-_LOG = "what is printed and logged; tightfit logs every step in metrics.jsonl"
+_LOG = "only changes what is printed and logged; tightfit logs every step in metrics.jsonl"
 _QUANT = "tightfit's float8 is chosen by plan.float8, for the blocks' linear layers"
 
 
 def _batch(value: Any) -> int | Lacks:
-    """The same number; -1 is local_batch_size x data ranks."""
+    """Keep the number of samples. -1 means local_batch_size x data ranks."""
     found = whole(value)
     return found if found > 0 else Lacks("it follows from local_batch_size and the data ranks", is_lost=False)
 
 
 def _data(value: Any) -> str | Lacks:
-    """c4 is the hub's allenai/c4; a test data set has no counterpart."""
+    """Convert c4 to the hub id allenai/c4. Torchtitan's test data sets have no counterpart."""
     return "allenai/c4" if value == "c4" else Lacks(f"{value} is a data set of torchtitan's own")
 
 
 def _shard(value: Any) -> int:
-    """The same number; -1 takes the ranks that remain."""
+    """Keep the number of ranks. -1 means all remaining ranks."""
     return whole(value)
 
 
 def _mode(value: Any) -> str | Lacks:
-    """none, selective or full."""
+    """Keep none, selective or full. memory_budget has no counterpart."""
     word = str(value).lower()
     if word == "memory_budget":
         return Lacks("tightfit has none, selective and full; search chooses by memory")
@@ -67,12 +67,14 @@ def _mode(value: Any) -> str | Lacks:
 
 
 def _pipeline(value: Any) -> str | Lacks:
-    """1F1B, GPipe, Interleaved1F1B is interleaved, ZBVZeroBubble is zero-bubble."""
+    """Convert 1F1B to 1f1b, GPipe to gpipe, Interleaved1F1B to interleaved, and ZBVZeroBubble,
+    InterleavedZeroBubble and DualPipeV to zero-bubble."""
     return SCHEDULES.get(str(value).lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def _converters(value: Any) -> str | Lacks:
-    """float8 is plan.float8: tensorwise, unless a recipe is given."""
+    """Convert float8 to tensorwise, unless the file gives a recipe. Other converters have no
+    counterpart."""
     names = list(value) if isinstance(value, list | tuple) else [value]
     if not names:
         return Lacks("there are none", is_lost=False)
@@ -83,18 +85,20 @@ def _converters(value: Any) -> str | Lacks:
 
 
 def _recipe(value: Any) -> str:
-    """tensorwise, or a recipe that begins with rowwise."""
+    """Convert recipes that begin with rowwise to rowwise, and all others to tensorwise."""
     return "rowwise" if str(value).startswith("rowwise") else "tensorwise"
 
 
 def _decay(value: Any) -> str | Lacks:
-    """linear or cosine to the end of the training; with a decay_ratio, warmup-stable-decay."""
+    """Keep linear or cosine, which decay until the end of the training. With a decay_ratio, the
+    schedule is warmup-stable-decay."""
     word = str(value).lower()
     return word if word in ("linear", "cosine") else Lacks(f"tightfit has no decay {value}")
 
 
 def _reshard(value: Any) -> str:
-    """default and always are zero 3, never is zero 2; in a pipeline default is never."""
+    """Check the word. default and always mean zero: 3, never means zero: 2. In a pipeline, default
+    means never."""
     word = str(value).lower()
     if word not in ("default", "always", "never"):
         raise ValueError("default, always or never")
@@ -178,12 +182,12 @@ KEYS: tuple[Key, ...] = (
     Key("training.enable_cpu_offload", "plan.offload", offload_all, "offload_all"),
     Key("training.compile", "plan.compile", lambda v: "block" if flag(v) else "none", "", "true is block"),
     Key("training.seed", "train.seed", whole),
-    Key("training.deterministic", "", None, "", "tightfit asks for no deterministic kernels"),
+    Key("training.deterministic", "", None, "", "tightfit cannot request deterministic kernels"),
     Key("training.dataloader.num_workers", "plan.loader_workers", whole),
     Key("training.dataloader.pin_memory", "plan.pin_memory", flag),
     Key("training.dataloader.prefetch_factor", "plan.prefetch", count),
     *needless("tightfit's loader keeps its workers", "training.dataloader.persistent_workers"),
-    *needless("tightfit's allocator setting keeps memory in order", "training.gc_freq", "training.gc_debug"),
+    *needless("plan.allocator decides how memory is freed", "training.gc_freq", "training.gc_debug"),
     Key("parallelism.data_parallel_shard_degree", "plan.dp_shard", _shard, "dp_shard"),
     Key("training.data_parallel_shard_degree", "plan.dp_shard", _shard, "dp_shard"),
     Key("training.data_parallel_degree", "plan.dp_shard", _shard, "dp_shard"),
@@ -228,7 +232,7 @@ KEYS: tuple[Key, ...] = (
         "experimental.pipeline_parallel_split_points",
     ),
     *needless(
-        "tightfit shards the loss by vocabulary and goes around in a ring by itself",
+        "tightfit always shards the loss by vocabulary and uses ring attention",
         "parallelism.disable_loss_parallel",
         "training.disable_loss_parallel",
         "parallelism.enable_async_tensor_parallel",
@@ -260,7 +264,7 @@ KEYS: tuple[Key, ...] = (
         "ac_option",
         "with mode selective: op is selective, a number n is every-n",
     ),
-    *needless("tightfit's recompute has one way", "activation_checkpoint.*"),
+    *needless("plan.recompute has no such setting", "activation_checkpoint.*"),
     Key("compile.enable", "plan.compile", lambda v: "block" if flag(v) else "none", "", "true is block"),
     *needless("tightfit compiles blocks, or the model with its loss", "compile.*"),
     Key(
@@ -297,7 +301,7 @@ KEYS: tuple[Key, ...] = (
         "initial",
         "with initial_load_in_hf, the folder of the weights",
     ),
-    *needless("tightfit's checkpoints have one form; transformers reads them", "checkpoint.*"),
+    *needless("tightfit has one checkpoint format, which transformers can read", "checkpoint.*"),
     Key(
         "validation.enable",
         "train.evaluate_every",
@@ -309,7 +313,7 @@ KEYS: tuple[Key, ...] = (
     *needless("tightfit evaluates train.evaluate_samples samples of data.held_out", "validation.*"),
     Key("debug.seed", "train.seed", whole),
     *lacks(
-        "tightfit asks for no deterministic kernels",
+        "tightfit cannot request deterministic kernels",
         "debug.deterministic",
         "debug.deterministic_warn_only",
         "debug.moe_force_load_balance",
@@ -323,7 +327,7 @@ KEYS: tuple[Key, ...] = (
         "",
         "adds wandb",
     ),
-    *needless("tightfit waits for a silent process by --timeout", "comm.*"),
+    *needless("--timeout sets how long tightfit waits for a process", "comm.*"),
     *lacks("tightfit has no fault-tolerant replicas (torchft)", "fault_tolerance.*"),
     *lacks(
         "code of torchtitan's extensions",
@@ -335,7 +339,7 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Makes the path of the tokenizer whole."""
+    """Make the path of the tokenizer absolute, if it exists."""
     model = content.get("model")
     if isinstance(model, dict):
         made = {
@@ -368,8 +372,11 @@ def _model(draft: Draft) -> None:
 
 
 def _split_batch(draft: Draft) -> None:
-    """local_batch_size is the samples of one forward; in a pipeline, of several forwards, each of
-    pipeline_parallel_microbatch_size."""
+    """Set micro-batch and accumulation.
+
+    Without a pipeline, one forward takes local_batch_size samples. In a pipeline, these samples are
+    divided into forwards of pipeline_parallel_microbatch_size samples.
+    """
     parts = draft.parts
     local, micro = parts.get("local"), parts.get("pp_micro", 1)
     if local is None:

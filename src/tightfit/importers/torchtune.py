@@ -36,29 +36,30 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """A builder with lora in its name trains adapters. Another one needs no counterpart, because the
-    weights' folder names the model."""
+    """Check the model's builder. A builder with lora in its name trains adapters, which tightfit
+    does not have. Other builders need no counterpart, because the folder of the weights describes
+    the model."""
     word = text(value).rpartition(".")[2]
-    return Lacks(LORA) if "lora" in word else Lacks("the folder of model.from says it", is_lost=False)
+    return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 
 
 def _loss(value: Any) -> int | Lacks:
-    """LinearCrossEntropyLoss and CEWithChunkedOutputLoss are chunked_loss: 1024."""
+    """Convert LinearCrossEntropyLoss and CEWithChunkedOutputLoss to chunked_loss: 1024."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
     if word == "CrossEntropyLoss":
-        return Lacks("as the loss of tightfit's language models", is_lost=False)
-    return Lacks("tightfit has the models' own losses, or the job's (loss: {python: ...})")
+        return Lacks("this is the loss of tightfit's language models, too", is_lost=False)
+    return Lacks("tightfit uses the model's own loss or the job's loss (loss: {python: ...})")
 
 
 def _recipe_step(value: Any) -> str | Lacks:
-    """true is full."""
+    """Convert true to full (every block is recomputed) and false to none."""
     return "full" if flag(value) else "none"
 
 
 def _tracker(value: Any) -> list[str] | Lacks:
-    """TensorBoardLogger is tensorboard, WandBLogger wandb, MLFlowLogger mlflow."""
+    """Convert TensorBoardLogger to tensorboard, WandBLogger to wandb, MLFlowLogger to mlflow."""
     word = text(value).rpartition(".")[2].lower()
     for name in ("tensorboard", "wandb", "mlflow"):
         if name in word:
@@ -104,11 +105,15 @@ KEYS: tuple[Key, ...] = (
         "data.packing",
         packed,
         "",
-        "true is packed; in a packed sequence texts see one another, in torchtune not",
+        "true is packed; in a packed sequence, tokens attend to the texts before theirs, which torchtune prevents",
     ),
     *lacks(MASKED, "dataset.train_on_input", "dataset.masking_strategy"),
     *lacks(_TEMPLATE, "dataset.*"),
-    *lacks("one source of texts; evaluation takes data.held_out of it", "dataset_val._component_", "dataset_val.*"),
+    *lacks(
+        "tightfit has one source of texts, and evaluates on the fraction data.held_out of it",
+        "dataset_val._component_",
+        "dataset_val.*",
+    ),
     *needless("tightfit draws samples in random order", "shuffle", "sampler.*"),
     *needless("tightfit collates by itself", "collate_fn", "batch_size_val", "packed"),
     Key("seed", "train.seed", whole),
@@ -128,7 +133,7 @@ KEYS: tuple[Key, ...] = (
     Key("lr_scheduler.num_warmup_steps", "train.warmup", whole, "warmup"),
     *lacks("tightfit's schedules have no such setting", "lr_scheduler.*"),
     Key("loss._component_", "plan.chunked_loss", _loss),
-    *lacks("tightfit has the models' own losses, or the job's", "loss.*"),
+    *lacks("tightfit uses the model's own loss or the job's loss", "loss.*"),
     Key("clip_grad_norm", "train.clip", positive),
     Key("optimizer_in_bwd", "plan.update_in_backward", flag),
     Key("compile", "plan.compile", compiled),
@@ -188,9 +193,16 @@ KEYS: tuple[Key, ...] = (
     Key("save_every_n_steps", "train.checkpoint_every", count),
     *lacks("train.checkpoint_every is a number of steps", "save_every_n_epochs"),
     *needless("tightfit train --out names the run's folder", "output_dir", "log_dir"),
-    Key("resume_from_checkpoint", "", None, "", "tightfit train --resume goes on from its own checkpoints", False),
+    Key(
+        "resume_from_checkpoint",
+        "",
+        None,
+        "",
+        "tightfit train --resume continues from tightfit's own checkpoints",
+        False,
+    ),
     *needless(
-        "tightfit's checkpoints have one form",
+        "tightfit has one checkpoint format",
         "enable_async_checkpointing",
         "keep_last_n_checkpoints",
         "use_distributed_state_dict",
@@ -234,7 +246,7 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Puts values in the place of ${name} and ${section.name}."""
+    """Replace ${name} and ${section.name} by the values that they refer to."""
 
     def look_up(name: str) -> Any:
         value: Any = content

@@ -36,9 +36,9 @@ CHAT = "tightfit has no chat or prompt templates yet: write the rendered text in
 PREFERENCES = "tightfit has no training on preferences or rewards (DPO, KTO, PPO, GRPO, ORPO)"
 QUANTIZED = "tightfit does not load quantized weights for training"
 MASKED = "tightfit computes the loss over all tokens of a text"
-TOKENIZER = "tightfit takes the tokenizer as its folder has it"
+TOKENIZER = "tightfit uses the tokenizer unchanged"
 HUB = "tightfit does not upload"
-LOGS = "what is printed and logged; tightfit logs every step in metrics.jsonl"
+LOGS = "only changes what is printed and logged; tightfit logs every step in metrics.jsonl"
 SAVED = "tightfit's checkpoints always hold all that --resume needs"
 EVALUATION = "tightfit's evaluation computes the loss alone, in the plan's micro-batches"
 DDP = "tightfit's gradient buckets have no such setting"
@@ -46,23 +46,23 @@ CODE = "tightfit runs no code of the hub"
 
 
 def _steps(value: Any) -> int | Lacks:
-    """The same number; -1 leaves it to num_train_epochs."""
+    """Keep the number of steps. With -1, num_train_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """The same number."""
+    """Keep the number of epochs."""
     return positive(value)
 
 
 def _warmup(value: Any) -> int | float:
-    """A number of steps; below 1, a share of all steps, which is rounded up."""
+    """Keep the number of steps. A number below 1 is a fraction of all steps, rounded up."""
     return warmup(value)
 
 
 def _strategy(value: Any) -> str:
-    """no, steps or epoch; with steps, the number of steps counts."""
+    """Keep the strategy: no, steps or epoch. With steps, another key gives the number of steps."""
     word = "no" if value is False else str(value).lower()
     if word not in ("no", "steps", "epoch", "best"):
         raise ValueError("no, steps or epoch")
@@ -70,7 +70,8 @@ def _strategy(value: Any) -> str:
 
 
 def fsdp(value: Any) -> tuple[int, bool] | Lacks:
-    """full_shard is zero 3, shard_grad_op zero 2, hybrid_shard also replicates; true is zero 3."""
+    """Convert full_shard and true to zero: 3, shard_grad_op to zero: 2. hybrid_shard also
+    replicates the model over nodes."""
     words = value if isinstance(value, list) else str(value).lower().split()
     if value is True or str(value).lower() == "true":
         return 3, False
@@ -83,12 +84,12 @@ def fsdp(value: Any) -> tuple[int, bool] | Lacks:
 
 
 def _version(value: Any) -> Lacks:
-    """tightfit has its own sharding."""
+    """Ignore the version of FSDP, because tightfit chooses how it shards."""
     return Lacks("tightfit shards by itself, neither with FSDP 1 nor 2", is_lost=False)
 
 
 def _min_rate(value: Any) -> float:
-    """A share of the learning rate."""
+    """Keep the final learning rate, which is a fraction of the learning rate."""
     return number(value)
 
 
@@ -120,7 +121,9 @@ FSDP_NAMES: tuple[Key, ...] = (
         "mixed_precision_policy",
     ),
     *needless(
-        "tightfit's checkpoints have one form, for any number of devices", "state_dict_type", "final_state_dict_type"
+        "tightfit has one checkpoint format, which any number of devices can load",
+        "state_dict_type",
+        "final_state_dict_type",
     ),
     *needless("for XLA devices, on which tightfit does not train", "xla", "xla_fsdp_settings", "xla_fsdp_grad_ckpt"),
 )
@@ -207,7 +210,7 @@ KEYS: tuple[Key, ...] = (
         "",
         "Liger's fused loss is chunked_loss: 1024; its other kernels have no counterpart",
     ),
-    *needless("choices of kernels, which the plan makes", "liger_kernel_config", "attn_implementation", "use_liger"),
+    *needless("the plan chooses the kernels", "liger_kernel_config", "attn_implementation", "use_liger"),
     Key("use_cache", "", None, "", "tightfit trains without a KV cache", False),
     *lacks("tightfit adds no noise to embeddings", "neftune_noise_alpha"),
     Key(
@@ -218,7 +221,7 @@ KEYS: tuple[Key, ...] = (
         "tightfit has no label smoothing: a loss of the job's own can have it",
     ),
     Key("auto_find_batch_size", "", None, "", "tightfit predicts which micro-batch fits", False),
-    *needless("tightfit's allocator setting keeps memory in order (plan.allocator)", "torch_empty_cache_steps"),
+    *needless("plan.allocator decides how memory is freed", "torch_empty_cache_steps"),
     Key(
         "average_tokens_across_devices",
         "",
@@ -228,14 +231,21 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("seed", "train.seed", seed),
     Key("data_seed", "", None, "", "train.seed orders the samples", False),
-    *lacks("tightfit asks for no deterministic kernels", "full_determinism"),
+    *lacks("tightfit cannot request deterministic kernels", "full_determinism"),
     Key("save_strategy", "train.checkpoint_every", _strategy, "save_strategy"),
     Key("save_steps", "train.checkpoint_every", number, "save_steps", "below 1, this share of train.steps"),
     Key("save_total_limit", "train.keep_checkpoints", count),
     *needless(
         SAVED, "save_only_model", "save_safetensors", "save_on_each_node", "save_on_interrupt", "enable_jit_checkpoint"
     ),
-    Key("resume_from_checkpoint", "", None, "", "tightfit train --resume goes on from its own checkpoints", False),
+    Key(
+        "resume_from_checkpoint",
+        "",
+        None,
+        "",
+        "tightfit train --resume continues from tightfit's own checkpoints",
+        False,
+    ),
     *needless("given with --resume", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
     Key("eval_strategy", "train.evaluate_every", _strategy, "eval_strategy"),
     Key("evaluation_strategy", "train.evaluate_every", _strategy, "eval_strategy"),
@@ -295,7 +305,7 @@ KEYS: tuple[Key, ...] = (
     Key("dataloader_prefetch_factor", "plan.prefetch", count),
     Key("dataloader_pin_memory", "plan.pin_memory", flag),
     *needless(
-        "tightfit's loader keeps its workers and its order of samples",
+        "tightfit's data loader always keeps its workers and its order of samples",
         "dataloader_persistent_workers",
         "dataloader_drop_last",
         "dataloader_multiprocessing_context",
@@ -334,7 +344,13 @@ KEYS: tuple[Key, ...] = (
         "fsdp", "plan.zero", fsdp, "zero", "full_shard is zero 3, shard_grad_op zero 2; the word offload in it is lost"
     ),
     *under("fsdp_config", FSDP_KEYS),
-    Key("fsdp_config", "", None, "", "a file that was not found: import it by itself, or put it beside this one"),
+    Key(
+        "fsdp_config",
+        "",
+        None,
+        "",
+        "the file was not found; put it in the folder of this file, or import it separately",
+    ),
     *needless("tightfit finds a model's blocks by itself", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap"),
     Key("parallelism_config", "", None, "", "name its sizes: dp_shard_size, dp_replicate_size, tp_size, cp_size"),
     Key("parallelism_config.dp_shard_size", "plan.dp_shard", whole, "dp_shard"),
@@ -342,13 +358,15 @@ KEYS: tuple[Key, ...] = (
     Key("parallelism_config.tp_size", "plan.tp", whole, "tp"),
     Key("parallelism_config.cp_size", "plan.cp", whole, "cp"),
     *under("deepspeed", deepspeed.KEYS),
-    Key("deepspeed", "", None, "", "a file that was not found: import it by itself, or put it beside this one"),
+    Key(
+        "deepspeed", "", None, "", "the file was not found; put it in the folder of this file, or import it separately"
+    ),
     # TRL's SFTConfig, ModelConfig and ScriptArguments
     Key("max_seq_length", "data.sequence_length", whole, "", "TRL's"),
     Key("max_length", "data.sequence_length", whole, "", "TRL's"),
     Key("dataset_text_field", "data.field", text, "", "TRL's"),
-    Key("packing", "data.packing", packed, "", "TRL's; in a packed sequence texts see one another"),
-    *lacks("tightfit packs in one way: texts one after another", "packing_strategy", "padding_free", "eval_packing"),
+    Key("packing", "data.packing", packed, "", "TRL's; in a packed sequence, tokens attend to the texts before theirs"),
+    *lacks("tightfit can only pack texts one after another", "packing_strategy", "padding_free", "eval_packing"),
     *lacks(MASKED, "assistant_only_loss", "completion_only_loss", "loss_type"),
     *lacks(CHAT, "chat_template", "chat_template_path", "dataset_kwargs", "dataset_kwargs.*"),
     *lacks(LORA, "use_peft", "lora_*", "use_rslora", "use_dora", "peft_config", "peft_config.*"),
@@ -392,7 +410,12 @@ DEFAULTS = {
 
 
 def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, Any]:
-    """The content with the files that these keys name in their place, where they are found."""
+    """Return the content with the files that these keys name read into it. A name is kept if the
+    file is not found.
+
+    folder  the folder of the imported file
+    names   keys whose value may be the name of a file
+    """
     for name in names:
         value = content.get(name)
         if isinstance(value, str):
@@ -404,15 +427,15 @@ def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, A
 
 
 def prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Reads DeepSpeed's and FSDP's files and makes the model's path absolute, where they are
-    found."""
+    """Put the contents of DeepSpeed's and FSDP's files in the place of their names, and make the
+    model's path absolute, as far as the files and the folder are found."""
     if "model_name_or_path" in content:
         content = {**content, "model_name_or_path": existing(content["model_name_or_path"], folder)}
     return read_file(content, folder, "deepspeed", "fsdp_config")
 
 
 def combine(draft: Draft) -> None:
-    """What transformers and DeepSpeed say together."""
+    """Set the fields that depend on several keys of transformers and DeepSpeed."""
     deepspeed.combine_deepspeed(draft)
     words = next((str(row.value).lower() for row in draft.rows if row.key == "fsdp"), "")
     if "offload" in words:
@@ -426,7 +449,7 @@ def combine(draft: Draft) -> None:
             if row.key == name and isinstance(row.value, str) and row.value:
                 draft.parts["unread_sharding"] = True
                 draft.to_do.append(
-                    f"{name} names {row.value}, which was not found: import it, too, or put it beside the file"
+                    f"{name} names {row.value}, which was not found; import it, or put it in the folder of the imported file"
                 )
 
 

@@ -1,5 +1,5 @@
-"""The tables of known devices and of clouds' instance types, each figure with its source. A
-calibration's figures replace the table's."""
+"""The tables of known devices and of cloud instance types, each figure with its source. Figures of
+a calibration replace those of the table."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import Any
 
 import yaml
 
-# share of the peak that large matrix products reach, if it was not measured: about that of measured
-# devices
+# fraction of the peak that large matrix products are assumed to reach if this was not measured;
+# about the fraction of the devices that were measured
 ACHIEVED = 0.7
-MEMORY_ACHIEVED = 0.85  # share of the published bandwidth that copies reach
-# share of the published memory that a process can use: the driver, and ECC if it is on, take the
+MEMORY_ACHIEVED = 0.85  # fraction of the published bandwidth that copies reach
+# fraction of the published memory that a process can use: the driver, and ECC if it is on, use the
 # rest
 USABLE = 0.985
 
 
 @cache
 def devices() -> dict[str, dict[str, Any]]:
-    """Name -> figures of one device, as devices.yaml lists them."""
+    """Return the figures of one device of each kind, by the device's name, as devices.yaml lists
+    them."""
     return _table("devices.yaml")
 
 
 @cache
 def instances() -> dict[str, dict[str, Any]]:
-    """Instance type of a cloud -> its device, their number, and the host's network and memory."""
+    """Return, by name of a cloud instance type, the host's device, number of devices, network and
+    memory."""
     return _table("instances.yaml")
 
 

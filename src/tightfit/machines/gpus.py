@@ -1,7 +1,7 @@
-"""Detects the GPUs that torch can use, says why it uses none, and estimates rates of GPUs outside
-the table.
+"""Detects the GPUs that torch can use, finds out why torch uses none, and estimates the rates of
+GPUs that are not in the device table.
 
-It imports torch only if the system shows signs of a GPU.
+This module imports torch only if the system shows a GPU.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class Gpu:
 class Generation:
     """What the GPUs of one architecture have in common.
 
-    flops          FLOPs of one processor in one clock cycle, dense, by dtype
+    flops          dense FLOPs of one processor in one clock cycle, by dtype
     clock_hz       a typical boost clock, used if torch does not report the device's own
-    bytes_per_s    memory bandwidth of a smaller device, used if torch does not report clock and
-                   width
-    geforce_share  share of the 16-bit and tf32 rates that GeForce cards reach: they accumulate in
-                   fp32 at half the rate
+    bytes_per_s    memory bandwidth of a small device of the architecture, used if torch does not
+                   report the memory's clock and width
+    geforce_share  16-bit and tf32 rates of GeForce cards as a fraction of other cards' rates: 0.5
+                   where they accumulate in fp32 at half the rate
     """
 
     flops: dict[str, int]
@@ -80,8 +80,8 @@ def _amd(half: int, clock: float, bandwidth: float, float8: bool = False) -> Gen
 
 
 # From NVIDIA's whitepapers on Volta, Turing, Ampere (GA100, GA102), Ada, Hopper and Blackwell, and
-# AMD's on CDNA 1 to 4. Processors x clock x these FLOPs gives the device table's peak, within 10 %,
-# but for devices that are sold with slower tensor cores (A10G, L40, H20).
+# AMD's on CDNA 1 to 4. Processors x clock x these FLOPs gives the peak in the device table within
+# 10 %, except for devices that are sold with slower tensor cores (A10G, L40, H20).
 GENERATIONS = {
     "sm_70": _nvidia(128, 1024, 1.53, 900, narrow=False),
     "sm_72": _nvidia(128, 1024, 1.4, 137, narrow=False),
@@ -108,21 +108,24 @@ def shows_signs() -> bool:
 
 
 def visible() -> list[Gpu]:
-    """The GPUs that torch can use in this process, in its order; none if the system shows no sign
-    of one."""
+    """Return the GPUs that torch can use in this process, in torch's order; an empty list if there
+    are none."""
     if not shows_signs():
         return []
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `unused` reports what is wrong
+        warnings.simplefilter("ignore")  # `unused` reports the problem
         if not torch.cuda.is_available():
             return []
     return [_described(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
 
 
 def architecture_of(properties: object) -> str:
-    """sm_90 for compute capability 9.0, or AMD's LLVM name, from torch's properties of a device."""
+    """Return a device's architecture: sm_90 for compute capability 9.0, or AMD's LLVM name.
+
+    properties  what torch.cuda.get_device_properties returns
+    """
     arch = (getattr(properties, "gcnArchName", None) or "").partition(":")[0]
     if arch.startswith("gfx"):
         return arch
@@ -130,8 +133,11 @@ def architecture_of(properties: object) -> str:
 
 
 def multiplies_float8(architecture: str, rowwise: bool = False) -> bool:
-    """Whether devices of an architecture have units for products in 8 bits, and torch a kernel: with a scale for each tensor on
-    Ada (8.9) and later and on AMD's MI300 (gfx94) and MI350 (gfx95); with one for each row not on Ada."""
+    """Whether devices of an architecture can multiply in float8 with torch's kernels.
+
+    With one scale per tensor: Ada (8.9) and later, AMD's MI300 (gfx94) and MI350 (gfx95). With one
+    scale per row (`rowwise`): the same without Ada.
+    """
     if architecture.startswith("gfx"):
         return architecture.startswith(("gfx94", "gfx95"))
     capability = architecture.removeprefix("sm_")
@@ -139,8 +145,8 @@ def multiplies_float8(architecture: str, rowwise: bool = False) -> bool:
 
 
 def _described(properties: object) -> Gpu:
-    """A Gpu from torch's properties; those that this version of torch or the device lacks are
-    None."""
+    """Return a Gpu from torch's properties of a device. Clocks and bus width are None if torch does
+    not report them."""
     has: dict[str, Any] = {name: getattr(properties, name, None) for name in _ASKED}
     khz = {name: has[name] * 1e3 if has[name] else None for name in ("clock_rate", "memory_clock_rate")}
     return Gpu(
@@ -161,8 +167,8 @@ _ASKED = (
 
 
 def unused() -> str:
-    """Why torch uses no GPU although the system shows one; empty if it uses one or there is
-    none."""
+    """Return why torch cannot use the GPU that the system shows; empty if torch can use a GPU or
+    the system shows none."""
     if not shows_signs():
         return ""
     import torch
@@ -185,8 +191,8 @@ def _reason(torch: object, said: Iterable[warnings.WarningMessage]) -> str:
 
 
 def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
-    """Dense peak by dtype, FLOP/s, from the number of processors and the clock; empty for an
-    unknown architecture."""
+    """Return the dense peak by dtype, FLOP/s, estimated from the number of processors and the
+    clock; empty for an unknown architecture."""
     generation = GENERATIONS.get(gpu.architecture)
     if generation is None or not gpu.processors:
         return {}
@@ -196,10 +202,11 @@ def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
 
 
 def estimated_bytes_per_s(gpu: Gpu) -> tuple[float | None, str]:
-    """(peak bandwidth of the memory in bytes/s, where it comes from).
+    """Return (peak bandwidth of the memory in bytes/s, where the number comes from).
 
-    Memory transfers twice in a clock cycle. If torch does not report clock and width, it is the
-    bandwidth of a smaller device of the architecture, or None for an unknown one.
+    The memory transfers data twice in a clock cycle. If torch does not report the memory's clock
+    and width, the number is the bandwidth of a small device of the same architecture, or None if
+    the architecture is unknown.
     """
     if gpu.memory_clock_hz and gpu.bus_bits:
         return 2 * gpu.memory_clock_hz * gpu.bus_bits / 8, "what the memory's clock and width give"

@@ -1,4 +1,5 @@
-"""Finds a device by what people call it: the table's name, its driver's name, or a cloud's instance type."""
+"""Finds devices by name: the name in the device table, the name that the driver reports, or a cloud
+instance type."""
 
 from __future__ import annotations
 
@@ -10,17 +11,19 @@ from tightfit.errors import InputError
 from tightfit.machines import devices, instances
 from tightfit.values import nearest
 
-AZURE = "standard_"  # Azure writes it before its instance types, or leaves it out
+AZURE = "standard_"  # optional prefix of Azure's instance types
 LISTED = "tightfit machine --list shows them; the name of a machine file ends in .yaml or .json"
 
 
 @dataclass(frozen=True)
 class Named:
-    """Devices that a name stands for.
+    """The devices that a name stands for.
 
-    device      the table's name
-    row         its figures; those of an instance type have the host's network and memory
-    per_node, nodes  numbers of devices of a host, and of hosts
+    device      name of the device in the table
+    row         figures of one device; for an instance type, network and memory are those of its
+                host
+    per_node    number of devices of a host
+    nodes       number of hosts
     """
 
     device: str
@@ -30,10 +33,11 @@ class Named:
 
 
 def find_named(text: str) -> Named:
-    """The devices of NAME, NAME:COUNT or NAME:COUNTxNODES, or of INSTANCE or INSTANCE:NODES.
+    """Return the devices of NAME, NAME:COUNT or NAME:COUNTxNODES, or of INSTANCE or INSTANCE:NODES.
 
-    NAME is a name of the table or what the device's driver calls it. Upper and lower case count as
-    the same. Raises InputError for an unknown name or a wrong count.
+    NAME is the name in the device table or the name that the driver reports. Upper and lower case
+    are equal. Example: h100-sxm:8x4 is 4 hosts of 8 devices. Raises InputError for an unknown name
+    or a wrong count.
     """
     name, _, size = text.strip().partition(":")
     key = name.strip().lower()
@@ -58,7 +62,10 @@ def find_named(text: str) -> Named:
 
 
 def _device_of(key: str) -> str | None:
-    """The table's name of a device, from that name or its driver's, in lower case."""
+    """Return a device's name in the table; None if no device is called `key`.
+
+    key  the name in the table or the name that the driver reports, in lower case
+    """
     for device, row in devices().items():
         if key == device or key in (called.lower() for called in row["called"]):
             return device
@@ -70,7 +77,7 @@ def _of_instance(text: str, instance: str, size: str) -> Named:
         raise InputError(
             f"machine {text}",
             f"{size} is not a number of hosts",
-            f"write it like {instance}:4, for 4 hosts; each has the instance type's devices",
+            f"write it like {instance}:4, for 4 hosts, each with all devices of that instance type",
         )
     facts = instances()[instance]
     row = devices()[facts["device"]]

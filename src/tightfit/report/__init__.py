@@ -1,1 +1,1 @@
-"""What people look at: progress, tables, the files of a run."""
+"""The output of the commands: progress, tables, pictures and the files of a run."""

@@ -1,5 +1,5 @@
-"""What each command does, by the library's functions. Prints text, or JSON with --json. `cli.py`
-calls it."""
+"""The commands that `cli.py` calls. They use the library's functions and print text, or JSON with
+--json."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 
 def quiet_libraries() -> None:
-    """Silence other libraries' log messages, and print tightfit's warnings as one line, by rank 0
-    only.
+    """Silence the log messages of other libraries. Print tightfit's warnings as one line each, on
+    rank 0 only.
 
-    It changes this process's logging and warnings, so only commands call it.
+    This changes the logging and warnings of the process, so only commands call it.
     """
     warnings.showwarning = _show_in_a_line
-    # the last one warns about in-place writes under selective recomputation, which tightfit checks
-    # itself
+    # WRAPPED_OPERATIONS warns about in-place writes under selective recomputation, which tightfit
+    # checks itself
     for name in ("torchao", PYTREE, "torch.utils.flop_counter", WRAPPED_OPERATIONS):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -75,8 +75,8 @@ def _show_in_a_line(
 
 
 def quiet_transformers(job: Job) -> None:
-    """Silence transformers' log messages and progress bars, if the job imports transformers
-    anyway."""
+    """Silence transformers' log messages and progress bars, if the job's model comes from
+    transformers."""
     if job.of_transformers:
         from transformers.utils import logging as notes
 
@@ -85,10 +85,12 @@ def quiet_transformers(job: Job) -> None:
 
 
 def read_job(path: Path, plan: str | None, changes: list[str]) -> tuple[Job, dict[str, Any]]:
-    """The job of a file, and the plan fields that are pinned. Raises InputError.
+    """Read a job file. Returns the job, and the plan fields that are fixed (pinned), by name.
+    Raises InputError.
 
-    The plan is --plan's, else the job file's. --set plan.x=... changes one field of it, --set
-    plan=... replaces it.
+    plan     a plan file, the word reference, or None for the plan section of the job file
+    changes  KEY=VALUE texts. plan.x=... changes one field of the plan, plan=... replaces the whole
+             plan
     """
     is_field = {change: change.partition("=")[0].strip().startswith("plan.") for change in changes}
     job = Job.load(path, [change for change in changes if not is_field[change]])
@@ -172,7 +174,7 @@ def train_command(
 def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, accelerator: str, changes: list[str]) -> None:
     if len(kinds) != 1:
         raise InputError(
-            "launch", f"{len(kinds)} kinds of script were asked for", "give one of --slurm, --torchrun, --skypilot"
+            "launch", f"needs one kind of script, found {len(kinds)}", "give one of --slurm, --torchrun, --skypilot"
         )
     from tightfit.report.scripts import script
 
@@ -184,11 +186,13 @@ def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, acceler
 def decide(
     job: Job, machine: Machine, pins: dict[str, Any], say: Callable[[str], None]
 ) -> tuple[dict[str, Any] | None, Plan, dict[str, str]]:
-    """Choose the fastest plan that fits and keeps the fields of `pins`.
+    """Choose the fastest plan that fits and has the values of `pins`.
 
-    Returns (its prediction, the plan, the reason for each field that was chosen). A model that
-    cannot be traced is trained anyway, with a message and without a prediction (None). Raises
-    DoesNotFit and InputError.
+    Returns (the plan's prediction, the plan, the reason for each field that was chosen). If the
+    model cannot be traced, a message is printed, the prediction is None, and the other fields get
+    their defaults. Raises DoesNotFit and InputError.
+
+    say  prints a line
     """
     start, reasons = complete(job, machine, pins)
     from tightfit.planner.estimate import Estimator
@@ -208,7 +212,7 @@ def decide(
 
 
 def tensor_bytes_of(predicted: dict[str, Any]) -> float:
-    """The bytes of a prediction's rows that are tensors."""
+    """Return the predicted bytes of tensors at the peak: all rows except runtime and allocator."""
     return sum(size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator"))
 
 
@@ -271,9 +275,11 @@ def explain_command(
 
 
 def _check_explain_options(machine: str | None, analyze: bool, picture: Path | None, timeline: Path | None) -> None:
-    """Raise InputError for options that cannot work, before anything is predicted."""
+    """Raise InputError for options of explain that cannot work, before anything is predicted."""
     if analyze and machine is not None:
-        raise InputError("--analyze", f"runs on this machine, but --machine is {machine}", "leave one of them out")
+        raise InputError(
+            "--analyze", f"runs on this machine, but --machine is {machine}", "leave out --analyze or --machine"
+        )
     for option, file in (("--picture", picture), ("--timeline", timeline)):
         if file is not None:
             from tightfit.report.figures import check_picture
@@ -282,7 +288,7 @@ def _check_explain_options(machine: str | None, analyze: bool, picture: Path | N
 
 
 def _draw(estimate: Estimate, picture: Path | None, timeline: Path | None) -> None:
-    """Draw a plan's memory, and the timeline of its pipeline, into the files that are given."""
+    """Draw a plan's memory and the timeline of its pipeline. A file that is None is not drawn."""
     if picture is not None:
         from tightfit.report.figures import draw_memory
 
@@ -303,8 +309,12 @@ def _bytes_of(option: str, text: str) -> int:
 
 
 def figures_for_training(name: str) -> Machine:
-    """The named machine's figures, with what is detected here. Raises InputError if training cannot
-    run there, or runs elsewhere."""
+    """Return the named machine's rates together with the devices, cores and memory that are
+    detected on this machine.
+
+    Raises InputError if tightfit cannot train on the named machine, or if its kind of device (cpu,
+    cuda) is not that of this machine.
+    """
     named, here = Machine.named(name), Machine.detect()
     if named.explain_only:
         raise InputError(
@@ -314,37 +324,40 @@ def figures_for_training(name: str) -> Machine:
         )
     if named.device != here.device:
         raise InputError(
-            f"--machine {name}", f"training runs on this machine, which is {here.name}", "leave --machine out"
+            f"--machine {name}", f"training runs on this machine, which is {here.name}", "leave out --machine"
         )
     return here.with_figures_of(named)
 
 
 def this_machine(say: Callable[[str], None]) -> Machine:
-    """This machine. A CPU without a calibration gets a quick one, of some seconds, once.
+    """Detect this machine. A CPU that was never calibrated gets a quick calibration of some
+    seconds.
 
-    Prints a warning with the reason if the host shows a GPU that is not used.
+    Prints a warning with the reason if the host shows a GPU that torch cannot use.
+
+    say  prints a line
     """
     machine = Machine.detect()
     if without := unused():
         say(f"warning  {without}")
     if machine.device != "cpu" or machine.matrix_flops_per_s:
         return machine
-    say("a glance at this machine (some seconds, only once), to know how fast it is")
+    say("measuring the speed of this machine (some seconds, only once)")
     from tightfit.measure.calibrate import quick_calibrate
 
     return quick_calibrate(machine)
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Raise InputError for a folder that a run cannot write to, or that has another run's
-    checkpoints."""
+    """Raise InputError if a run cannot write to the folder `out`, or if `out` has the checkpoints
+    of an earlier run and `resume` is false."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a folder")
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not there.is_dir():
         raise InputError(f"--out {out}", f"{there} is a file", "name another folder")
     try:
-        # permissions are not enough: a disk may be full, and /proc takes no files
+        # checking permissions is not enough: a disk may be full, and /proc accepts no files
         with tempfile.TemporaryFile(dir=there) as trial:
             trial.write(bytes(4096))
     except OSError as error:
@@ -352,13 +365,13 @@ def check_out(out: Path, resume: bool) -> None:
     if not resume and any((out / "checkpoints").glob("step-*")):
         raise InputError(
             f"--out {out}",
-            "contains the checkpoints of an earlier run, which this one would overwrite",
-            "add --resume to continue it, or name another folder",
+            "contains the checkpoints of an earlier run, which the new run would overwrite",
+            "add --resume to continue the earlier run, or name another folder",
         )
 
 
 def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str, str]) -> None:
-    """Print the plan, the reasons for its fields, and how it changes the numerics."""
+    """Print the plan, the reasons for its fields, and the changes of numerics that it makes."""
     say("plan     " + (", ".join(f"{name}={value}" for name, value in plan.differences().items()) or "reference"))
     for name, reason in reasons.items():
         say(f"           {name}={getattr(plan, name)}: {reason}")
@@ -369,7 +382,10 @@ def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str
 
 
 def summary(record: dict[str, Any], out: Path) -> str:
-    """A run's result in a few lines: loss, speed, memory, predicted beside measured."""
+    """Return a few lines with a run's loss, speed and memory, predicted beside measured.
+
+    record  the content of record.json
+    """
     peak, loss = record["peak_bytes"], [(step, value) for step, value in record["loss"] if value is not None]
     lines = []
     if loss:

@@ -1,5 +1,5 @@
-"""What `tightfit explain` shows: the chosen plan, where its bytes and milliseconds go, and why
-others lost."""
+"""The text that `tightfit explain` prints: the chosen plan, its memory and time row by row, and why
+other plans were not chosen."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tightfit.record import Record
 from tightfit.report.schedule_text import timeline_text
 from tightfit.units import format_bytes, format_count, format_seconds
 
-WIDTH = 72  # columns of the picture in the terminal
+WIDTH = 72  # characters of a line of the chart
 HEIGHT = 8
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None, price: float | None = None) -> str:
-    """The text that `tightfit explain` prints.
+    """Return the text that `tightfit explain` prints.
 
-    machine  this machine if left out
-    plan     the fastest plan that fits the machine if left out
-    price    of an hour of one device, for the cost of the whole training
+    machine  default: this machine
+    plan     default: the fastest plan that fits the machine
+    price    of one device per hour; adds the cost of the whole training
 
     Raises DoesNotFit if no plan fits, InputError for a model that cannot be traced.
     """
@@ -47,8 +47,8 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None, 
 
 
 def explained(estimates: list[Estimate], price: float | None = None) -> dict[str, Any]:
-    """The content that `tightfit explain --json` prints; `chosen` is None if the pinned plan does
-    not fit."""
+    """Return the content that `tightfit explain --json` prints. Its `chosen` is 0, the place of the
+    chosen plan among `plans`, or None if the pinned plan does not fit."""
     chosen = estimates[0]
     said = [one.rejected_because or ("" if one.fits else describe_shortages(one)) for one in estimates]
     plans = [{**one.content(), "rejected_because": why} for one, why in zip(estimates, said, strict=True)]
@@ -62,13 +62,16 @@ def explained(estimates: list[Estimate], price: float | None = None) -> dict[str
 
 
 def with_whole_runs(job: Job, plans: list[dict[str, Any]], price: float | None) -> list[dict[str, Any]]:
-    """The contents of estimates, each with the whole training as its `run`."""
+    """Return the contents of estimates, each with a `run`: time and cost of the whole training."""
     length = length_of(job)
     return [{**one, "run": whole_run(job, one, length, price).content()} for one in plans]
 
 
 def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow], price: float | None = None) -> None:
-    """Print the explanation of the first estimate, and a table of the other estimates."""
+    """Print the explanation of the first estimate, and a table of the other estimates.
+
+    stages  the same plan, built up method by method
+    """
     chosen = estimates[0]
     say = _say(console)
     say(f"plan     {_fields(chosen)}")
@@ -104,8 +107,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
 
 
 def _states(estimate: Estimate) -> str:
-    """Bytes of states per parameter, with their parts, because publications count different
-    parts."""
+    """Return the bytes of states per parameter, in total and part by part, because publications do
+    not all count the same parts."""
     parts = estimate.bytes_per_parameter
     said = f"{sum(parts.values()):.3g} bytes a parameter: " + ", ".join(
         f"{row} {size:.3g}" for row, size in parts.items()
@@ -114,7 +117,8 @@ def _states(estimate: Estimate) -> str:
 
 
 def _made_up_for(chosen: Estimate, stages: list[WaterfallRow]) -> str:
-    """The number of steps after which compilation has saved the time that it takes."""
+    """Return the number of steps after which faster steps have made up for the compile time; empty
+    if the plan does not compile or compiled steps are not faster."""
     for before, stage in itertools.pairwise(stages):
         if stage.method == "+ compile" and stage.step_s < before.step_s:
             return f" (made up for in {math.ceil(chosen.compile_s / (before.step_s - stage.step_s)):,} steps)"
@@ -139,7 +143,8 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _beside(rows: dict[str, float], limit: float | None) -> str:
-    """Bytes by purpose in host memory or on disk, the largest first, and their limit."""
+    """Return bytes in host memory or on disk as text: the total, the limit, and the bytes of each
+    purpose, largest first."""
     said = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size
     )
@@ -147,7 +152,7 @@ def _beside(rows: dict[str, float], limit: float | None) -> str:
 
 
 def _layers_in_float8(one: Estimate) -> str:
-    """How many layers multiply in 8 bits, of those that a device has."""
+    """Return how many linear layers of one device multiply in float8; empty if none does."""
     forward = [segment.timeline for segment in one.ledger.training if segment.phase == "forward"]
     count = sum(operation.name == "aten._scaled_mm" for timeline in forward for operation in timeline.operations)
     return f"; {count} linear layers multiply in float8" if count else ""
@@ -189,7 +194,8 @@ def _signed_bytes(size: float) -> str:
 
 
 def rows_table(estimate: Estimate) -> Table:
-    """The ledger's rows at the peak, and beside them where the time goes."""
+    """Return a table of the ledger's rows at the peak and, beside them, the largest times of a
+    step."""
     peak, time = estimate.peak, estimate.time
     table = _table(f"at the peak ({peak.phase}, {peak.part})", "bytes", "in a step", "time")
     bytes_rows = [(row, format_bytes(peak.rows[row])) for row in ROWS if peak.rows.get(row)]
@@ -204,7 +210,8 @@ def rows_table(estimate: Estimate) -> Table:
 
 
 def others_table(others: list[Estimate], chosen: Estimate) -> Table:
-    """The fields in which other plans differ from the chosen one, and why they lost."""
+    """Return a table of the other plans: the fields that differ from the chosen plan, and why each
+    plan was not chosen."""
     table = _table("other plans, instead of this", "peak", "step", "why not")
     ours = chosen.plan.content()
     for one in others:
@@ -225,7 +232,8 @@ def _table(*columns: str) -> Table:
 
 
 def picture(estimate: Estimate) -> list[str]:
-    """Memory over a step as a bar chart in text; each column is one part of the step."""
+    """Return the lines of a bar chart of memory over a step; each column is one instant of the
+    step."""
     instants = [(phase, sum(rows.values())) for phase, _, rows in estimate.ledger.instants()]
     columns = [instants[place * len(instants) // WIDTH] for place in range(WIDTH)]
     most = max(size for _, size in instants)
@@ -240,7 +248,8 @@ def picture(estimate: Estimate) -> list[str]:
 
 
 def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
-    """Print predicted beside measured, row by row, with the error."""
+    """Print predicted beside measured bytes, row by row, then peak and step time with their
+    errors."""
     table = _table("", "predicted", "measured", "error")
     predicted, measured = logical_rows(estimate), record.peak_bytes.rows
     for row in [row for row in ROWS if predicted.get(row) or measured.get(row)]:
@@ -261,21 +270,21 @@ def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
 
 
 def slow_attention(record: Record) -> str:
-    """A warning if torch uses no fused attention kernel on a GPU; empty if it does."""
+    """Return a warning if torch used no fused attention kernel on a GPU; empty otherwise."""
     if record.attention != "math" or record.machine.device != "cuda":
         return ""
     return (
-        "torch uses no fused kernel for this model's attention: it is slower, and saves length x length scores; "
-        "wide heads, or a mask or bias beside causality, are the usual causes"
+        "torch uses no fused kernel for this model's attention, so attention is slower and saves length x length scores; "
+        "the usual causes are wide heads, or a mask or bias in addition to the causal mask"
     )
 
 
 def logical_rows(estimate: Estimate) -> dict[str, float]:
-    """Predicted bytes by row of tensors' storages, without the runtime's and the allocator's own
-    memory.
+    """Return the predicted bytes of tensors at the peak, by row, without the rows runtime and
+    allocator.
 
-    On CUDA the libraries' workspaces are allocated by torch and measured among the temporaries, so
-    they are added there.
+    On CUDA, torch allocates the workspaces of libraries such as cuBLAS and measures them as
+    temporaries, so they are added to that row.
     """
     rows = {row: size for row, size in estimate.peak.rows.items() if row not in ("runtime", "allocator")}
     rows["temporaries"] = rows.get("temporaries", 0.0) + estimate.workspace_bytes

@@ -1,5 +1,5 @@
-"""Pictures: memory over a step, a pipeline schedule over time, and plans beside each other; SVG,
-PNG or PDF, by the file's suffix."""
+"""Draws pictures: memory over a step, a pipeline schedule over time, and a comparison of plans. The
+file's suffix decides between SVG, PNG and PDF."""
 
 from __future__ import annotations
 
@@ -35,18 +35,22 @@ _ACTIONS = {
     BACKWARD: ("backward", "#c6f6d5", "#2f855a"),
     WEIGHTS: ("weights' gradients", "#fefcbf", "#b7791f"),
 }
-_SHADES = (0.0, 0.16, 0.32, 0.48)  # for a rank's first, second, ... stage
+_SHADES = (0.0, 0.16, 0.32, 0.48)  # opacity of the shade over a rank's first, second, ... stage
 
 
 def check_picture(option: str, file: Path) -> None:
-    """Raise InputError for a file whose suffix is not that of a picture."""
+    """Raise InputError if the file's suffix is not .svg, .png or .pdf.
+
+    option  the command's option that names the file, such as --picture
+    """
     if file.suffix not in FORMATS:
         asked = f"use {option} {file.with_suffix('.svg')} (or {' or '.join(FORMATS[1:])})"
-        raise InputError(f"{option} {file}", "does not have a picture's suffix", asked)
+        raise InputError(f"{option} {file}", "does not end in .svg, .png or .pdf", asked)
 
 
 def draw_memory(estimate: Estimate, file: Path) -> None:
-    """Draw the memory over one step, by row, with the limit if it is near."""
+    """Draw the memory over one step, row by row. The limit is drawn if it is below 1.6 times the
+    peak."""
     instants = list(estimate.ledger.instants())
     shown = [row for row in _COLOURS if any(rows.get(row) for _, _, rows in instants)]
     bytes_of = [[max(rows.get(row, 0.0), 0.0) for _, _, rows in instants] for row in shown]
@@ -73,7 +77,10 @@ def draw_memory(estimate: Estimate, file: Path) -> None:
 
 
 def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
-    """Write the phases' names below the axis, with a tick where a phase begins."""
+    """Write the names of the phases below the axis, with a tick where each phase begins.
+
+    phases  the phase (forward, backward, optimizer) of each instant
+    """
     starts = [place for place, phase in enumerate(phases) if place == 0 or phases[place - 1] != phase]
     ends = [*starts[1:], len(phases) - 1]
     axes.set_xticks(starts, [""] * len(starts))
@@ -88,8 +95,8 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
 
 
 def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> None:
-    """Draw each pipeline rank's actions over time, with their micro-batches' numbers; later stages
-    are darker."""
+    """Draw the actions of each pipeline rank over time, each with the number of its micro-batch. If
+    a rank has several stages, later stages are darker."""
     end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
     axes = _axes(11.0, 1.2 + 0.34 * devices, title)
     for slot in slots:
@@ -122,9 +129,9 @@ def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> N
 class Panel:
     """A panel of horizontal bars, one for each row of a comparison.
 
-    values  None: no bar
-    form    a value as text
-    limits  a mark on each bar; None: no mark
+    values  length of each row's bar; None draws no bar
+    form    formats a value as text
+    limits  a value to mark in each row; None draws no mark
     """
 
     title: str
@@ -136,7 +143,8 @@ class Panel:
 def draw_comparison(
     labels: Sequence[str], fits: Sequence[bool], panels: Sequence[Panel], title: str, file: Path
 ) -> None:
-    """Draw panels of bars side by side, with a row for each label; rows that do not fit are grey."""
+    """Draw panels of bars side by side, with a row for each label. Rows whose `fits` is false are
+    grey."""
     figure = Figure((4.6 * len(panels) + 1.0, 1.1 + 0.34 * len(labels)), dpi=150)
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, panel in zip(every, panels, strict=True):

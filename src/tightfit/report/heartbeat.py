@@ -1,5 +1,5 @@
-"""Keeps commands from being silent: while they plan or prepare data, a line every few seconds says
-what they do."""
+"""Prints a line every few seconds while a command plans or prepares data, so that the user sees
+that it works."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ SILENT_S = 8.0  # longest silence
 
 @contextmanager
 def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_S) -> Iterator[None]:
-    """Within, say a line every few seconds: `what`, or the package's last log message, and the
-    seconds so far."""
+    """Inside this context, print a line every `every_s` seconds: the package's latest log message,
+    or `what` before the first message, and the elapsed time.
+
+    say  prints a line
+    """
     latest, done, began = _Latest(what), threading.Event(), time.monotonic()
     logger = logging.getLogger("tightfit")
 
@@ -39,7 +42,7 @@ def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_
 
 
 class _Latest(logging.Handler):
-    """Keeps the last log message."""
+    """Stores the latest log message in `said`."""
 
     def __init__(self, said: str) -> None:
         super().__init__(logging.INFO)

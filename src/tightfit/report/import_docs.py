@@ -21,46 +21,47 @@ tightfit import ds_config.json                      # imported/ds_config/job.yam
 tightfit import config.yaml --from axolotl --out my-job --devices 8
 ```
 
-`tightfit import FILE` reads the file, tells the tool by its keys, and writes a job file and a plan file. It prints every key of
-the file with what became of it:
+`tightfit import FILE` reads the file, recognizes the tool by the file's keys, and writes a job file and a plan file. It prints
+every key of the file with its outcome:
 
 | outcome | meaning |
 | --- | --- |
-| a field | the key was mapped to this field of the job or the plan, with this value |
-| the tool's default | the file leaves the key out; the tool's own default changes the mathematics, so it is written |
-| left open | the file does not decide it: auto, or a factor without its other factors |
-| contradiction | two keys cannot both be true; the field is left out |
-| no counterpart | the training loses something: tightfit does not have it, or not in this form |
-| not needed | the training is the same without it |
-| unknown | no key of this tool that tightfit knows |
+| a field | the key sets this field of the job or the plan to this value |
+| the tool's default | the file does not have the key, but the tool's default changes the mathematics, so it is written |
+| left open | the file does not decide the field: its value is auto, or the batch lacks a factor |
+| contradiction | two keys contradict each other; the field is left out |
+| no counterpart | tightfit cannot do what the key asks for, so the training is not the same without it |
+| not needed | the training is the same without the key |
+| unknown | tightfit does not know such a key of this tool |
 
-Then it lists the contradictions, which include what tightfit's own rules refuse, and what is left to do: a model or data that the
-file does not have, folders in the place of hub ids, steps in the place of epochs. job.yaml has the same list as comments.
+Then it lists the contradictions, including those with tightfit's own rules, and what you have to do: add a model or data that the
+file does not have, download what hub ids name, replace epochs by steps. job.yaml has the same list as comments.
 
-**The batch.** `train.batch` is all samples of one optimizer step on all devices, `plan.micro_batch` the samples of one forward on
-each data rank: batch = micro-batch x accumulation steps x data ranks. Data ranks are the devices that do not share samples, that
-is devices / (tp x pp x cp). A file that does not say how many devices there are is imported for one; `--devices N` gives them.
+**The batch.** `train.batch` is the number of samples of one optimizer step on all devices, and `plan.micro_batch` the number of
+samples of one forward on each data rank: batch = micro-batch x accumulation steps x data ranks. The number of data ranks is
+devices / (tp x pp x cp). If the file does not say how many devices there are, it is imported for one device; `--devices N` sets
+their number.
 
-**The permissions.** `allow` names what the file asks for: `bf16: true` allows bf16, a file in fp32 allows nothing.
+**The permissions.** `allow` contains what the file asks for: a file with `bf16: true` allows bf16, a file in fp32 allows nothing.
 """
 
 
 def page(importers: Iterable[Importer] = IMPORTERS) -> str:
-    """The text of docs/import.md."""
+    """Return the text of docs/import.md."""
     return HEAD + "".join(_section(one) for one in sorted(importers, key=lambda one: one.title.lower()))
 
 
 def _section(importer: Importer) -> str:
     lines = [
         f"\n## {importer.title}\n",
-        f"`--from {importer.name}`. Told by: {', '.join(f'`{mark}`' for mark in importer.marks)}.",
+        f"`--from {importer.name}`. Recognized by: {', '.join(f'`{mark}`' for mark in importer.marks)}.",
         f"auto: {_sentence(importer.auto)}.",
     ]
     if importer.defaults:
         defaults = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in importer.defaults.items())
         lines.append(f"Defaults: {defaults}.")
     if importer.sections:
-        lines.append(f"The keys may also stand in {', '.join(f'`{one}`' for one in importer.sections)}.")
+        lines.append(f"The keys may also be in a section: {', '.join(f'`{one}`' for one in importer.sections)}.")
     shared = _shared(importer)
     if shared:
         lines.append(f"It also takes the keys of {shared.title}, which are listed there.")
@@ -72,15 +73,16 @@ def _section(importer: Importer) -> str:
 
 
 def _shared(importer: Importer) -> Importer | None:
-    """The importer whose keys are also in this one's table."""
+    """Return the importer with a smaller table most of whose keys are also in this importer's
+    table; None if there is none."""
     own = {id(key) for key in importer.keys}
     smaller = (one for one in IMPORTERS if len(one.keys) < len(importer.keys))
     return next((one for one in smaller if sum(id(key) in own for key in one.keys) > len(one.keys) / 2), None)
 
 
 def shown_keys(importer: Importer) -> list[Key]:
-    """The keys without those that another table has: shared ones, and those of a DeepSpeed file
-    inside another tool's."""
+    """Return the importer's keys that its section of the page lists: not the keys that it shares
+    with another importer, and not those of a DeepSpeed file inside another tool's file."""
     shared = _shared(importer)
     known = {id(key) for key in shared.keys} if shared else set()
     inside = ("deepspeed.", "deepspeed_config.deepspeed_config_file.")

@@ -1,4 +1,4 @@
-"""`tightfit import`: writes a job file and a plan file, and prints what became of each key."""
+"""`tightfit import`: writes a job file and a plan file, and prints how each key was translated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tightfit.importers.importing import Imported, file_texts, import_file
 from tightfit.importers.mapping import Row
 from tightfit.report.unexpected_errors import not_writable
 
-_WIDEST = 44  # characters of a value in the table
+_WIDEST = 44  # a value in the table is cut to this number of characters
 
 
 def import_command(path: Path, tool: str | None, out: Path | None, devices: int | None, as_json: bool) -> None:
@@ -34,7 +34,7 @@ def import_command(path: Path, tool: str | None, out: Path | None, devices: int 
 
 
 def table(rows: tuple[Row, ...]) -> list[str]:
-    """Lines of a table: each key, its value, and what became of it."""
+    """Return the lines of a table: each key, its value, and its outcome."""
     cells = [(row.key, _shown(row), _outcome(row)) for row in rows]
     widths = [max((len(row[column]) for row in cells), default=0) for column in (0, 1)]
     return [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {said}" for key, value, said in cells]
@@ -83,8 +83,8 @@ def _write(folder: Path, texts: dict[str, str]) -> None:
         if (folder / name).exists():
             raise InputError(
                 f"import --out {folder}",
-                f"has a {name} already",
-                "name another folder with --out, or move the file away",
+                f"already contains {name}",
+                f"name another folder with --out, or move {name} away",
             )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""`tightfit ladder`: shows what each method does to a job, from the plain loop up and alone."""
+"""`tightfit ladder`: shows how each method changes memory and time of a job. The rungs add one
+method after another to a plain training loop; a second table shows each method alone."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def ladder_command(
     console = Console(stderr=True, soft_wrap=True) if as_json else Console()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     if run and machine_name is not None:
-        raise InputError("--run", f"runs on this machine, but --machine is {machine_name}", "leave one of them out")
+        raise InputError(
+            "--run", f"runs on this machine, but --machine is {machine_name}", "leave out --run or --machine"
+        )
     if picture is not None:
         from tightfit.report.figures import check_picture
 
@@ -55,7 +58,11 @@ def ladder_command(
 
 
 def measure(ladder: Ladder, job: Job, machine: Machine, say: Any) -> list[Measured]:
-    """Run each rung, one after another, each in a process of its own."""
+    """Run a few steps of each rung, one rung after another, each in its own process. Returns what
+    was measured, in the order of the rungs.
+
+    say  prints a line
+    """
     found = []
     for number, rung in enumerate(ladder.rungs, 1):
         with never_silent(say, f"running {name_of(rung)}"):
@@ -67,7 +74,7 @@ def measure(ladder: Ladder, job: Job, machine: Machine, say: Any) -> list[Measur
 
 
 def content(ladder: Ladder, machine: Machine, measured: Sequence[Measured]) -> dict[str, Any]:
-    """What `tightfit ladder --json` prints."""
+    """Return the content that `tightfit ladder --json` prints."""
     rungs = [rung.content() for rung in ladder.rungs]
     for rung, one in zip(rungs, measured, strict=False):
         rung["measured"] = one.content()
@@ -84,7 +91,7 @@ def name_of(rung: Rung) -> str:
 
 
 def show(console: Console, ladder: Ladder, measured: Sequence[Measured]) -> None:
-    """Print the rungs, each method alone, and what was left out."""
+    """Print the rungs, each method alone, and which methods were left out and why."""
     console.print()
     console.print(rungs_table(ladder, measured), highlight=False)
     console.print("\neach method alone, beside the plain loop")
@@ -105,9 +112,11 @@ def _times(ratio: float) -> str:
 
 
 def rungs_table(ladder: Ladder, measured: Sequence[Measured]) -> Table:
-    """The rungs with their ratios to the plain loop; measured figures beside predicted ones.
+    """Return a table of the rungs with their ratios to the plain loop, and with the measured
+    figures if there are any.
 
-    Predicted and measured bytes are comparable where both are those of tensors.
+    The columns "tensors, predicted" and "tensors" can be compared. The column "memory" also counts
+    memory outside of tensors.
     """
     more = ("measured step", "", "tensors, predicted", "tensors", "loss") if measured else ()
     table = _table("rung", "memory", "", "step", "", *more)
@@ -159,7 +168,8 @@ def _table(*columns: str) -> Table:
 
 
 def draw(ladder: Ladder, measured: Sequence[Measured], file: Path) -> None:
-    """Draw memory and step time of the rungs, and the measured ones if there are any."""
+    """Draw the memory and predicted step time of the rungs, and the measured step time if there is
+    any."""
     from tightfit.report.figures import Panel, draw_comparison
 
     rungs = ladder.rungs

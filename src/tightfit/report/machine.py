@@ -1,4 +1,4 @@
-"""`tightfit machine`: shows what a machine is known to do, calibrates this one, and lists the known
+"""`tightfit machine`: shows the figures of a machine, calibrates this machine, and lists the known
 devices."""
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def read_record(path: Path) -> Record:
 
 
 def list_machines(console: Console, as_json: bool) -> None:
-    """Print the devices of the table by group, with the figures of one device each, and the
-    instance types of clouds."""
+    """Print the devices of the table by group, each with its figures, and the cloud instance
+    types."""
     machines = [Machine.named(name) for name in devices()]
     if as_json:
         print(json.dumps([machine.content() for machine in machines]))
@@ -99,16 +99,17 @@ def list_machines(console: Console, as_json: bool) -> None:
     for device, names in instance_types().items():
         console.print(f"{device:<15} {', '.join(names)}", highlight=False)
     console.print(
-        "\nNAME:8 is 8 of them in a node, NAME:8x4 four such nodes; INSTANCE:4 is four hosts. The name that a driver gives\n"
-        "its device counts, too, and a machine file (.yaml, .json). Arithmetic is the published peak; tightfit machine NAME\n"
-        "shows the achieved rates and the sources of the figures. Explain only: tightfit does not train there.",
+        "\nNAME:8 is a node of 8 devices, NAME:8x4 four such nodes; INSTANCE:4 is four hosts. Instead of NAME you can write\n"
+        "the name that the driver reports, or a machine file (.yaml, .json). FLOP/s are published peaks; tightfit machine\n"
+        "NAME shows the achieved rates and the sources of the figures. Explain only: tightfit does not train there.",
         highlight=False,
         soft_wrap=True,
     )
 
 
 def instance_types() -> dict[str, list[str]]:
-    """The instance types of clouds by the device that they have, in the order of the tables."""
+    """Return the names of cloud instance types, by the device that they have, in the order of the
+    tables."""
     found: dict[str, list[str]] = {}
     for name, facts in instances().items():
         found.setdefault(facts["device"], []).append(name)
@@ -116,7 +117,7 @@ def instance_types() -> dict[str, list[str]]:
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
-    """(what, value, source) for each figure of a machine."""
+    """Return (name, value, source) of each figure of a machine, as text."""
     count = machine.devices_per_node * machine.nodes
     kind = f"{machine.device}, {machine.architecture}" if machine.architecture else machine.device
     rows = [("device", f"{count} x {machine.name} ({kind})", machine.memory_bytes.source)]

@@ -26,7 +26,7 @@ that order.
 
 
 def table(methods: Iterable[ModuleType] = METHODS) -> str:
-    """A Markdown table: each method's name, its plan fields, and its summary."""
+    """Return a Markdown table of the methods: name, plan fields and summary."""
     rows = [
         f"| [{_title(one)}](#{_anchor(one)}) | {', '.join(f'`{field}`' for field in one.FIELDS)} | {_summary(one)} |"
         for one in methods
@@ -35,7 +35,7 @@ def table(methods: Iterable[ModuleType] = METHODS) -> str:
 
 
 def page(methods: Iterable[ModuleType] = METHODS) -> str:
-    """The text of docs/methods.md."""
+    """Return the text of docs/methods.md."""
     return HEAD + table(methods) + "".join(_section(one) for one in methods)
 
 

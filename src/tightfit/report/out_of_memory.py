@@ -16,13 +16,13 @@ from tightfit.plan import Plan
 from tightfit.rules import check
 
 _SAID = ("can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc", "alloc_failed")
-_SAID_BY_ONEDNN = "could not create a primitive"  # nothing follows it
+_SAID_BY_ONEDNN = "could not create a primitive"  # the end of oneDNN's message
 
 
 @contextmanager
 def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
-    """Within, turn out-of-memory errors of the device or the host into DoesNotFit, with smaller
-    changes to try."""
+    """Inside this context, turn out-of-memory errors of the device or the host into DoesNotFit,
+    whose message lists changes of the plan that need less memory."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
@@ -35,7 +35,7 @@ def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch, CUDA or the system means that memory ran out."""
+    """Whether an error of Python, torch, CUDA or the operating system means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -45,8 +45,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_changes(plan: Plan, job: Job, device: str) -> str:
-    """Single changes of the plan that need less memory and that the job allows, the cheapest in
-    time first."""
+    """Return single changes of the plan that need less memory and that the job allows, in the order
+    of their cost in time: "chunked_loss: 1024, recompute: full"."""
     micro_batch = plan.micro_batch_of(job.train.batch)
     language = job.loss is None and task_of(job.model) not in (None, "classification")
     wished: dict[str, Any] = {

@@ -1,5 +1,4 @@
-"""What a training command does as one of several processes, and as a job that a scheduler may
-end."""
+"""What a training command needs if it is one of several processes, or if a scheduler may end it."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from tightfit.errors import InputError, TightfitError
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How a training command deals with its environment; it does not change what is trained.
+    """Options of a training command that concern its processes; they do not change what is trained.
 
     timeout_s     seconds to wait for a process that does not answer
-    interface     the network interface that leads to the other hosts
-    requeue_code  exit code after SIGTERM or SIGUSR1 has ended the run and it was saved; None: 128 +
-                  the signal's number
+    interface     name of the network interface that leads to the other hosts
+    requeue_code  exit code if SIGTERM or SIGUSR1 ends the run after a checkpoint is saved; None is
+                  128 + the signal's number
     """
 
     timeout_s: float = 600.0
@@ -28,26 +27,31 @@ class LaunchOptions:
     requeue_code: int | None = None
 
     def code_of(self, number: int) -> int:
-        """The exit code of a training that a signal has ended."""
+        """Return the exit code of a training that signal `number` has ended."""
         return self.requeue_code if self.requeue_code and number != signal.SIGINT else 128 + number
 
 
 def check_start(nproc: int, world: int, around: LaunchOptions) -> None:
     """Raise InputError for options that contradict how the processes were started.
 
-    nproc  processes that --nproc asks for; world: processes that the launcher has started
+    nproc  number of processes that --nproc asks for
+    world  number of processes that a launcher (torchrun, srun) has started
     """
     if world > 1 and nproc not in (1, world):
-        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave it out")
+        raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave out --nproc")
     if world == 1 and nproc > 1 and around.interface is not None:
         raise InputError(
-            f"--interface {around.interface}", "--nproc starts processes on one host, which need none", "leave it out"
+            f"--interface {around.interface}",
+            "--nproc starts processes on one host, which need no network interface",
+            "leave out --interface",
         )
 
 
 @contextmanager
 def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str], None]]:
-    """Within, this process and the others of its training watch each other (`engine/watchdog.py`).
+    """Inside this context, the processes of a training watch each other (`engine/watchdog.py`).
+
+    world  number of processes; with 1 there is nothing to watch
 
     Yields a function that joins the process group for a kind of device (cpu, cuda).
     """
@@ -68,7 +72,8 @@ def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str
 
 @contextmanager
 def errors_printed_once(world: int, around: LaunchOptions) -> Iterator[None]:
-    """Within, an error that every process raises on its own is printed by only one of them."""
+    """Inside this context, an error that every process raises on its own is printed by one process
+    only."""
     try:
         yield
     except TightfitError as error:
@@ -79,7 +84,8 @@ def errors_printed_once(world: int, around: LaunchOptions) -> Iterator[None]:
 def on_rank_zero(make: Callable[[], Any], join: Callable[[], None]) -> Any:
     """Call `make` on rank 0 and broadcast its result to all ranks.
 
-    If it raises TightfitError, rank 0 raises it, and the others exit with its exit code.
+    If `make` raises TightfitError, rank 0 raises it, and the other ranks exit with its exit code.
+
     join  joins the process group; it is called after `make`
     """
     import torch.distributed as dist
@@ -105,7 +111,7 @@ def on_rank_zero(make: Callable[[], Any], join: Callable[[], None]) -> Any:
 
 
 def barrier() -> None:
-    """A barrier over all processes of the training, if there are several."""
+    """Wait for all processes of the training, if it has a process group."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -113,7 +119,7 @@ def barrier() -> None:
 
 
 def destroy_group() -> None:
-    """Destroy the process group, if there is one, after all processes are done."""
+    """Destroy the process group, if the training has one. All processes must be done."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

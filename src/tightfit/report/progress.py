@@ -1,5 +1,5 @@
 """Progress of a training: a live bar on a terminal, plain lines in a file or pipe. Both show the
-same figures."""
+same figures: loss, learning rate, speed, peak memory and remaining time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,13 @@ class View(Protocol):
 
 
 def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, left_s: float) -> str:
-    """Loss, learning rate, speed, peak memory (once it is known) and remaining time, in one
-    line."""
+    """Return one line with loss, learning rate, speed, peak memory (if it is known) and remaining
+    time.
+
+    items_per_s  tokens or samples per second
+    unit         what is counted: tokens or samples
+    left_s       remaining seconds
+    """
     peak = "" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}  "
     return (
         f"loss {step.loss:.4f}  lr {step.learning_rate:.2e}  {format_count(items_per_s)} {unit}/s  "
@@ -34,7 +39,7 @@ def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, 
 
 
 class ProgressLines:
-    """Prints a line for the first step and the last, and one every few seconds in between."""
+    """Prints a line for the first step, for the last step, and every few seconds in between."""
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
         self.total, self.unit, self.console, self.shown_at = total, unit, console, -math.inf
@@ -58,7 +63,7 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """A bar that is redrawn in place; lines of `say` scroll above it."""
+    """A progress bar that is redrawn in place. Lines printed with `say` appear above the bar."""
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
         self.total, self.unit = total, unit
@@ -85,6 +90,10 @@ class ProgressBar:
 
 
 def progress(total: int, unit: str, console: Console | None = None) -> ProgressBar | ProgressLines:
-    """A Bar on a terminal, Lines if the output goes to a file or a pipe."""
+    """Return a ProgressBar if the output is a terminal, ProgressLines if it is a file or a pipe.
+
+    total  number of steps
+    unit   what is counted: tokens or samples
+    """
     console = console or Console()
     return ProgressBar(total, unit, console) if console.is_terminal else ProgressLines(total, unit, console)

@@ -1,5 +1,4 @@
-"""A training in a folder: build, train, checkpoint, and write the files that people and scripts
-read.
+"""Trains in a folder: builds the run, trains, saves checkpoints, and writes these files:
 
 job.yaml  plan.yaml  predicted.json  metrics.jsonl  record.json  checkpoints/  tensorboard/
 """
@@ -44,8 +43,8 @@ from tightfit.report.unexpected_errors import not_writable
 from tightfit.runtime.run import Run, wait_for_weights
 from tightfit.values import read_yaml
 
-STOP_POLL_STEPS = 10  # steps between agreements to stop, if ranks do not wait for each other
-OVERFLOWS = 25  # steps in a row; a dynamic loss scale needs fewer to come down from 2^16 to 1
+STOP_POLL_STEPS = 10  # how often ranks that do not wait for each other agree whether to stop
+OVERFLOWS = 25  # steps in a row; a dynamic loss scale needs fewer to fall from 2^16 to 1
 
 
 def train_in_folder(
@@ -58,11 +57,12 @@ def train_in_folder(
 ) -> tuple[Record, str | None, int | None]:
     """Train `job` with `plan`, and write the run's files to `out`.
 
-    again      resume from the newest checkpoint in `out`
-    predicted  the plan's prediction, which is written there first and compared in the record
+    again      whether to resume from the newest checkpoint in `out`
+    predicted  the plan's prediction, which is written to predicted.json and to the record; None if
+               the model cannot be traced
 
-    Returns the record, a sample of generated text (None if none can be made), and the signal that
-    ended the training before its last step (None if none has).
+    Returns the record, a sample of generated text (None if the model cannot generate text), and the
+    number of the signal that ended the training early (None if it ran to its last step).
     Raises DoesNotFit if memory runs out, TightfitError if the loss becomes NaN or infinite.
     """
     console = Console(quiet=not is_rank_zero())
@@ -100,22 +100,23 @@ def train_in_folder(
 
 
 def _find_checkpoint(out: Path) -> None:
-    """Raise InputError, before anything is built, if there is no checkpoint to resume from."""
+    """Raise InputError, before anything is built, if `out` has no checkpoint to resume from."""
     described = read_yaml(out / "job.yaml") if (out / "job.yaml").exists() else {}
     told = (described.get("train") or {}).get("checkpoint_every")
     if told == "never" and not checkpoints(out / "checkpoints"):
         raise InputError(
             f"resume from {out}",
-            "no checkpoint there: the run saved none (train.checkpoint_every: never)",
-            "leave out --resume to start again, with train.checkpoint_every: end or a number of steps",
+            "has no checkpoint, because train.checkpoint_every was never",
+            "leave out --resume to start again, and set train.checkpoint_every to end or a number of steps",
         )
     newest(out / "checkpoints")
 
 
 def _sample(run: Run) -> str | None:
-    """A sample of generated text, made by all devices together.
+    """Return a sample of generated text; all devices call this function together.
 
-    The training is done and saved, so an error here becomes text and does not fail the run.
+    The training is already done and saved, so an error is returned as text and does not fail the
+    run.
     """
     try:
         return sample_text(run)
@@ -124,8 +125,12 @@ def _sample(run: Run) -> str | None:
 
 
 def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
-    """Write the files that a run leaves before its first step; returns the metrics of the `start`
-    steps that are done. Raises InputError if they cannot be written."""
+    """Write the files of a run that exist before its first step. Raises InputError if that fails.
+
+    start  number of steps that are already done
+
+    Returns the lines of metrics.jsonl of these `start` steps.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / "job.yaml").write_text(job.to_yaml(), encoding="utf-8")
@@ -145,12 +150,15 @@ def _train(
     trackers: Trackers | None,
     metrics: TextIO | None,
 ) -> int | None:
-    """The training itself. Returns the signal that ended it, or None.
+    """Train, report each step, and save checkpoints. Returns the number of the signal that ended
+    the training early, or None.
 
     On CUDA the figures of a step are read when the next step has begun, so that the device does not
-    wait. The figures of the last step, and of a step that is evaluated or saved, are read at once.
+    wait. The figures of the last step, and of a step after which an evaluation or a checkpoint is
+    due, are read at once.
 
-    trackers, metrics  None on the ranks that do not write them
+    start              number of steps that are already done
+    trackers, metrics  None on all ranks but rank 0
     """
     settings, last, done, stopped = run.job.train, total_steps(run), start, 0
     every = settings.checkpoint_every if isinstance(settings.checkpoint_every, int) else None
@@ -185,11 +193,10 @@ def _train(
 
 
 class _StepReport:
-    """Shows the figures of one step after another, and writes them to metrics.jsonl and trackers.
+    """Shows the figures of each step, writes them to metrics.jsonl and to the trackers, and
+    evaluates every `train.evaluate_every` steps.
 
-    It evaluates after the steps after which that is due.
-
-    overflows  steps in a row whose update was skipped
+    overflows  number of steps in a row whose update was skipped because fp16 overflowed
     """
 
     def __init__(
@@ -227,7 +234,7 @@ def _is_due(every: int | None, done: int) -> bool:
 
 
 def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
-    """One line of metrics.jsonl."""
+    """Return the figures of one step, as metrics.jsonl contains them."""
     return {
         "step": result.step + 1,
         "loss": result.loss,
@@ -245,18 +252,21 @@ def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """None for infinity and NaN, which JSON does not have."""
+    """Return None for infinity and NaN, which JSON does not have, and any other value unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
-    """Truncate metrics.jsonl to its first `start` steps and return them: a killed run has written
-    lines of steps after its last checkpoint."""
+    """Truncate metrics.jsonl to its first `start` steps and return their lines.
+
+    A killed run may have written lines of steps after its last checkpoint; these steps are trained
+    again.
+    """
     kept = []
     for text in path.read_text().splitlines() if start and path.exists() else []:
         try:
             line = json.loads(text)
-        except ValueError:  # the line at which it was killed
+        except ValueError:  # the process was killed while it wrote this line
             break
         if line["step"] <= start:
             kept.append(line)
@@ -265,8 +275,11 @@ def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
 
 
 def _check_loss(result: Step, overflows: int, out: Path) -> None:
-    """Raise TightfitError for a training that cannot recover: too many fp16 overflows, or a loss
-    that is NaN or infinite."""
+    """Raise TightfitError if the training cannot recover: after too many fp16 overflows in a row,
+    or if the loss is NaN or infinite.
+
+    overflows  number of steps in a row whose update was skipped
+    """
     step = f"step {result.step + 1} (learning rate {result.learning_rate:.3g})"
     if overflows >= OVERFLOWS:
         raise TightfitError(
@@ -278,9 +291,9 @@ def _check_loss(result: Step, overflows: int, out: Path) -> None:
 
 
 def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
-    """The error for a training that diverged.
+    """Return the error for a training that diverged.
 
-    updated  whether there was an update already, which a smaller learning rate could make smaller
+    updated  whether an update was made before; if not, a smaller learning rate cannot help
     """
     saved = checkpoints(out / "checkpoints")
     before = f"the newest checkpoint, {saved[-1]}, is from before" if saved else "no checkpoint was written before"
@@ -291,8 +304,8 @@ def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
 
 
 def _check_weights(run: Run, out: Path, done: int) -> None:
-    """Raise TightfitError if weights are NaN or infinite, because their checkpoint would replace a
-    good one."""
+    """Raise TightfitError if weights are NaN or infinite, because a checkpoint with them would
+    replace a good checkpoint."""
     wait_for_weights(run)
     if not holds_everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
@@ -300,17 +313,18 @@ def _check_weights(run: Run, out: Path, done: int) -> None:
 
 @dataclass
 class Stop:
-    """The signal that asked the training to stop after the current step; None if there was none."""
+    """Number of the signal that asked the training to stop after the current step; None if no
+    signal came."""
 
     signal: int | None = None
 
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Within, the first Ctrl-C, SIGTERM or SIGUSR1 asks for a stop after the current step. A second
-    one ends the process at once, even if it waits for others."""
+    """Inside this context, the first Ctrl-C, SIGTERM or SIGUSR1 asks the training to stop after the
+    current step. A second signal ends the process at once, even if it waits for other processes."""
     stop = Stop()
-    here = threading.current_thread() is threading.main_thread()  # as handlers need it
+    here = threading.current_thread() is threading.main_thread()  # only it can set handlers
 
     def ask(number: int, frame: FrameType | None) -> None:
         stop.signal = number

@@ -1,4 +1,5 @@
-"""A sample of what a language model has learned: a short prompt with generated text."""
+"""Generates a sample of text with the trained language model: a short prompt and its
+continuation."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ TOP = 40
 
 
 def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | None:
-    """`prompt` and up to `tokens` sampled tokens (temperature 0.8, top 40); the same for the same
-    weights.
+    """Return `prompt` followed by up to `tokens` sampled tokens (temperature 0.8, top 40). The same
+    weights give the same text.
 
-    On several devices all of them call it: each takes part in every forward, as in training, and
-    appends the token that rank 0 has drawn.
+    This function is a collective: all devices take part in every forward, as in training, and
+    append the token that rank 0 has drawn.
 
     Returns None if the model is not a transformers model that generates from a prompt alone, if the
-    data has no tokenizer, or if no device runs a whole forward (pipelines and parameter servers).
+    data has no tokenizer, or if no device runs the whole forward (pipelines and parameter servers).
     """
     tokenizer = run.data.tokenizer
     if tokenizer is None or not is_transformers_model(run.model) or run.executor is not None:
@@ -57,8 +58,9 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
 
 @contextmanager
 def _forwards_alone(run: Run) -> Iterator[None]:
-    """Within, the model can run forwards without a loss, in evaluation mode and uncompiled. With
-    context parallelism each device runs the full sequence, without ring attention."""
+    """Inside this context, the model runs forwards without a loss, in evaluation mode and
+    uncompiled. With context parallelism, each device computes the full sequence, without ring
+    attention."""
     with ExitStack() as entered:
         entered.enter_context(evaluating(run.model))
         entered.enter_context(torch.no_grad())
@@ -74,7 +76,11 @@ def _forwards_alone(run: Run) -> Iterator[None]:
 
 
 def _next_logits(run: Run, ids: Tensor) -> Tensor:
-    """Logits of the next token, shape (vocabulary,); vocabulary shards are gathered."""
+    """Return the logits of the next token, shape (vocabulary,). With tensor parallelism, the shards
+    of the vocabulary are gathered.
+
+    ids  the tokens so far, shape (1, length)
+    """
     logits_of = TASKS["causal-lm"].logits
     assert logits_of is not None
     logits = logits_of(run.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0, -1].float()
@@ -87,6 +93,9 @@ def _next_logits(run: Run, ids: Tensor) -> Tensor:
 
 
 def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token, shape (1,), drawn from the TOP most likely ones."""
+    """Draw a token, shape (1,), from the TOP most likely tokens.
+
+    logits  of the next token, shape (vocabulary,)
+    """
     values, tokens = (logits.cpu() / TEMPERATURE).topk(min(TOP, len(logits)))
     return tokens[torch.multinomial(values.softmax(-1), 1, generator=generator)]

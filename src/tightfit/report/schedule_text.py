@@ -1,4 +1,4 @@
-"""A pipeline schedule over time, as text. report/figures.py draws it as a picture."""
+"""Draws a pipeline schedule over time as text. report/figures.py draws it as a picture."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def timeline_text(slots: Sequence[ScheduledAction], width: int = 100) -> list[str]:
-    """A line for each pipeline rank: digits are forwards, by micro-batch, letters backwards, +
-    weights' gradients, dots the bubble.
+    """Return one line for each pipeline rank, and a line that explains the characters.
+
+    A digit is the forward of a micro-batch (the last digit of its number), a letter is a backward
+    (a for micro-batch 0), + computes weights' gradients, and a dot is the bubble.
 
     width  characters for the whole step
     """

@@ -41,10 +41,15 @@ run: |
 
 
 def script(kind: str, path: Path, nodes: int, nproc: int, accelerator: str, changes: list[str]) -> tuple[str, str]:
-    """(file name, text) of the script that trains the job of `path` on `nodes` hosts of `nproc`
-    devices each.
+    """Return (file name, text) of the script that trains the job file `path` on `nodes` hosts of
+    `nproc` devices each.
 
-    Raises InputError for a wrong job, before it waits in a queue.
+    kind         slurm, torchrun or skypilot
+    accelerator  type of GPU, for skypilot
+    changes      KEY=VALUE texts, passed on to `tightfit train --set`
+
+    Raises InputError for a wrong job file, so that the error appears before the job waits in a
+    queue.
     """
     if kind not in KINDS:
         raise InputError(

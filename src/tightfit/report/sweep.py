@@ -1,4 +1,5 @@
-"""`tightfit sweep`: explains every combination of some values of a job, its plan and the machine."""
+"""`tightfit sweep`: predicts every combination of the given values of a job, its plan and the
+machine."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ from tightfit.report.heartbeat import never_silent
 from tightfit.rules import check
 from tightfit.units import format_bytes, format_count, format_seconds
 
-MOST = 400  # combinations
-MACHINE = "machine"  # the one name of --over that is no field of the job
-UNTRACED = ("limits", "allow", "plan")  # sections of a job that its traces do not depend on
+MOST = 400  # largest number of combinations
+MACHINE = "machine"  # the only name in --over that is not a field of the job
+UNTRACED = ("limits", "allow", "plan")  # sections of a job that do not change its traces
 
 
 @dataclass(frozen=True)
 class Combination:
     """One combination of a sweep.
 
-    values  by the names of --over, as they were written
-    pins    plan fields that are fixed
+    values  the varied values as text, by the names in --over: {"train.batch": "8"}
+    pins    the plan fields that are fixed, by name
     """
 
     values: dict[str, str]
@@ -45,12 +46,13 @@ class Combination:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for a combination.
+    """The result of a combination.
 
-    predicted  the content of the chosen plan's Estimate, or of the leanest one if none fits; None
-               if no plan could be estimated
+    predicted  the content of the chosen plan's Estimate, or of the leanest plan's if no plan fits;
+               None if no plan could be estimated
     limit      bytes of device memory that a plan may use
-    why_not    why no plan fits or works; empty for a plan that fits
+    run        time and cost of the whole training
+    why_not    why no plan fits or works; empty if the chosen plan fits
     """
 
     values: dict[str, str]
@@ -69,7 +71,7 @@ class Row:
         return None if self.predicted is None else Plan.parse(self.predicted["plan"])
 
     def content(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the content that `--json` prints for this combination."""
         found = self.predicted
         return {
             "over": self.values,
@@ -126,9 +128,10 @@ def sweep_command(
 
 
 def read_axes(over: Sequence[str]) -> dict[str, list[str]]:
-    """The values of each --over NAME=VALUE,VALUE. Raises InputError.
+    """Return the values of each --over NAME=VALUE,VALUE, by name. Raises InputError.
 
-    Commas inside brackets and quotes belong to a value: plan.offload=[],[states,gradients].
+    Commas inside brackets and quotes belong to a value: plan.offload=[],[states,gradients] has the
+    two values [] and [states,gradients].
     """
     axes: dict[str, list[str]] = {}
     for text in over:
@@ -143,8 +146,8 @@ def read_axes(over: Sequence[str]) -> dict[str, list[str]]:
         if name != MACHINE and "." not in name:
             raise InputError(
                 f"--over {text}",
-                f"{name} is no field of a job",
-                "write it like train.batch, plan.zero, model.hidden_size, or machine",
+                f"{name} is not a field of a job",
+                "name a field with its section, such as train.batch, plan.zero or model.hidden_size, or machine",
             )
         axes[name] = parts
     if not axes:
@@ -158,7 +161,7 @@ def read_axes(over: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts of a text between commas that are not inside brackets or quotes."""
+    """Split a text at the commas that are not inside brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -179,9 +182,11 @@ def _split(text: str) -> list[str]:
 def combinations(
     path: Path, plan: str | None, axes: dict[str, list[str]], changes: list[str], here: Callable[[], Machine]
 ) -> list[Combination]:
-    """Every combination, read and checked before the first is explained. Raises InputError.
+    """Return every combination. All of them are read and checked before the first one is predicted.
+    Raises InputError.
 
-    here: gives this machine, if `machine` is not varied
+    axes  the values of each varied name
+    here  returns this machine; called if `machine` is not varied
     """
     named = {text: Machine.named(text) for text in axes.get(MACHINE, [])}
     jobs: list[tuple[dict[str, str], Job, dict[str, Any]]] = []
@@ -194,7 +199,7 @@ def combinations(
 
 
 def explain_all(found: Sequence[Combination], price: float | None, say: Callable[[str], None]) -> list[Row]:
-    """Explain each combination; combinations of the same model, data and training share their
+    """Predict each combination. Combinations with the same model, data and training share their
     traces."""
     from tightfit.planner.tracing.profiler import Profiler
 
@@ -211,7 +216,10 @@ def explain_all(found: Sequence[Combination], price: float | None, say: Callable
 
 
 def explain_one(one: Combination, profilers: dict[str, Any], price: float | None) -> Row:
-    """The fastest plan that fits, or why there is none."""
+    """Return the fastest plan that fits, or why no plan fits or works.
+
+    profilers  traces of earlier combinations, which this function reads and extends
+    """
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.refusal import describe_shortages
     from tightfit.planner.search import search
@@ -234,7 +242,7 @@ def explain_one(one: Combination, profilers: dict[str, Any], price: float | None
             return row(why_not=str(refusal).splitlines()[0])
         predicted = refusal.content["plans"][0]
         why_not = predicted["rejected_because"]
-    except InputError as error:  # the values do not go together, or the model cannot be traced
+    except InputError as error:  # the values contradict each other, or tracing failed
         return row(why_not=error.found)
     run = whole_run(one.job, predicted, length_of(one.job), price)
     return row(predicted=predicted, limit=estimator.limit_bytes, run=run, why_not=why_not)
@@ -247,7 +255,8 @@ def _speed(row: Row) -> str:
 
 
 def _per_s(row: Row) -> float | None:
-    """Tokens per second, or samples of a model that has no tokens."""
+    """Return tokens per second, or samples per second if the model has no tokens; None if nothing
+    is predicted."""
     if row.predicted is None:
         return None
     found: float | None = row.predicted["tokens_per_s"] or row.predicted["samples_per_s"]
@@ -259,8 +268,10 @@ def _unit(rows: Sequence[Row]) -> str:
 
 
 def plan_fields(rows: Sequence[Row]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the plan fields that all rows have in common, those of each row beside them): without the
-    reference's values, and without what the sweep varies."""
+    """Return (the plan fields that are equal in all rows, the other plan fields of each row).
+
+    Fields with the value of the reference plan and fields that the sweep varies are left out.
+    """
     plans = [row.plan.content() for row in rows if row.plan is not None]
     same = (
         {name: value for name, value in plans[0].items() if all(one[name] == value for one in plans)} if plans else {}
@@ -315,12 +326,13 @@ def table_of(rows: Sequence[Row], price: float | None) -> Table:
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """Why combinations do not fit or work, each reason once."""
+    """Return why combinations do not fit or work, each reason once."""
     return list(dict.fromkeys(row.why_not for row in rows if not row.fits))
 
 
 def summary(rows: Sequence[Row], price: float | None) -> list[str]:
-    """The fields that all plans have, and the fastest and the cheapest combination."""
+    """Return lines with the reasons why combinations do not fit, the fields that all plans share,
+    and the fastest and (with a price) the cheapest combination."""
     common, _ = plan_fields([row for row in rows if row.fits])
     lines = [f"({number})  {why}" for number, why in enumerate(reasons(rows), 1)]
     lines += [f"all plans: {_said(common)}"] if common else []
@@ -336,7 +348,8 @@ def summary(rows: Sequence[Row], price: float | None) -> list[str]:
 
 
 def write_csv(rows: Sequence[Row], file: Path) -> None:
-    """One line for each combination; bytes, seconds and hours as numbers. Raises InputError."""
+    """Write a CSV file with one line for each combination; bytes, seconds and hours are numbers.
+    Raises InputError if the file cannot be written."""
     try:
         with file.open("w", newline="", encoding="utf-8") as opened:
             lines = [_csv_line(row) for row in rows]
@@ -363,7 +376,7 @@ def _csv_line(row: Row) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw memory, speed and, with a price, cost of all combinations."""
+    """Draw the memory, the speed and, with a price, the cost of all combinations."""
     from tightfit.report.figures import Panel, draw_comparison
 
     labels = [_said(row.values) for row in rows]

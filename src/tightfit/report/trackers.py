@@ -1,4 +1,5 @@
-"""Trackers: log a run's metrics to TensorBoard, and to wandb and mlflow if they are installed."""
+"""Trackers: log a run's metrics to TensorBoard, wandb or mlflow, as the job's train.trackers
+says."""
 
 from __future__ import annotations
 
@@ -15,14 +16,19 @@ _SHOWN = ("loss", "evaluation_loss", "learning_rate", "gradient_norm", "items_pe
 
 
 def check_trackers(job: Job) -> None:
-    """Raise InputError for a tracker that is not installed."""
+    """Raise InputError if a package that train.trackers names is not installed."""
     for name in job.train.trackers:
         if importlib.util.find_spec(name) is None:
-            raise InputError(f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave it out")
+            raise InputError(
+                f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave out {name}"
+            )
 
 
 class Trackers:
-    """The job's trackers, for a run that continues after `start` steps."""
+    """Opens the job's trackers, logs to them, and closes them.
+
+    start  number of steps that are already done
+    """
 
     def __init__(self, job: Job, out: Path, start: int) -> None:
         self.names, self.job, self.out, self.start = job.train.trackers, job, out, start
@@ -45,7 +51,7 @@ class Trackers:
         return self
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log the figures of one step, under their names in metrics.jsonl."""
+        """Log the figures of one step to every tracker, under their names in metrics.jsonl."""
         figures = {name: line[name] for name in _SHOWN if line.get(name) is not None}
         if self.writer is not None:
             for name, value in figures.items():

@@ -1,4 +1,4 @@
-"""The message for an error that tightfit does not know: what failed, where, and how to see more."""
+"""The message for an unexpected error: what failed, where, and how to see the whole traceback."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "
 
 
 def describe_failure(error: Exception) -> str:
-    """The error, the nearest place in the user's or tightfit's code, and how to get the whole
-    traceback."""
+    """Return a message with the error, the innermost line of the user's or tightfit's code, and how
+    to get the whole traceback."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     where = f"\n  at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     said = [line.rstrip() for line in str(error).splitlines() if line.strip()] or ["no message"]
@@ -25,16 +25,16 @@ def describe_failure(error: Exception) -> str:
 
 
 def not_writable(out: Path, error: OSError) -> InputError:
-    """The error for a run's folder that cannot be created or written to: no permission, no such
-    place, disk full."""
+    """Return the InputError for a run's folder that cannot be created or written to, for example
+    without permission or on a full disk."""
     return InputError(
         f"--out {out}",
         f"cannot be written to ({error.strerror or error})",
-        f"{'make room there, or ' if error.errno == errno.ENOSPC else ''}name another folder with --out",
+        f"{'free some disk space, or ' if error.errno == errno.ENOSPC else ''}name another folder with --out",
     )
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file is tightfit's or the user's, and not of the standard library or an installed
-    package."""
+    """Whether a file belongs to tightfit or the user, and not to the standard library or an
+    installed package."""
     return filename.startswith(_HOME) or not (filename.startswith(("<", *_OTHERS)) or "site-packages" in filename)
