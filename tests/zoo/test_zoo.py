@@ -96,6 +96,8 @@ def test_several_processes_train_like_plain_pytorch(trial: Trial, tmp_path: Path
 FOUND = [
     (Trial("paligemma", {"recompute": "full"}), "equal"),  # its blocks fill a cache, a second time when they run again
     (Trial("vision-encoder-decoder", {"recompute": "sqrt"}), "equal"),
+    # most of its parameters are norms in fp32, but its batch is cast to bf16
+    (Trial("mobilenet_v2", {"recompute": "sqrt", "precision": "bf16-true"}), "equal"),
     (Trial("patchtst", {"recompute": "sqrt"}), "refused"),  # gives its blocks what they take by name
     (Trial("bigbird_pegasus", {"chunked_loss": 5}), "equal"),  # adds a buffer to the logits
     (Trial("esm", {"chunked_loss": 5}), "refused"),  # adds a parameter to them

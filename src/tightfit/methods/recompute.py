@@ -20,7 +20,6 @@ but holds the activations of 4 recomputed blocks while it runs a segment's backw
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -140,7 +139,7 @@ def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) ->
     with torch.random.fork_rng(devices):
         batch = to_device(run.data.example(), run)
         if plan.is_true:  # the weights are in 16 bits already, the batch is not
-            narrow = Counter(parameter.dtype for parameter in run.model.parameters()).most_common(1)[0][0]
+            narrow = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
             batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)
         try:
             refuse_other_uses(run.model, segments, lambda: run.loss_sum(batch))
