@@ -1,5 +1,5 @@
-"""Computes attention on CPUs in blocks of queries, with plain matrix products and a softmax, because
-on a CPU this is faster than PyTorch's fused attention kernel.
+"""Computes attention on CPUs in blocks of queries, with plain matrix products and a softmax. On a
+CPU, this is faster than PyTorch's fused attention kernel.
 
 Saves   time on CPUs, where the fused kernel reaches only a small part of the rate of matrix
         products in training. With a causal mask, each block of queries skips the keys that the mask

@@ -270,8 +270,7 @@ def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> Or
         raise InputError(
             f"job: train.evaluate_every={job.train.evaluate_every}",
             "no samples are held out",
-            "leave out train.evaluate_every, or give the data as "
-            "{python: 'file.py:function', held_out: 0.01}"
+            "leave out train.evaluate_every, or give the data as {python: 'file.py:function', held_out: 0.01}"
             if not isinstance(job.data, DataSpec)
             else "set data.held_out: 0.01, or give more data",
         )
