@@ -246,8 +246,8 @@ def blocked_attention_backward(
     gradient, query, key, value, output = (
         part.reshape(batch * heads, length, width) for part in (gradient, query, key, value, output)
     )
-    # created by shape: empty_like would copy the strides, which with a batch of 1 are those of
-    # views, with the heads inside
+    # Created by shape: empty_like would copy the strides of the inputs, which are views with
+    # another order of dimensions if the batch size is 1.
     grad_query, grad_key, grad_value = (make(query.shape) for make in (query.new_empty, key.new_zeros, value.new_zeros))
     grad_bias = query.new_zeros([0] if bias is None else bias)
     wide = torch.promote_types(query.dtype, torch.float32)

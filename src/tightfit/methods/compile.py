@@ -9,8 +9,8 @@ Costs   15 to 35 s or more before the first step, so short runs become slower. T
 When    a run of more than a few hundred steps. `block` compiles once for all blocks of one kind.
         reduce-overhead is for small models, whose kernels take less time than their launches.
         Search does not try these two modes by itself.
-Order   after the methods whose operations it compiles (the chunked loss and the recomputation);
-        before precision, because compiled code runs under autocast.
+Order   after the methods whose operations it compiles, such as recompute; before precision, because
+        compiled code runs under autocast.
 Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 
 Ragged data causes no recompilation: data of varying lengths is compiled with dynamic shapes, and a

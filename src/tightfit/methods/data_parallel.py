@@ -97,8 +97,8 @@ def is_compressible(shape: tuple[int, ...], rank: int) -> bool:
 
 
 def _share_sent(ledger: Ledger, plan: Plan) -> float:
-    """Return which share of the gradients' bytes is sent after compression: 1.0 without any, about
-    0.5 for fp32 gradients in bf16.
+    """Return which share of the gradients' bytes is sent: 1.0 without compression, 0.5 for fp32
+    gradients that are sent in bf16.
     """
     if plan.compressed_gradients == "none":
         return 1.0

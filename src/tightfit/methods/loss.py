@@ -50,7 +50,7 @@ from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
 LOGITS_BIAS = "final_logits_bias"  # a buffer that BART and similar models add to the logits
-# this shard's first class, and the group of devices that share the vocabulary
+# (first class of this device's shard, group of the devices among which the vocabulary is sharded)
 VocabularyShard = tuple[int, dist.ProcessGroup]
 FIELDS = ("chunked_loss",)
 TRACED_FIELDS = ("chunked_loss",)

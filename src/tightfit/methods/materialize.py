@@ -314,7 +314,7 @@ class _Staging(TorchFunctionMode):
         super().__init__()
         self.own, self.count = own, 0
         self.put = put
-        self.stored = WeakIdKeyDictionary()  # parameter -> its stored values
+        self.stored = WeakIdKeyDictionary()  # parameter -> its values in the store
         self.foreign: set[int] = set()
         self.device, self.dtype, self.divided = device, dtype, divided
         self.kept = WeakIdKeyDictionary()  # parameter -> its final dtype

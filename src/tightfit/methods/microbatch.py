@@ -121,8 +121,8 @@ def advice(ledger: Ledger, device: str) -> list[str]:
 
     Example: "layer width 100: 128 would fill tiles of 64".
     """
-    shares: dict[int, float] = defaultdict(float)  # FLOPs of products, by the width of a layer
-    rows: dict[float, float] = defaultdict(float)  # FLOPs of products, by their number of rows
+    shares: dict[int, float] = defaultdict(float)  # layer width -> FLOPs of its products
+    rows: dict[float, float] = defaultdict(float)  # number of rows of a product -> FLOPs
     for phase, _, operation, count in ledger.operations():
         if phase == "forward" and operation.name in WEIGHT_PRODUCTS and operation.sizes:
             _, length, *widths = (size.at(ledger.micro_batch) for size in operation.sizes)

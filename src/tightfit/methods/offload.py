@@ -185,7 +185,7 @@ def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
     sizes = _trainable_bytes(ledger)
     moved = place.share * sum(sizes.values())
     stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
-    # each micro-batch but the first also copies the sum of the earlier ones
+    # each micro-batch but the first also copies the accumulated gradients of the earlier ones
     copies = [_Copy((2.0 * ledger.micro_batches - 1) * moved, "backward", "out"), _Copy(moved, "update", "in")]
     if place.is_copied:
         ledger = _copied_for_updates(ledger, sizes, returns=False)
@@ -314,7 +314,7 @@ class _Prefetch:
         stretches: for each segment, its events in order.
         """
         freed = [buffer for events in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
-        # index of the next buffer to prefetch; buffers that are prefetched and not used yet
+        # place: index of the next buffer to prefetch; ahead: buffers prefetched and not used yet
         place, ahead = 0, deque[Buffer]()
         found = []
         for events in stretches:

@@ -64,9 +64,9 @@ VARIANTS = (
     {"update_in_backward": True},
 )
 
-# a call of the optimizer takes as long as 50 kernel launches
+# an optimizer call, measured during a backward, takes as long as this many kernel launches
 LAUNCHES_PER_CALL = 50
-COMPLEX = ("adamw", "sgd")  # optimizers that treat a complex number as two real ones, as torch's do
+COMPLEX = ("adamw", "sgd")  # optimizers that update a complex number as two real ones
 
 
 def enabled(plan: Plan) -> bool:
