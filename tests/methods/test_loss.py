@@ -166,7 +166,7 @@ def test_a_model_that_changes_its_logits_is_refused(name: str) -> None:
 
 
 def test_a_model_without_a_head_is_refused() -> None:
-    with pytest.raises(InputError, match="output embedding"):
+    with pytest.raises(InputError, match="output head"):
         find_head(TASKS["causal-lm"], nn.Linear(4, 8))
 
 
@@ -220,7 +220,7 @@ def test_a_model_that_changes_logits_after_the_head_is_refused(compiled: str, mo
     model = {"python": "tests.methods.test_loss:Tempered", "task": "causal-lm"}
     job = tightfit.Job(model=model, data=samples, train=tightfit.Train(batch=4, steps=1))
     run = tightfit.build(job, tightfit.Plan(chunked_loss=4, compile=compiled))
-    with pytest.raises(InputError, match="changes the logits after its head"):
+    with pytest.raises(InputError, match="changes the logits after its output head"):
         next(tightfit.train(run))
     torch.compiler.reset()
 

@@ -260,7 +260,7 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
             {"tp": 2},
             "do not divide evenly",
         ),
-        ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "unknown way"),
+        ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "not a known style of sharding"),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.sideways": "colwise"}}, {"tp": 2}, "no module of the model"),
         ({**cases.GPT2, "tensor_parallel": {"lm_head": "colwise_gather_output"}}, {"tp": 2}, "another module's too"),
         (

@@ -1,12 +1,10 @@
 """METHODS lists every technique once, in the order in which the techniques compose.
 
-The planner runs `cost` of each module in this order to estimate a plan. The engine's build runs
-`apply` in the same order to construct the run.
+To estimate a plan, the planner calls each module's `cost` in this order. To construct a run, the
+engine's `build` calls each module's `apply` in the same order. Both skip the methods that the plan
+does not enable. The modules that create the model, the data and the optimizer are always enabled.
 
-Each method module has a docstring, `enabled(plan)`, `apply(run, plan) -> run` and VARIANTS: the
-plan fields that turn it on, which the contract tests try alone and in pairs. A method that a plan
-does not enable is absent from the run, not merely switched off. Modules that create what every run
-needs (a model, data, an optimizer) are always enabled.
+`tightfit.runtime.method` describes what each method module contains.
 """
 
 from __future__ import annotations
@@ -36,23 +34,23 @@ from tightfit.methods import (
 
 # fmt: off
 METHODS: tuple[ModuleType, ...] = (
-    allocator,         # first: it decides how every later byte is allocated
-    materialize,       # creates the model in its weights' precision; all methods below edit its modules
+    allocator,         # first: it decides how all later memory is allocated
+    materialize,       # creates the model in the weights' type; all methods below edit its modules
     loader,            # creates the data; methods below read its length and shapes
     microbatch,        # corrects BatchNorm's momentum on plain modules
     attention,         # set in the model's configuration, before anything wraps a block
-    context_parallel,  # replaces attention; after the data, which it shards by positions, and before the loss
+    context_parallel,  # replaces attention; after the data, which it shards; before the loss
     tensor_parallel,   # shards modules, before anything wraps or replaces them
     float8,            # replaces linear layers while they are plain, before anything wraps a block
     loss,              # replaces the head's matrix product before anything wraps it
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # compiles the loss and the recomputation; runs under autocast
-    precision,         # around the compiled function: autocast and loss scaling
+    precision,         # puts autocast and loss scaling around the compiled function
     offload,           # wraps the forward, before the methods that shard the model
     pipeline,          # distributes the blocks that all methods above have changed
     data_parallel,     # hooks the gradients of the final parameters
-    parameter_server,  # takes the place of data parallelism
-    zero,              # hooks gradients too, and shards what the optimizer will hold
+    parameter_server,  # replaces data parallelism
+    zero,              # hooks gradients, too, and shards the parameters that the optimizer gets
     optimizer_states,  # last: needs the final parameters, and the data's length for its schedule
 )
 # fmt: on

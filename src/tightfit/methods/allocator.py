@@ -1,23 +1,26 @@
-"""Keeps freed memory in the process and reuses it, instead of fetching it from the operating system
-at every step. On a CPU, `lean` does the opposite: it returns freed memory at once, so that the
-process takes no more than its tensors.
+"""Sets how the process allocates memory. `tuned` keeps freed memory in the process and reuses it,
+instead of requesting it from the operating system at every step. On a CPU, `lean` does the
+opposite: it returns freed memory at once, so that the process takes little more than its tensors.
 
-Saves   time: on CPU, glibc returns large blocks to the kernel and fetches (and zeroes) them again
-        at every step; on CUDA it saves memory, because expandable segments leave fewer holes.
-Costs   on CPU, the process keeps its largest size until it ends, and the holes between blocks of
-        different sizes (many where parameters are gathered and freed). glibc's caches of small
-        blocks are off, so that large blocks fit where small ones were freed (a quarter less memory
-        where much is recomputed). `lean` leaves no holes, but fetches every block anew.
-When    `tuned` always, `lean` where memory is short. Allocator settings in the user's environment
-        always take precedence.
+Saves   `tuned` on a CPU: time. By default, glibc returns large memory blocks to the kernel, which
+        zeroes them again at every step. `tuned` on CUDA: memory, because expandable segments
+        fragment it less. `lean`: memory on a CPU.
+Costs   `tuned` on a CPU: the process keeps its largest size until it ends, including the unused
+        memory between blocks of different sizes, which is much if parameters are gathered and
+        freed. glibc's caches of small memory blocks are off, so that freed small blocks can be
+        merged into large ones; this saves a quarter of the memory if much is recomputed. `lean`
+        does not fragment memory, but each large memory block is requested anew.
+When    `tuned` always, `lean` if memory is short. Allocator settings in the user's environment take
+        precedence over both.
 Order   first: it decides how all later memory is allocated.
 Source  glibc manual, "Malloc Tunable Parameters" (mallopt, glibc.malloc.hugetlb); PyTorch, "CUDA
         semantics", expandable_segments.
 
-This module changes the settings that a running process can change. Huge pages for all of glibc's
-memory, and the absence of caches, must be requested before the process starts; the command line
-does so (`engine/launch.py`). Start your own program with the same GLIBC_TUNABLES if it trains
-within a memory limit: the predictions for `tuned` assume them.
+This module changes the settings that a running process can change. Two settings must be in the
+environment variable GLIBC_TUNABLES before the process starts: huge pages, and no caches of small
+memory blocks. The command line sets them (`engine/launch.py`). If your own program trains within a
+memory limit, start it with the same GLIBC_TUNABLES, because the predictions for `tuned` assume
+them.
 """
 
 from __future__ import annotations
@@ -38,14 +41,16 @@ from tightfit.runtime.run import Run
 
 FIELDS = ("allocator",)
 VARIANTS = ({"allocator": "tuned"}, {"allocator": "lean"})
-MMAP_THRESHOLD_BYTES = 2**20  # bytes; the lean allocator maps blocks of this size and above individually
+MMAP_THRESHOLD_BYTES = 2**20  # lean maps each block of this size or more separately
 
 # mallopt's parameters, from malloc.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -3, -4, -8
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """tuned: large blocks are fetched and zeroed by the operating system once. lean: every time."""
+    """Set in the ledger whether freed memory is reused (tuned), or whether large memory blocks are
+    requested from the operating system, and zeroed, at each allocation (lean).
+    """
     return (
         replace(ledger, caches_memory=True)
         if plan.allocator == "tuned"
@@ -58,11 +63,11 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    yield Default("allocator", "tuned", "freed memory is kept and reused")
+    yield Default("allocator", "tuned", "freed memory is kept in the process and reused")
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Set the allocator of this process. Does nothing where the environment already has settings."""
+    """Set up this process's allocator, unless the environment already has allocator settings."""
     if run.device.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
             set_allocator_settings("expandable_segments:True")
@@ -74,18 +79,19 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory and not to map large blocks individually.
+    """Tell glibc to keep freed memory, and not to map large memory blocks separately.
 
-    Returns whether all settings were accepted: False where there is no glibc.
+    Returns whether glibc accepted all settings; False on a system without glibc.
     """
     return _set_mallopt((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26))
 
 
 def give_back_freed_memory() -> bool:
-    """Tell glibc to map every large block by itself and to use one heap for all threads.
+    """Tell glibc to map every large memory block separately and to use one heap for all threads.
 
-    A block that is mapped by itself returns to the operating system when it is freed. Returns
-    whether all settings were accepted: False where there is no glibc.
+    A separately mapped memory block returns to the operating system when it is freed.
+
+    Returns whether glibc accepted all settings; False on a system without glibc.
     """
     return _set_mallopt(
         (M_MMAP_MAX, 2**20),

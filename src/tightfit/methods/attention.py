@@ -1,22 +1,22 @@
-"""Computes attention on CPUs in blocks of queries, with plain matrix products and softmax, because
-that is faster there than PyTorch's fused attention kernel.
+"""Computes attention on CPUs in blocks of queries, with plain matrix products and a softmax. On a
+CPU, this is faster than PyTorch's fused attention kernel.
 
 Saves   time on CPUs, where the fused kernel reaches only a small part of the rate of matrix
-        products in training; with a causal mask, each block of queries skips the keys that the mask
+        products in training. With a causal mask, each block of queries skips the keys that the mask
         hides.
-Costs   the probabilities are saved for backward: batch x heads x length^2 numbers (5/8 of them
-        where causal, with 4 blocks). Scores are rounded to the type of the products before the
-        softmax, as in attention written by hand.
-When    on a CPU, for sequences up to about a thousand tokens. Never on CUDA: its fused kernels are
-        faster and save no probabilities.
-Order   before anything wraps a block: it is set in the model's configuration.
+Costs   the probabilities are saved for backward: batch x heads x length^2 numbers (with a causal
+        mask and 4 blocks, 5/8 of them). Scores are rounded to the type of the products before the
+        softmax, as in eager attention.
+When    on a CPU, for sequences up to about a thousand tokens. Never on CUDA, whose fused kernels
+        are faster and save no probabilities.
+Order   before anything wraps a block, because it is set in the model's configuration.
 Source  the causal blocks of Dao et al. 2022, arXiv:2205.14135, without their tiling of the keys.
 
-It works on models that use transformers' attention interface. With dropout inside attention, a
-model keeps sdpa.
+It works on models that use transformers' attention interface. Attention with dropout, or with a
+position bias, still calls sdpa.
 
 Example: 256 tokens with a causal mask make 4 blocks of 64 queries, which see 64, 128, 192 and 256
-keys. The blocks compute 64 x 640 = 40,960 probabilities in place of 65,536: 5/8.
+keys. The blocks compute 64 x 640 = 40,960 probabilities instead of 65,536: 5/8.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     """Blocked attention on CPUs, for transformers' causal language models with short sequences."""
     sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
     if machine.device == "cpu" and job.of_transformers and task_of(job.model) == "causal-lm" and sequence <= MAX_LENGTH:
-        yield Default("attention", "blocked", "plain products are faster here than the fused attention kernel")
+        yield Default("attention", "blocked", "on a CPU, plain products are faster than the fused attention kernel")
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
@@ -62,8 +62,8 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Set the model's attention implementation. Raises InputError for a model without transformers'
-    attention interface.
+    """Make the model use blocked attention. Raises InputError for a model that does not use
+    transformers' attention interface.
     """
     config: Any = getattr(run.model, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa":
@@ -78,8 +78,8 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def register() -> None:
-    """Register the attention function with transformers under NAME, with a mask function that
-    returns None where the mask is causal only.
+    """Register blocked attention with transformers under NAME, with a mask function that returns
+    None for purely causal masks.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -88,8 +88,10 @@ def register() -> None:
 
 
 def mask_unless_causal(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask that sdpa would use, or None where that mask is purely causal (or, for an encoder,
-    hides nothing).
+    """Return the mask that sdpa would use. Returns None if this mask is purely causal, or, in an
+    encoder, if it hides nothing.
+
+    The arguments are those of transformers' mask functions.
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
@@ -111,10 +113,11 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function.
+    """Compute blocked attention, with the arguments of transformers' attention functions. Calls
+    sdpa for dropout, for a position bias, and if query, key and value differ in length or width.
 
-    query, key and value are (batch, heads, length, width); returns (batch, length, heads, width)
-    and None.
+    query, key and value are (batch, heads, length, width); key and value may have fewer heads.
+    Returns the output, (batch, length, heads, width), and None in place of the probabilities.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -137,15 +140,17 @@ def attend(
 
 
 def as_additive_mask(mask: Tensor, query: Tensor) -> Tensor:
-    """The mask as numbers to add to the scores: 4 dims, each of the scores' size or 1."""
+    """Return the mask as a tensor of 4 dimensions to be added to the scores, in the query's type.
+    Where a boolean mask is False, it has the most negative number.
+    """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
     return mask.to(query.dtype)[(None,) * (4 - mask.dim())]
 
 
 def query_blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
-    """For each block: its first query, the end of its queries, and the end of the keys that they
-    see.
+    """Yield (start, end, keys) for each block of queries: its queries are start to end - 1, and
+    they see the first `keys` keys.
     """
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
@@ -153,7 +158,7 @@ def query_blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def probability_count(length: int, causal: bool) -> int:
-    """The number of probabilities of all blocks, for one head of one sample."""
+    """Return how many probabilities all blocks have, for one head of one sample."""
     return sum((end - start) * keys for start, end, keys in query_blocks(length, causal))
 
 
@@ -161,14 +166,16 @@ def probability_count(length: int, causal: bool) -> int:
 def blocked_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """softmax(query @ key^T + bias) @ value, and the probabilities, one block of queries at a time.
+    """Compute softmax(query @ key^T + bias) @ value, one block of queries at a time.
 
-    query (already scaled), key, value  (batch, heads, length, width)
-    bias    (batch, heads, length, length), where any of these may be 1; or None
+    query   (batch, heads, length, width), already scaled
+    key     like query
+    value   like query
+    bias    (batch, heads, length, length), where any of these sizes may be 1; or None
     causal  whether a query sees only the keys up to its own position
 
-    Returns the output (batch, heads, length, width) and the probabilities of all blocks (batch x
-    heads, count).
+    Returns the output, (batch, heads, length, width), and the probabilities of all blocks, (batch x
+    heads, probability_count).
     """
     batch, heads, length, width = query.shape
     query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
@@ -190,13 +197,15 @@ def blocked_attention(
 
 
 def causal_mask(rows: int, like: Tensor) -> Tensor:
-    """A (rows, rows) matrix with -inf above the diagonal, and 0 elsewhere."""
+    """Return a (rows, rows) matrix with -inf above the diagonal and 0 elsewhere, with the dtype and
+    device of `like`.
+    """
     return torch.full((rows, rows), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
 
 
 def probability_views(saved_probabilities: Tensor, groups: int, length: int, causal: bool) -> Iterator[Tensor]:
-    """Each block's probabilities, (groups, queries, keys), as views of `saved_probabilities`, which
-    holds those of all blocks.
+    """Yield each block's probabilities, (groups, queries, keys), as a view of the flat tensor
+    `saved_probabilities`, which holds the probabilities of all blocks.
 
     groups: batch x heads.
     """
@@ -225,16 +234,20 @@ def blocked_attention_backward(
     causal: bool,
     bias: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and bias, computed from the saved probabilities.
+    """Compute the gradients of query, key, value and bias from the saved probabilities.
 
-    The first three are (batch, heads, length, width). `bias` is the shape of the bias whose
-    gradient is computed; with None, the fourth result is empty.
+    The gradients of query, key and value are (batch, heads, length, width).
+
+    gradient  the gradient of the output
+    bias      the shape of the bias; None if there is no bias, or if its gradient is not needed: the
+              fourth result is then an empty tensor
     """
     batch, heads, length, width = query.shape
     gradient, query, key, value, output = (
         part.reshape(batch * heads, length, width) for part in (gradient, query, key, value, output)
     )
-    # created by shape, not like the inputs: with a batch of one, these are views with heads inside
+    # Created by shape: empty_like would copy the strides of the inputs, which are views with
+    # another order of dimensions if the batch size is 1.
     grad_query, grad_key, grad_value = (make(query.shape) for make in (query.new_empty, key.new_zeros, value.new_zeros))
     grad_bias = query.new_zeros([0] if bias is None else bias)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -290,8 +303,8 @@ blocked_attention.register_autograd(_backward, setup_context=_setup_context)
 
 @register_flop_formula(torch.ops.tightfit.blocked_attention)
 def _flops(query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """Two products of all query-key pairs: FLOPs of attention are counted whether or not a mask
-    hides some.
+    """Count two matrix products over all query-key pairs. As is usual for attention, pairs that the
+    mask hides are counted, too.
     """
     batch, heads, length, width = query
     return 4 * batch * heads * length * length * width
@@ -299,6 +312,6 @@ def _flops(query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
 
 @register_flop_formula(torch.ops.tightfit.blocked_attention_backward)
 def _backward_flops(gradient: Any, query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """Four products of all query-key pairs."""
+    """Count four matrix products over all query-key pairs."""
     batch, heads, length, width = query
     return 8 * batch * heads * length * length * width

@@ -1,15 +1,16 @@
 """Compiles each block, or the whole model with its loss, with torch.compile, which makes training
 faster by fusing operations into fewer kernels.
 
-Saves   time: fewer and fused element-wise kernels, less memory traffic; often temporaries as well.
-Costs   15 to 35 s or more before the first step, so it pays only past some number of steps.
-        max-autotune-no-cudagraphs takes several times as long. reduce-overhead keeps a step's
-        activations, temporaries and gradients in its own memory pool from step to step, so the
-        update and evaluations need their memory in addition.
+Saves   time: fewer, fused elementwise kernels and less memory traffic; often temporaries as well.
+Costs   15 to 35 s or more before the first step, so short runs become slower. The mode
+        max-autotune-no-cudagraphs takes several times as long. The mode reduce-overhead (CUDA
+        graphs) keeps a step's activations, temporaries and gradients in its own memory pool from
+        step to step, so the optimizer update and evaluations need memory in addition.
 When    a run of more than a few hundred steps. `block` compiles once for all blocks of one kind.
-        reduce-overhead is for small models, whose kernels take less time than their launches;
-        search tries neither of the two modes by itself.
-Order   compiles the loss and the recomputation; runs under autocast.
+        reduce-overhead is for small models, whose kernels take less time than their launches.
+        Search does not try these two modes by itself.
+Order   after the methods whose operations it compiles, such as recompute; before precision, because
+        compiled code runs under autocast.
 Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 
 Ragged data causes no recompilation: data of varying lengths is compiled with dynamic shapes, and a
@@ -46,12 +47,12 @@ FIELDS = ("compile", "compile_mode")
 TRACED_FIELDS = ("compile",)
 VARIANTS = ({"compile": "block"}, {"compile": "model"})
 BACKEND = "inductor"
-# before the first step, for blocks of one kind; used until it is measured
+# assumed seconds to compile blocks of one kind, before the first step
 COMPILE_S = {"cpu": 20.0, "cuda": 30.0}
-# factor on the compile time where kernels are autotuned: a guess, used until it is measured
+# assumed factor on the compile time if kernels are autotuned: a guess
 AUTOTUNE_FACTOR = 4.0
-PAYS_AFTER_STEPS = 200  # in shorter runs, compiling takes more time than it saves
-MODEL_COMPILE_S = 2.0  # seconds for each block where the whole model is one region
+PAYS_AFTER_STEPS = 200  # steps; in shorter runs, compiling takes more time than it saves
+MODEL_COMPILE_S = 2.0  # assumed seconds for each block in addition, with compile: model
 
 
 def enabled(plan: Plan) -> bool:
@@ -59,8 +60,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Compile each block of a transformers model, else the whole model; nothing where the run is
-    too short for compiling to pay.
+    """Compile each block of a transformers model, and any other model as a whole. Yields nothing if
+    the run is too short for compiling to save time.
     """
     if pays_to_compile(job):
         lacking = missing_for_compile(machine)
@@ -74,15 +75,17 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def pays_to_compile(job: Job) -> bool:
-    """Whether a run is long enough that compiling may pay."""
+    """Return whether a run is long enough for compiling to save time; True if its steps are
+    unknown.
+    """
     return (job.train.steps or PAYS_AFTER_STEPS) >= PAYS_AFTER_STEPS
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the time that compiling takes, and whether CUDA graphs keep a step's memory.
+    """Add the time that compiling takes, and record whether CUDA graphs keep a step's memory.
 
-    Buffers and kernels are traced, through the compiler on fake tensors. The launches that a graph
-    saves, and kernels that turn out faster, are not counted.
+    The trace runs the compiler on fake tensors, and so contains the compiled buffers and kernels.
+    Not predicted: the launches that a CUDA graph saves, and the gain from autotuned kernels.
     """
     more = MODEL_COMPILE_S * ledger.blocks if plan.compile == "model" else 0.0
     times = AUTOTUNE_FACTOR if plan.compile_mode == "max-autotune-no-cudagraphs" else 1.0
@@ -92,8 +95,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Compile the blocks or the loss function. Raises InputError for a model without blocks, and
-    for CUDA graphs with data of varying lengths.
+    """Compile the blocks, or the loss function, which calls the model. Raises InputError for
+    compile: block without repeated blocks, and for CUDA graphs with data of varying lengths.
     """
     backend = BACKEND if active_fake_mode() is None else fake_backend()
     mode = None if plan.compile_mode == "default" or active_fake_mode() is not None else plan.compile_mode
@@ -125,10 +128,11 @@ def apply(run: Run, plan: Plan) -> Run:
 
 @contextmanager
 def naming_compiler_failures(plan: Plan) -> Iterator[None]:
-    """Within, an error of torch's compiler, or of the code that it generated, is raised as an
-    InputError that says so.
+    """A context in which an error of torch's compiler, or of the code that it generated, is raised
+    as an InputError that names torch.compile as the cause.
 
-    torch compiles the backward when it first runs, so an error may come as late as that.
+    torch compiles the backward when the backward first runs, so the context must include a
+    backward.
     """
     try:
         yield
@@ -136,7 +140,7 @@ def naming_compiler_failures(plan: Plan) -> Iterator[None]:
         elsewhere = any(word in str(error).lower() for word in ("memory", "gloo", "nccl", "connection"))
         if plan.compile == "none" or elsewhere or not _is_compiler_error(error):
             raise
-        inner = getattr(error, "inner_exception", error)  # the error inside torch.compile's own
+        inner = getattr(error, "inner_exception", error)  # torch.compile wraps the original error
         message = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
         raise InputError(
             f"plan: compile={plan.compile}",
@@ -155,11 +159,13 @@ def _is_compiler_error(error: RuntimeError) -> bool:
 def refusing_buffer_changes(
     compiled: Callable[[Batch], Tensor], model: nn.Module, name: str | None
 ) -> Callable[[Batch], Tensor]:
-    """`compiled`, whose first forward checks whether blocks change buffers. Raises InputError if
-    they do.
+    """Return `compiled` with a check on the first forward, which raises InputError if a block
+    changes one of its buffers.
 
-    A compiled forward that is recomputed would change them twice. torch's compiler only handles the
-    running statistics of norms.
+    Such a block cannot be compiled and recomputed: its recomputation would change the buffer a
+    second time. Running statistics of norms are allowed, because the compiler handles them.
+
+    name: name of the list of blocks in the model; None: it is found automatically.
     """
     held = [
         (f"{path}.{inner}.{key}".replace("..", "."), module, key)
@@ -190,8 +196,8 @@ def refusing_buffer_changes(
 
 
 def with_cuda_graph(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """`compiled` with CUDA graphs: its loss is copied out of the graph's memory, which the next
-    replay overwrites.
+    """Return `compiled` adapted to CUDA graphs: its loss is copied out of the graph's memory,
+    because the next replay overwrites this memory.
     """
 
     def loss_sum(batch: Batch) -> Tensor:
@@ -204,8 +210,10 @@ def with_cuda_graph(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Te
 def only_full_batches(
     compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int | None
 ) -> Callable[[Batch], Tensor]:
-    """`compiled` for a full micro-batch of `full` samples in training (None: any size); `plain` for
-    a short one or an evaluation.
+    """Return a loss function that calls `compiled` on full micro-batches in training, and `plain`
+    on short micro-batches and in evaluations. This avoids recompilations for other shapes.
+
+    full: samples in a full micro-batch; None: a micro-batch of any size is full.
     """
 
     def loss_sum(batch: Batch) -> Tensor:

@@ -1,23 +1,24 @@
-"""Splits each sample's sequence across devices. Attention exchanges keys and values between them in
-a ring, so that a sequence can be longer than one device could hold.
+"""Splits each sample's sequence across devices. The devices exchange the keys and values of
+attention in a ring, so that a sequence can be longer than one device could hold.
 
-Saves   activations, divided by the number of devices. It is the only method for sequences of which
-        even one sample's activations do not fit a device.
+Saves   activations, divided by the number of devices. It is the only method for sequences so long
+        that the activations of a single sample do not fit a device.
 Costs   in each block, the keys and values pass through all devices in forward, and again in
         backward with their gradients. This overlaps with the matrix products, which hide it for
         long sequences. Parameters are replicated, or sharded by ZeRO.
-When    one sample's activations do not fit with recompute, or tp would cross nodes. For long
-        sequences of many thousand tokens.
-Order   after the data, which it shards; in the place of `attention`; before the loss, whose targets
-        it moves.
+When    sequences of many thousand tokens, if one sample's activations do not fit with recompute, or
+        if tp would need devices on several nodes.
+Order   after the data, which it shards by positions; it replaces `attention`; before the loss,
+        whose targets it moves.
 Source  Liu et al. 2023, arXiv:2310.01889 (ring attention); the even shares under a causal mask:
         Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2; merging by log-sum-exp: Dao et al.
         2022, arXiv:2205.14135.
 
-A sequence is split into 2 x cp chunks. Each device has one chunk from the front and the matching
-one from the back, so that all devices compute equally much under a causal mask. Example: with cp=2,
-a sequence of 4,096 tokens makes 4 chunks of 1,024; device 0 has chunks 0 and 3, device 1 has chunks
-1 and 2. It works on models that take position_ids and use transformers' attention interface.
+A sequence is split into 2 x cp chunks. Each device has a chunk from the front and the corresponding
+chunk from the back, so that all devices do the same amount of work under a causal mask. Example:
+with cp=2, a sequence of 4,096 tokens has 4 chunks of 1,024. Device 0 has chunks 0 and 3, device 1
+has chunks 1 and 2. It works on models that take position_ids and use transformers' attention
+interface.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The profile traces one device's chunks of the sequences; this adds the communication around
-    the ring.
+    """Add the communication around the ring. The trace already has one device's chunks of the
+    sequences, with the `send` operations, whose bytes and calls are added up.
     """
     sends = [
         operation
@@ -68,7 +69,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 def apply(run: Run, plan: Plan) -> Run:
     """Use ring attention in the model, and shard the data by positions. Raises InputError for
-    models that cannot be sharded so.
+    models that need other positions outside of attention.
     """
     assert run.mesh is not None
     task = task_of(run.job.model)
@@ -77,15 +78,16 @@ def apply(run: Run, plan: Plan) -> Run:
     run.model.set_attn_implementation(NAME)  # type: ignore[operator]
     join_ring(run.model, run.mesh.p2p_groups["context"])
     causal = task == "causal-lm"
-    # its labels are at the positions that predict them; SequenceChunks moves a causal model's there
+    # This objective expects each label at the position that predicts it. SequenceChunks moves the
+    # labels of a causal model to these positions.
     objective = TASKS["masked-lm"]
     data = None if run.data is None else SequenceChunks(run.data, causal, run.mesh.cp_rank, plan.cp, plan.pin_memory)
     return replace(run, objective=objective, loss_sum=partial(objective.total, run.model), data=data or run.data)
 
 
 def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
-    """Raise InputError for a model or loss that needs more than its own positions outside of
-    attention.
+    """Raise InputError if the model or the loss needs the positions of other devices outside of
+    attention, or uses attention that the ring does not support.
     """
     asked, config = f"plan: cp={plan.cp}", getattr(model, "config", None)
     if task not in ("causal-lm", "masked-lm"):
@@ -125,8 +127,8 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
 
 
 def _uses_attention_interface(model: nn.Module) -> bool:
-    """Whether a model's code uses transformers' attention interface. Falcon, for example, calls
-    torch's attention directly, which cannot use a ring.
+    """Return whether a model's code uses transformers' attention interface. Falcon, for example,
+    calls torch's attention directly, which ring attention cannot replace.
     """
     names = {kind.__module__ for kind in type(model).__mro__} - {"transformers.modeling_utils"}
     modules = [sys.modules.get(name) for name in names]
@@ -134,13 +136,15 @@ def _uses_attention_interface(model: nn.Module) -> bool:
 
 
 def _mixes_positions(module: nn.Module) -> bool:
-    """Whether a module combines neighbouring positions, which may be on another device."""
+    """Return whether a module (an RNN or a convolution) combines positions, which may be on different
+    devices.
+    """
     return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
 
 
 def _positions_depend_on_padding(module: nn.Module) -> bool:
-    """Whether the model computes positions as RoBERTa and its relatives do: they begin after the
-    padding index, not at 0.
+    """Return whether a module computes position numbers from the padding, as in RoBERTa and similar
+    models, whose positions begin after the padding index instead of at 0.
     """
     positions = getattr(module, "position_embeddings", None)
     return isinstance(positions, nn.Embedding) and positions.padding_idx is not None

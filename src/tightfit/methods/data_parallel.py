@@ -1,12 +1,12 @@
 """Trains a replica of the model on each device, each with its share of every step's samples, and
 all-reduces the gradients. It is the simplest way to train faster on several devices.
 
-Saves   time: N devices take a step of the same batch in about 1/N of the time, and each holds 1/N
-        of the activations.
-Costs   the gradients are all-reduced once per step, 2 (N-1)/N of their bytes for each device,
-        overlapped with backward; every device holds the full model and all its states. With
-        compressed gradients, half of that is sent (bf16), or a few columns of each matrix
-        (powersgd). Only powersgd carries the compression's error to the next step.
+Saves   time: a step of the same batch takes about 1/N of the time on N devices. Each device holds
+        1/N of the activations.
+Costs   every device holds the full model and all its states. The gradients are all-reduced once per
+        step, overlapped with backward: each device sends 2 (N-1)/N of their bytes. Compressed
+        gradients send half of that (bf16), or only the low-rank factors P and Q of each matrix
+        (powersgd). Only powersgd adds the error of the compression to the next step's gradients.
 When    the model and its states fit one device.
 Order   hooks the gradients of the final parameters; before the optimizer, which needs the reduced
         gradients.
@@ -43,7 +43,7 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the all-reduce of the gradients. Full model states stay on every device; the ledger
+    """Add the all-reduce of the gradients. Every device has the full model states, and the ledger
     already has this device's share of the samples.
     """
     if plan.compressed_gradients == "powersgd":
@@ -53,17 +53,17 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
     sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / bucket), rounds=2)
     sent = None if plan.compressed_gradients == "powersgd" else BucketedReduction(1, min(bucket, size), always=False)
-    # each bucket's copy exists until all reductions are done
+    # the bf16 copy of each bucket exists until all reductions are done
     if plan.compressed_gradients == "bf16":
         ledger = replace(ledger, summed_bytes=shrunk)
     return replace(ledger, bucketed_reduction=sent, messages=(*ledger.messages, sums))
 
 
 def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
-    """Add PowerSGD's memory.
+    """Add the memory of PowerSGD.
 
-    Each matrix's error and its columns stay from step to step. During the reduction there are also
-    rows, new columns, and the largest matrix, multiplied out.
+    Each matrix's error buffer and its factor Q are kept between steps. During the reduction there
+    are also all P, all new Q, and the product P Q' of the largest matrix.
     """
     left = rows = columns = vectors = largest = 0.0
     for parameter in ledger.parameters:
@@ -84,11 +84,11 @@ def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
 
 
 def is_compressible(shape: tuple[int, ...], rank: int) -> bool:
-    """Whether a parameter's gradient is a matrix that has more numbers than its `rank` rows and
-    columns.
+    """Return whether PowerSGD compresses a parameter of this shape: the gradient has two or more
+    dimensions, and more elements than its factors P and Q of this rank.
 
-    Example: a 1,024 x 4,096 matrix has 4.2 million numbers; with rank 4, its rows and columns have
-    4 x (1,024 + 4,096) = 20,480.
+    Example: a 1,024 x 4,096 matrix has 4.2 million elements. With rank 4, P is (1,024, 4) and Q is
+    (4,096, 4): together 20,480 elements.
     """
     if len(shape) < 2:
         return False
@@ -97,7 +97,9 @@ def is_compressible(shape: tuple[int, ...], rank: int) -> bool:
 
 
 def _share_sent(ledger: Ledger, plan: Plan) -> float:
-    """The share of the gradients' bytes that is sent."""
+    """Return which share of the gradients' bytes is sent: 1.0 without compression, 0.5 for fp32
+    gradients that are sent in bf16.
+    """
     if plan.compressed_gradients == "none":
         return 1.0
     found = 0.0
@@ -115,14 +117,18 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Start all replicas from the same weights and reduce their gradients."""
+    """Broadcast the weights, so that all replicas start from the same ones, and set up the reduction
+    of the gradients.
+    """
     assert run.mesh is not None
     broadcast_parameters(run.model, run.mesh)
     return replace(run, reduction=ReplicaReduction(run.model, run.mesh, plan))
 
 
 class ReplicaReduction(UnshardedReduction):
-    """The `Reduction` of full replicas."""
+    """The `Reduction` of data parallelism with a full model on each device: all-reduces the
+    gradients, compressed if the plan says so.
+    """
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -149,13 +155,17 @@ class ReplicaReduction(UnshardedReduction):
 
 
 class PowerSGD:
-    """PowerSGD: for each gradient matrix M, only P = M Q and Q = M'P are all-reduced, with `rank`
-    columns each.
+    """Reduces gradients by PowerSGD: for each gradient matrix M, only the factors P = M Q and
+    Q = M'P are all-reduced, which have `rank` columns each. The result is P Q'.
 
-    The error of a step is added to the next step's gradients (error feedback). Vectors, and
-    matrices that would not get smaller, are all-reduced in full. A parameter without a gradient on
-    some device counts as zeros there; for one without a gradient on any device, the error stays as
-    it is.
+    The error M - P Q' is added to the next step's gradient (error feedback). Vectors, and matrices
+    that P and Q would not make smaller, are all-reduced in full.
+
+    On a device where a parameter has no gradient, the gradient counts as zero. If no device has a
+    gradient for a parameter, its error and its Q do not change.
+
+    errors   parameter -> the error of the last step
+    columns  parameter -> Q of the last step
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, rank: int) -> None:
@@ -208,8 +218,8 @@ class PowerSGD:
         return matrix.clone() if left is None else left.add_(matrix)
 
     def _columns(self, parameter: nn.Parameter, error: Tensor) -> Tensor:
-        """The columns of the previous step, for the main directions change slowly; at first the
-        same random ones on all devices.
+        """Return the Q to start from: the Q of the previous step, because the main directions of a
+        gradient change slowly; in the first step, a random Q, the same on all devices.
         """
         if parameter in self.columns:
             return self.columns[parameter]

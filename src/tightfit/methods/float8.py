@@ -1,24 +1,24 @@
 """Computes the matrix products of linear layers in 8-bit floating point, using torchao's
 `torchao.float8`. On recent GPUs, such products are up to twice as fast as in bf16.
 
-Saves   time: such a product runs at up to twice the rate of bf16. In mixed precision it also saves
+Saves   time: matrix products run at up to twice the rate of bf16. In mixed precision it also saves
         autocast's 16-bit copies of the weights, because the layers cast the weights themselves.
-Costs   each factor of each product is read once to find its largest value, and again to be scaled
-        and cast: six casts for the three products of a layer. rowwise has a scale for each row
-        instead of one per tensor, which is more precise but takes more time. Numbers keep 3
-        mantissa bits (e4m3); under tensorwise, gradients keep 2 (e5m2). Sums, weights, gradients
-        and the layers' outputs keep their types.
-When    layers of some thousand features and thousands of tokens, compiled, which fuses each cast
-        into one or two kernels. In small layers the casts take longer than the products save.
-        Search uses it where it is predicted to be faster.
-Order   replaces linear layers while they are plain, before anything wraps a block.
+Costs   both factors of each product are read once to find their largest value, and again to be
+        scaled and cast: six casts for the three products of a layer. rowwise has a scale for each
+        row instead of one for the tensor, which is more precise but takes more time. Factors are
+        rounded to 3 mantissa bits (e4m3), and gradients to 2 (e5m2) with tensorwise. Sums, weights,
+        gradients and the layers' outputs are stored in their usual types.
+When    layers of some thousand features and thousands of tokens, with torch.compile, which fuses
+        each cast into one or two kernels. In small layers, the casts take more time than the
+        products save. Search uses float8 if it predicts that float8 is faster.
+Order   before anything wraps a block or a layer, because only plain nn.Linear layers are replaced.
 Source  torchao's float8 training (README of torchao/float8; `convert_to_float8_training`, the
         recipes tensorwise and rowwise); Micikevicius et al. 2022, "FP8 formats for deep learning",
         arXiv:2209.05433.
 
-It replaces the trained `nn.Linear` layers of the model's repeated blocks whose input and output
+It replaces the trained `nn.Linear` layers in the model's repeated blocks, if their input and output
 features are multiples of 16, as the hardware requires. It never replaces the output head,
-embeddings, or a layer that is hooked or wrapped. Parameters keep their names.
+embeddings, or a layer with hooks or a wrapped forward. Parameters keep their names.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ VARIANTS = (
     {"precision": "bf16-mixed", "float8": "tensorwise"},
     {"precision": "bf16-mixed", "float8": "rowwise"},
 )
-MULTIPLE = 16  # the sizes of a product in 8 bits must be multiples of it
-# True: multiply in fp32 after rounding to 8 bits, for devices without 8-bit units (tests)
+MULTIPLE = 16  # the sizes of an 8-bit matrix product must be multiples of 16
+# True in tests on devices without 8-bit matrix units: factors are rounded to 8 bits and then
+# multiplied in fp32
 EMULATE = False
 
 
@@ -63,21 +64,23 @@ def enabled(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """The plan's value, and "none", which takes less memory: no casts are saved for backward."""
+    """Propose the value of `start`, and "none", which takes less memory: without float8, no 8-bit
+    copies are saved for backward.
+    """
     return {"float8": list(dict.fromkeys([start.float8, "none"]))}
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Products and casts are traced. Raises InputError for a machine whose devices cannot multiply
-    in 8 bits.
+    """Return the ledger unchanged: the trace already has the casts and the 8-bit products. Raises
+    InputError if the machine's devices have no 8-bit matrix units.
     """
     _check_units(machine.architecture, plan)
     return ledger
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Replace the blocks' linear layers. Raises InputError where the device has no 8-bit units, or
-    no layer can be replaced.
+    """Replace the blocks' linear layers. Raises InputError if the device has no 8-bit matrix units,
+    or if no layer can be replaced.
     """
     if run.device.type == "cuda":
         _check_units(architecture_of(torch.cuda.get_device_properties(run.device)), plan)
@@ -87,8 +90,8 @@ def apply(run: Run, plan: Plan) -> Run:
     if not convert(run.model, plan.float8, blocks, EMULATE, needs_padding(run.job, plan)):
         raise InputError(
             f"plan: float8={plan.float8}",
-            f"{type(run.model).__name__} has no plain nn.Linear in its repeated blocks that is trained and whose features are "
-            f"multiples of {MULTIPLE}",
+            f"{type(run.model).__name__} has no plain nn.Linear in its repeated blocks that is "
+            f"trained and whose input and output features are multiples of {MULTIPLE}",
             "use float8: none, or name the list of blocks in the job (model: {..., blocks: encoder.layers})",
         )
     return run
@@ -99,7 +102,8 @@ def _check_units(architecture: str, plan: Plan) -> None:
         needed = "9.0" if plan.float8 == "rowwise" else "8.9"
         raise InputError(
             f"plan: float8={plan.float8}",
-            f"{architecture} has no 8-bit matrix units: this needs compute capability {needed}, or MI300",
+            f"{architecture} cannot multiply in 8 bits with {plan.float8} scales, which needs "
+            f"compute capability {needed}, or MI300",
             "use float8: tensorwise" if multiplies_float8(architecture, False) else "use float8: none",
         )
 
@@ -109,15 +113,16 @@ def is_installed() -> bool:
 
 
 def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate: bool = False, pad: bool = True) -> int:
-    """Replace the linear layers of `blocks` that qualify by torchao's, inside `model`. Returns how
-    many were replaced.
+    """Replace the linear layers of `blocks` inside `model` by torchao's Float8Linear, and return
+    how many are replaced. Layers that float8 does not support are not replaced.
 
-    recipe   tensorwise or rowwise, as torchao names them
-    emulate  whether products run in fp32 on factors rounded to 8 bits: the same numbers without the
-             hardware
-    pad      whether tokens are padded to a multiple of 16 where the weight's gradient needs that
+    recipe   torchao's recipe: "tensorwise" or "rowwise"
+    emulate  whether factors are rounded to 8 bits and multiplied in fp32, which gives the same
+             numbers on devices without 8-bit matrix units
+    pad      whether the number of tokens is padded to a multiple of 16, as the product for the
+             weight's gradient needs
 
-    Raises InputError where torchao is not installed.
+    Raises InputError if torchao is not installed.
     """
     taken = {id(layer) for block in blocks for layer in block.modules() if _can_be_replaced(layer)}
     if not taken:
@@ -142,8 +147,10 @@ def _can_be_replaced(layer: nn.Module) -> bool:
 
 
 def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast a layer's input as autocast does on CUDA, as torchao expects. It is for a CPU that
-    emulates the device: there autocast is the CPU's.
+    """Forward pre-hook that casts a layer's input to autocast's type on a CPU.
+
+    It is needed when a CPU emulates float8: torchao itself casts to the type of CUDA's autocast
+    only.
     """
     if not inputs or not torch.is_autocast_enabled("cpu"):
         return inputs
@@ -152,8 +159,8 @@ def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
 
 
 def needs_padding(job: Job, plan: Plan) -> bool:
-    """Whether a micro-batch's number of tokens may not be a multiple of 16. False only for packed
-    sequences of a suitable length.
+    """Return whether a micro-batch's number of tokens may be something else than a multiple of 16.
+    False only for packed sequences whose length on each device is a multiple of 16.
     """
     data = job.data
     if not isinstance(data, DataSpec) or data.packing != "packed":
@@ -164,8 +171,8 @@ def needs_padding(job: Job, plan: Plan) -> bool:
 
 
 def _torchao(recipe: str) -> Any:
-    """Import `torchao.float8` without its log messages and warnings. Raises InputError where that
-    fails.
+    """Import and return `torchao.float8`, without its log messages and warnings. Raises InputError
+    if torchao cannot be imported.
     """
     notes = [logging.getLogger(name) for name in ("torchao", PYTREE)]
     before = [one.level for one in notes]
@@ -178,7 +185,7 @@ def _torchao(recipe: str) -> Any:
     except ImportError as error:
         raise InputError(
             f"plan: float8={recipe}",
-            f"needs the package torchao, which cannot be imported here ({error})",
+            f"float8 needs the package torchao, which cannot be imported ({error})",
             "pip install torchao (or tightfit[float8]), or use float8: none",
         ) from None
     finally:

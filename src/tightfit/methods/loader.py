@@ -1,16 +1,17 @@
 """Loads the training samples in the job's order and groups them into micro-batches. Worker
 processes can prepare samples ahead, and page-locked (pinned) memory makes copies to a GPU faster.
 
-Saves   the device's waiting, not memory: workers prepare samples while it computes. Pinned memory
-        is copied to it at about 6 GB/s, pageable memory at 3; with non_blocking the copy overlaps
-        the device's work.
-Costs   host memory: each worker is a Python process with torch in it, and holds `prefetch`
-        micro-batches and its view of the dataset; pinned buffers cannot be swapped out. Overlapped
-        copies take one more micro-batch on the device.
-When    preparing a step takes a good part of its time: images to decode, or a dataset of the user's
-        own. Token files need no worker, because a micro-batch is one gather from mapped memory.
-Order   before the methods that read the data's length and shapes; its workers start with the first
-        step only.
+Saves   time, not memory: workers prepare samples while the device computes. Copies from pinned
+        memory run at about 6 GB/s, from pageable memory at about 3 GB/s; with non_blocking, they
+        overlap with the device's work.
+Costs   host memory: each worker is a Python process that has imported torch, and holds `prefetch`
+        micro-batches and its own view of the dataset; pinned buffers cannot be swapped out. With
+        non_blocking, the device holds one more micro-batch.
+When    preparing samples takes a large part of a step's time, as with images to decode or a dataset
+        that the user wrote. Token files need no worker, because a micro-batch is one gather from
+        mapped memory.
+Order   before the methods that read the data's length and shapes; the workers start with the first
+        step.
 Source  torch.utils.data; "Use pinned memory buffers" in PyTorch's notes on CUDA semantics.
 """
 
@@ -50,12 +51,11 @@ from tightfit.target_device import kind_of
 
 FIELDS = ("loader_workers", "prefetch", "pin_memory", "non_blocking")
 VARIANTS = ({"loader_workers": 2},)
-# private memory of a worker process; below, of the server that forks them
-WORKER_BYTES = 135 * 2**20
-SERVER_BYTES = 63 * 2**20
-EXAMPLE_SAMPLES = 3  # samples of an example batch
+WORKER_BYTES = 135 * 2**20  # private memory of a worker process
+SERVER_BYTES = 63 * 2**20  # private memory of the fork server, which starts the workers
+EXAMPLE_SAMPLES = 3  # samples in an example batch
 MASK_MAKERS = ("create_causal_mask", "create_bidirectional_mask")
-PAGEABLE_RATE = 0.5  # rate of pageable copies, relative to pinned ones
+PAGEABLE_RATE = 0.5  # rate of copies from pageable memory, relative to pinned memory
 
 
 def enabled(plan: Plan) -> bool:
@@ -64,13 +64,13 @@ def enabled(plan: Plan) -> bool:
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     if machine.device == "cuda":
-        yield Default("pin_memory", True, "page-locked buffers copy about twice as fast")
-        yield Default("non_blocking", True, "copies overlap the device's work")
+        yield Default("pin_memory", True, "copies from page-locked memory are about twice as fast")
+        yield Default("non_blocking", True, "copies overlap with the device's work")
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The host memory of the workers and their prefetched micro-batches, and the time of preparing
-    and copying a step's samples.
+    """Add the host memory of the workers and their prefetched micro-batches, and the time to
+    prepare and copy a step's samples.
     """
     samples = ledger.micro_batch * ledger.micro_batches
     workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
@@ -95,18 +95,19 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def overlaps_uploads(plan: Plan, device: str) -> bool:
-    """Whether the next micro-batch is copied to the device while the device computes the current
-    one.
+    """Return whether the next micro-batch is copied to the device while the device computes the
+    current micro-batch.
 
-    Not in a pipeline, whose ranks take micro-batches in their schedule's order, nor with a
-    parameter server, whose workers take them one at a time.
+    This needs a GPU, pin_memory and non_blocking. It is never the case in a pipeline, whose ranks
+    read micro-batches in the schedule's order, nor with a parameter server, whose workers read
+    micro-batches one at a time.
     """
     alone = plan.pp == 1 and plan.parameter_server == "none"
     return device == "cuda" and plan.pin_memory and plan.non_blocking and alone
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Open the job's data and put it into the run, with this data rank's share of each step."""
+    """Open the job's data, and set the run's `data` to this data rank's share of each step."""
     if overlaps_uploads(plan, run.device.type):
         run = replace(run, prefetcher=BatchPrefetcher(run.device))
     run = replace(run, droppable_masks=_optional_masks(run.model, plan) if kind_of(run.device) == "cuda" else ())
@@ -118,12 +119,16 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """Names of the model's mask inputs that may be left out (None) where the mask hides nothing.
+    """Return the names of the model's mask inputs that the loader may replace by None if a mask is
+    all ones, such as ("attention_mask",). Empty if the model needs its masks.
 
-    For such a model, no mask means the same as an all-ones mask, and the model need not ask the
-    device which of the two it has. Models that call transformers' mask functions work so. A model
-    that is compiled whole does not ask, and would be compiled for both cases. Devices that share
-    sequences must all have masks, or none.
+    Models that call transformers' mask functions treat None like an all-ones mask. With a mask,
+    they first read from the device whether it is all ones, and the host waits for the answer.
+    Without a mask, they need not wait.
+
+    With compile: model, masks are never left out: the compiled model does not read them in this
+    way, and would be compiled twice, with and without a mask. With cp, all devices that share a
+    sequence must have masks, or none of them.
     """
     if plan.compile == "model" or plan.cp > 1:
         return ()
@@ -136,10 +141,11 @@ def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OrderedData:
-    """The `Data` of a dataset with random access. It yields samples in the order of `order`,
-    whatever the number of workers.
+    """The `Data` of a dataset with random access. It yields samples in the order of `order`, which
+    does not depend on the number of workers.
 
-    data_rank  (number, count): this data rank, and the number of data ranks that share each step's
+    batch      samples in a step, on all devices
+    data_rank  (rank, count): this data rank, and the number of data ranks that share each step's
                samples
     """
 
@@ -170,8 +176,10 @@ class OrderedData:
         return self.source.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Yield the list of micro-batches of each step, on the host, beginning with sample
-        `consumed`; the last micro-batch may be short.
+        """Yield the list of this rank's micro-batches of each step, on the host.
+
+        The first step begins at position `consumed` in the order of samples, the last one ends
+        before position `until` (None: there is no end). A step's last micro-batch may be short.
         """
         micro = self.plan.micro_batch_of(self.batch)
         wanted = (key for begin, end in _steps(consumed, until, self.batch) for key in self._keys(begin, end, micro))
@@ -183,8 +191,8 @@ class OrderedData:
             ]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
-        """Micro-batches of the first `samples` held-out samples, prepared in this process because
-        they are few.
+        """Yield this rank's micro-batches of the first `samples` held-out samples. They are few, so
+        this process prepares them without workers.
         """
         indices = self.order.held_out(samples)
         for begin, end, fills in micro_batch_ranges(
@@ -194,13 +202,15 @@ class OrderedData:
             yield DummyMicroBatch(batch) if fills else batch
 
     def example(self) -> Batch:
-        """A micro-batch of the first few samples, to look at their shapes."""
+        """Return a micro-batch of the first few samples, which shows their shapes and types."""
         places = np.arange(min(EXAMPLE_SAMPLES, len(self.source)))
         return self.source.batch(places, 0 * places)
 
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
-        """The indices and epochs of each of this device's micro-batches in the step from position
-        `begin` to `end`.
+        """Yield (sample indices, epochs) for each of this rank's micro-batches in the step from
+        position `begin` to `end`.
+
+        micro: samples in a full micro-batch.
         """
         indices, epochs = self.order.training_samples(begin, end)
         for first, last, _ in micro_batch_ranges(begin, end, micro, self.data_rank):
@@ -214,7 +224,9 @@ class OrderedData:
 
 @dataclass(frozen=True)
 class StreamedData:
-    """The `Data` of an iterable: samples in its own order, with no held-out samples."""
+    """The `Data` of an iterable. It yields samples in the iterable's own order, and has no held-out
+    samples.
+    """
 
     source: UserStream
     batch: int
@@ -227,8 +239,8 @@ class StreamedData:
     data_rank: tuple[int, int] = (0, 1)
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Like OrderedData's. Samples that were consumed before, or belong to other devices, are
-        read and skipped.
+        """Yield the same as OrderedData.steps. Samples that were consumed before, or that belong to
+        other ranks, are read and skipped.
         """
         micro = self.plan.micro_batch_of(self.batch)
         batches = self._prepare(_StreamMicroBatches(self.source, consumed, until, self.batch, micro, self.data_rank))
@@ -251,14 +263,14 @@ class StreamedData:
 
 
 def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
-    # a user's dataset is used for training only
+    # no samples are held out from a dataset that the user passes as an object
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
     order = Order(len(source), share, job.train.seed)
     if job.train.evaluate_every and not order.evaluation_count:
         raise InputError(
             f"job: train.evaluate_every={job.train.evaluate_every}",
             "no samples are held out",
-            "leave it out, or give the data as {python: 'file.py:function', held_out: 0.01}"
+            "leave out train.evaluate_every, or give the data as {python: 'file.py:function', held_out: 0.01}"
             if not isinstance(job.data, DataSpec)
             else "set data.held_out: 0.01, or give more data",
         )
@@ -267,34 +279,43 @@ def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> Or
 
 def _streamed(source: UserStream, job: Job, plan: Plan, part: tuple[int, int]) -> StreamedData:
     if job.train.steps is None:
-        raise InputError("data", "an iterable does not say how long an epoch is", "set train.steps")
+        raise InputError("data", "an iterable has no length, so the number of steps is unknown", "set train.steps")
     if job.train.evaluate_every:
         raise InputError(
             f"job: train.evaluate_every={job.train.evaluate_every}",
             "an iterable has no held-out samples",
-            "leave it out, or give a dataset with __len__ and __getitem__",
+            "leave out train.evaluate_every, or give a dataset with __len__ and __getitem__",
         )
     if plan.loader_workers > 1:
         raise InputError(
-            f"plan: loader_workers={plan.loader_workers}", "an iterable is read by one process", "use loader_workers: 1"
+            f"plan: loader_workers={plan.loader_workers}",
+            "only one worker can read an iterable",
+            "use loader_workers: 1",
         )
     return StreamedData(source, job.train.batch, plan, source.sample_items, data_rank=part)
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
-    """The first and last position of each step. The last step is short where `until` ends it."""
+    """Yield (begin, end), the range of positions of each step, of `batch` samples each. The last step
+    ends at `until` and may be short. With until=None, there is no last step.
+    """
     begins = itertools.count(consumed, batch) if until is None else range(consumed, until, batch)
     for begin in begins:
         yield begin, begin + batch if until is None else min(begin + batch, until)
 
 
 def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[tuple[int, int, bool]]:
-    """The (first, last, is dummy) positions of each micro-batch of one data rank's share of the
-    step from `begin` to `end`.
+    """Yield (first, last, is_dummy) for each micro-batch of one data rank in the step from position
+    `begin` to `end`: the micro-batch consists of the samples at positions first to last - 1.
 
     All ranks get the same number of micro-batches. A rank with fewer samples than others gets dummy
-    micro-batches of one sample, with True as third member. Example: a step of 5 samples over 2
-    ranks with micro-batches of 2: rank 0 has samples 0-1 and a dummy, rank 1 has samples 2-3 and 4.
+    micro-batches of one sample in addition.
+
+    micro  samples in a full micro-batch
+    part   (rank, count): the data rank, and the number of data ranks
+
+    Example: a step of 5 samples on 2 ranks, with micro-batches of 2. Rank 0 has samples 0-1 and a
+    dummy, rank 1 has samples 2-3 and sample 4.
     """
     number, parts = part
     size = end - begin
@@ -309,9 +330,10 @@ def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) 
 
 
 class _SampleMicroBatches(Dataset[Any]):
-    """Runs in a worker: maps indices and epochs to their micro-batch.
+    """The dataset of the worker processes: maps (sample indices, epochs) to a micro-batch.
 
-    Errors are returned as values: an exception raised in a worker would lose its parts.
+    A TightfitError is returned instead of raised, because an exception from a worker arrives
+    without its attributes.
     """
 
     def __init__(self, source: Samples) -> None:
@@ -322,7 +344,7 @@ class _SampleMicroBatches(Dataset[Any]):
 
 
 class _StreamMicroBatches(IterableDataset[Any]):
-    """The micro-batches of a stream, read in this process or in a worker."""
+    """This rank's micro-batches of an iterable, read in this process or in a worker."""
 
     def __init__(
         self, source: UserStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
@@ -344,13 +366,13 @@ class _StreamMicroBatches(IterableDataset[Any]):
             yield batch
 
 
-_END = None  # no batch is None
-# RuntimeError is torch's, for a tensor with a graph
+_END = None  # marks the end: no batch is None
+# errors of pickle; torch raises RuntimeError for a tensor that is part of an autograd graph
 _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 
 
 def _result_or_error(make: Callable[[], Any]) -> Any:
-    """The result of `make`, or the TightfitError that it raised."""
+    """Return the result of `make`, or the TightfitError that it raises."""
     try:
         return make()
     except TightfitError as error:
@@ -358,14 +380,15 @@ def _result_or_error(make: Callable[[], Any]) -> Any:
 
 
 def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan) -> Iterator[Batch]:
-    """Micro-batches from worker processes, in the order of their keys.
+    """Yield the micro-batches that worker processes prepare, in the order of `keys`.
 
-    Workers come from a fork server, a clean process that has imported torch and started no thread.
-    Forking the training process itself can deadlock once torch's threads run, and spawning would
-    import torch in every worker.
+    Workers are forked from a fork server, a process that has imported torch and has no threads.
+    Forking the training process itself could deadlock, because torch has started threads in it.
+    Spawned workers would each import torch again.
 
-    Raises TightfitError where a worker is killed, and InputError where the dataset cannot be
-    pickled.
+    keys: arguments of dataset[...], one for each micro-batch; None for an iterable dataset.
+
+    Raises TightfitError if a worker is killed, and InputError if the dataset cannot be pickled.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tightfit.data"])
@@ -378,7 +401,7 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
         prefetch_factor=plan.prefetch,
         pin_memory=plan.pin_memory,
         multiprocessing_context=context,
-        generator=torch.Generator(),  # its own, so that workers draw nothing from the training's
+        generator=torch.Generator(),  # else the loader would draw from torch's global generator
     )
     try:
         for batch in _start_workers(loader, plan):
@@ -389,37 +412,37 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
         if "DataLoader worker" not in str(error):
             raise
         raise TightfitError(
-            f"{error}\n  a killed worker has most often run out of host memory or of /dev/shm\n"
-            f"  fix: use fewer loader_workers than {plan.loader_workers}, or less prefetch; a script "
-            "that defines its dataset itself must start under if __name__ == '__main__'"
+            f"{error}\n  a worker is usually killed because host memory or /dev/shm is full\n"
+            f"  fix: use fewer loader_workers than {plan.loader_workers}, or less prefetch; if your "
+            "script defines the dataset's class, start training under if __name__ == '__main__'"
         ) from error
 
 
 def _start_workers(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
-    """Start the loader's workers. They import the user's script only if the dataset needs something
-    from it.
+    """Start the loader's workers, and return the iterator over their batches. The workers import
+    the user's script only if the dataset cannot be pickled without it.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Got pickle error")  # replaced by the InputError below
+        warnings.filterwarnings("ignore", "Got pickle error")  # the InputError below says it
         try:
             with _no_script():
                 return iter(loader)
         except _NOT_PICKLABLE:
-            pass  # perhaps because its class is defined in the script
+            pass  # the dataset's class may be defined in the script: try again with the script
         try:
             return iter(loader)
         except _NOT_PICKLABLE as error:
             raise InputError(
                 f"plan: loader_workers={plan.loader_workers}",
                 f"the dataset cannot be sent to a worker ({error})",
-                "define its class at the top of a module, or use loader_workers: 0",
+                "define the dataset's class at the top level of a module, or use loader_workers: 0",
             ) from None
 
 
 @contextmanager
 def _no_script() -> Iterator[None]:
-    """Processes started inside do not run the main script again, so the script needs no `if
-    __name__ == "__main__"`.
+    """A context in which new worker processes do not import the main script again, so that the
+    script needs no `if __name__ == "__main__"`.
     """
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

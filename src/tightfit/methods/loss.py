@@ -1,19 +1,18 @@
-"""Computes a language model's last matrix product and its cross entropy together, one chunk of
-tokens at a time. This avoids storing the logits of all tokens, which are often the largest tensor
-of training.
+"""Computes a language model's output head and its cross entropy together, one chunk of tokens at a
+time. This avoids storing the logits of all tokens, which are often the largest tensor of training.
 
 Saves   the logits and their gradient: (tokens, vocabulary) becomes (chunk, vocabulary). With a
         vocabulary of 128k, that is most of a language model's activations.
 Costs   no arithmetic: the gradient is computed while the chunk's logits are in memory, so nothing
-        is recomputed. From forward to backward, a gradient of the head's weight in fp32 and one of
-        the hidden states are held. Where a tenth or more of the positions have no label, no logits
-        are computed for them: in masked language models these are most positions.
+        is recomputed. From forward to backward, the gradients of the head's weight (in fp32) and of
+        the hidden states are held. If more than a tenth of the positions have no label, no logits
+        are computed for those positions; in a masked language model they are the majority.
 When    any causal or masked language model.
-Order   before anything wraps the head.
+Order   before anything wraps the output head.
 Source  Hsu et al. 2024, arXiv:2410.10989 (Liger kernel, fused linear cross entropy).
 
-A chunk's size is chosen by bytes: see `default_chunk`. Its kernels depend on the device: see
-`loss_kernels.py`.
+The default chunk size follows from the bytes of the logits: see `default_chunk`. The kernels depend
+on the device: see `runtime/loss_kernels.py`.
 
 Example: 8,192 tokens and a vocabulary of 128,000 make 8,192 x 128,000 logits, 2.0 GiB in 16 bits,
 and their gradient as much again. In chunks of 1,024 tokens, 0.25 GiB of logits exist at a time, and
@@ -50,21 +49,23 @@ from tightfit.runtime.repeated_iterations import repeated_iterations
 from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
-LOGITS_BIAS = "final_logits_bias"  # the name of a buffer that BART and its relatives add to the logits
-# this shard's first class, and the group of devices that share the vocabulary
+LOGITS_BIAS = "final_logits_bias"  # a buffer that BART and similar models add to the logits
+# (first class of this device's shard, group of the devices among which the vocabulary is sharded)
 VocabularyShard = tuple[int, dist.ProcessGroup]
 FIELDS = ("chunked_loss",)
 TRACED_FIELDS = ("chunked_loss",)
 VARIANTS = ({"chunked_loss": 5},)
-# to generate the softmax kernel for CUDA, before the first step; used until it is measured
+# assumed seconds to generate the softmax kernel for CUDA before the first step
 COMPILE_S = 5.0
-CHUNK = 1024  # tokens: the fastest measured on a CPU; on CUDA the fewest with fast products
-MOST_TOKENS = 8192  # tokens of a chunk: longer chunks make no product faster
-CHUNK_BYTES = 512 * 2**20  # of the logits of a chunk
+# tokens in a chunk: the fastest number measured on a CPU; the smallest efficient number on CUDA
+CHUNK = 1024
+MOST_TOKENS = 8192  # tokens in a chunk: longer chunks do not make the matrix products faster
+CHUNK_BYTES = 512 * 2**20  # maximal bytes of a chunk's logits
 SHARE_OF_DEVICE = 32  # a chunk's logits take at most 1/32 of a CUDA device's memory
-# a chunk is a multiple of STEP tokens; bytes per logit, in the usual type
+# a chunk is a multiple of CHUNK_MULTIPLE tokens; BYTES: bytes per logit, by device
 CHUNK_MULTIPLE, BYTES = 128, {"cpu": 4, "cuda": 2}
-MAX_LABELLED_SHARE = 0.9  # rows are skipped where fewer than this share count
+# unlabelled rows are skipped if fewer than this share of all rows have a label
+MAX_LABELLED_SHARE = 0.9
 
 
 def enabled(plan: Plan) -> bool:
@@ -72,28 +73,29 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Chunks for transformers' language models."""
+    """Chunk the loss of transformers' language models."""
     if job.of_transformers and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        yield Default("chunked_loss", chunk_of(job, machine), "logits are never all there at once")
+        yield Default("chunked_loss", chunk_of(job, machine), "the logits of all tokens never exist at the same time")
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """A chunk no larger than needed; or all logits at once, for a model whose loss cannot be
+    """Propose chunks of at most 1,024 tokens, and None (no chunks) for models whose loss cannot be
     chunked.
     """
     return {"chunked_loss": [None] if start.chunked_loss is None else [min(start.chunked_loss, CHUNK), None]}
 
 
 def chunk_of(job: Job, machine: Machine) -> int:
-    """The number of tokens in a chunk for this job on this machine: see `default_chunk`."""
+    """Return the default number of tokens in a chunk for this job on this machine."""
     return default_chunk(model_input(job).vocabulary, machine.device, machine.memory_bytes.value)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the time to generate a kernel; buffers and operations are traced.
+    """Add the time to generate the softmax kernel. The trace already contains the buffers and
+    operations of the chunked loss.
 
-    Where the vocabulary is sharded (tp), the softmax consists of torch's own operations and no
-    kernel is generated.
+    With a sharded vocabulary (tp), the softmax consists of torch's own operations, and no kernel is
+    generated.
     """
     if machine.device == "cpu" or plan.tp > 1 or not can_generate_kernels():
         return ledger
@@ -101,8 +103,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Replace the objective by one that computes the loss in chunks. Raises InputError where the
-    logits are not the head's own output.
+    """Replace the run's objective by one that computes the loss in chunks. Raises InputError if the
+    model changes the logits after its output head.
     """
     assert plan.chunked_loss is not None
     kernels = kernels_for(kind_of(run.device), plan.precision not in ("fp32", "tf32"), plan.chunked_loss)
@@ -113,17 +115,20 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | None = None) -> int:
-    """The number of tokens in a chunk where the user does not set it: a multiple of 128.
+    """Return the number of tokens in a chunk if the user does not set it: a multiple of 128.
 
-    On a CUDA device, as many tokens as have 512 MiB of logits in 16 bits, or a 32nd of the device's
-    memory where that is less; but at least 1,024 and at most 8,192. Each chunk reads and writes the
-    fp32 gradient of the head's weight once more, 8 bytes for every 2 x tokens FLOPs: with fewer
-    tokens that takes longer than the product. On a CPU 1,024, or fewer where their fp32 logits
-    would take more than 512 MiB: with a vocabulary beyond 131,072.
+    On CUDA, a chunk's 16-bit logits take at most 512 MiB and at most 1/32 of the device's memory,
+    within limits of 1,024 and 8,192 tokens. The lower limit is for speed: each chunk reads and
+    writes the fp32 gradient of the head's weight (8 bytes per element), and computes 2 x tokens
+    FLOPs per element for this gradient. With fewer tokens, the memory traffic takes longer than the
+    arithmetic.
 
-    vocabulary    classes of the head on one device; None where the model does not say
+    On a CPU, a chunk has 1,024 tokens, or fewer if their fp32 logits would take more than 512 MiB,
+    which happens with a vocabulary of more than 131,072 classes.
+
+    vocabulary    number of classes of the output head on one device; None if unknown: 1,024 tokens
     device        "cpu" or "cuda"
-    memory_bytes  of the device; None for unknown
+    memory_bytes  memory of the device; None if unknown
     """
     most = CHUNK_BYTES if memory_bytes is None or device == "cpu" else min(CHUNK_BYTES, memory_bytes / SHARE_OF_DEVICE)
     if vocabulary is None:
@@ -133,14 +138,14 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
 
 
 def count_labelled(targets: Callable[[Batch], Tensor], batch: Batch) -> LabelCount | None:
-    """The number of targets that count, for a batch on the host; None for tensors without values."""
+    """Count the labelled targets of a batch on the host. Returns None for fake tensors."""
     labels = targets(batch)
     return None if is_fake(labels) else LabelCount(int((labels != IGNORED).sum()), labels.numel())
 
 
 def _vocabulary_shard(run: Run) -> VocabularyShard | None:
-    """This device's shard of the head's classes, where the vocabulary is sharded across devices;
-    else None.
+    """Return this device's shard of the head's classes, or None if tensor parallelism does not
+    shard the vocabulary.
     """
     head = find_head(run.objective, run.model).weight
     cuts = [
@@ -151,13 +156,16 @@ def _vocabulary_shard(run: Run) -> VocabularyShard | None:
 
 @dataclass
 class Head:
-    """A model's last linear layer, whose matrix product can be skipped during a forward.
+    """A model's output head, an nn.Linear whose matrix product can be skipped during a forward.
+
+    If the product is skipped, the model returns the hidden states instead of the logits, and the
+    chunked loss computes the logits from them.
 
     layer          the linear layer
-    model          the model, which may have a buffer that it adds to the logits
-    skips_product  whether the product is skipped at the moment
-    hidden_states  the layer's input in the last such forward
-    checked        whether the model was seen to return this input unchanged
+    model          the model; it may have a buffer that it adds to the logits
+    skips_product  True while a forward without the product runs
+    hidden_states  the layer's input in that forward; None outside of it
+    checked        True after a check that the model returns the hidden states unchanged
     """
 
     layer: nn.Linear
@@ -180,14 +188,15 @@ class Head:
 
     @property
     def logits_bias(self) -> Tensor | None:
-        """A buffer that the model adds to the logits (BART's final_logits_bias); it is zero while
-        the product is skipped.
+        """Return the buffer that the model adds to the logits (BART's final_logits_bias), or None
+        if the model has no such buffer.
         """
         return own_buffers(self.model).get(LOGITS_BIAS)
 
     def bias(self, first: int) -> Tensor | None:
-        """The bias added to the products, for this layer's classes, which begin at class `first`;
-        None for no bias.
+        """Return the sum of the layer's bias and the model's logits bias, or None without any bias.
+
+        first: number of the layer's first class, more than 0 if the layer is a shard of the head.
         """
         if self.logits_bias is None:
             return self.layer.bias
@@ -195,8 +204,10 @@ class Head:
         return added if self.layer.bias is None else self.layer.bias + added
 
     def hidden(self, logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-        """The head's input when the model runs on `batch`. Raises InputError where the model
-        changes the head's output.
+        """Run the model on `batch` without the head's product, and return the hidden states. Raises
+        InputError if the model changes the head's output.
+
+        logits: Objective.logits, which calls the model on the batch.
         """
         added, self.hidden_states = self.logits_bias, None
         self.skips_product = True
@@ -207,7 +218,7 @@ class Head:
         except RuntimeError as error:
             if self.hidden_states is None or "must match the size" not in str(error):
                 raise
-            # something as wide as the vocabulary was added to the hidden states
+            # the model added a tensor with one element per class to the hidden states
             raise _changed() from error
         finally:
             self.skips_product = False
@@ -219,8 +230,8 @@ class Head:
 
     @torch.compiler.disable
     def _check(self, returned: Tensor) -> None:
-        """Check, on the first forward only, that the model returned the hidden states unchanged
-        except for their type.
+        """Check that the model returned the hidden states unchanged except for their type. The
+        values are compared only on the first forward, the shapes on each.
         """
         given = self.hidden_states
         if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
@@ -233,7 +244,9 @@ class Head:
 
 
 def _changed() -> InputError:
-    return InputError("plan: chunked_loss", "the model changes the logits after its head", "leave out chunked_loss")
+    return InputError(
+        "plan: chunked_loss", "the model changes the logits after its output head", "leave out chunked_loss"
+    )
 
 
 def chunked(
@@ -243,11 +256,11 @@ def chunked(
     kernels: LossKernels = LossKernels(),  # noqa: B008
     vocabulary_shard: VocabularyShard | None = None,
 ) -> Objective:
-    """`objective` with the loss computed in chunks, so that the full logits never exist: see
-    linear_cross_entropy.
+    """Return `objective` with the loss computed in chunks by `linear_cross_entropy`, so that the
+    logits of all tokens never exist at the same time. The head's forward is replaced in `model`.
 
-    A batch may contain the number of its labels that count, under LABELLED. Raises InputError where
-    the logits are not the head's own output.
+    A batch may contain the LabelCount of its labels under LABEL_COUNT_KEY; then unlabelled rows can
+    be skipped. Raises InputError if the model changes the logits after its output head.
     """
     head = Head(find_head(objective, model), model)
     head.attach()
@@ -273,27 +286,29 @@ def chunked(
 
 
 def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
-    """The linear layer that produces a language model's logits. Raises InputError where there is
-    none, or its output is changed.
+    """Return the linear layer that produces a language model's logits. Raises InputError if no such
+    layer is found, or if the model's configuration says that its output is changed.
     """
     get = getattr(model, "get_output_embeddings", None)
     layer = get() if get is not None else None
     if not isinstance(layer, nn.Linear) or objective.logits is None:
         raise InputError(
             "plan: chunked_loss",
-            f"{type(model).__name__} has no linear layer that it calls its output embedding",
-            "leave out chunked_loss, or give the model get_output_embeddings() returning its last nn.Linear",
+            f"{type(model).__name__} does not say which nn.Linear is its output head",
+            "leave out chunked_loss, or give the model a method get_output_embeddings() that returns this layer",
         )
     config: Any = getattr(model, "config", None)
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1.0):
             raise InputError(
-                "plan: chunked_loss", f"the model changes the logits after its head ({name})", "leave out chunked_loss"
+                "plan: chunked_loss",
+                f"the model changes the logits after its output head ({name})",
+                "leave out chunked_loss",
             )
     return layer
 
 
-# compiling gains nothing: it would unroll the loop, and all chunks would exist together
+# not compiled: the compiler would unroll the loop, and all chunks would exist at the same time
 @torch.compiler.disable
 def linear_cross_entropy(
     hidden: Tensor,
@@ -305,34 +320,39 @@ def linear_cross_entropy(
     vocabulary_shard: VocabularyShard | None = None,
     labelled: LabelCount | None = None,
 ) -> Tensor:
-    """The cross entropy of `hidden @ weight.T + bias`, summed over the targets that count, `chunk`
-    rows at a time.
+    """Compute the cross entropy of `hidden @ weight.T + bias`, summed over the labelled tokens,
+    `chunk` tokens at a time.
 
     hidden            (tokens, width)
     weight            (vocabulary, width)
     bias              (vocabulary) or None
-    targets           (tokens), with IGNORED where a token does not count
-    kernels           which kernels compute a chunk
-    vocabulary_shard  set where weight and bias are this device's shard of the vocabulary; the
-                      gradient of hidden is then this shard's part of a sum over the devices
-    labelled          how many targets count, as the host knows it. Where many do not, their rows
-                      are skipped, without waiting for the device. None: all rows are computed
+    targets           (tokens): the class of each token, or IGNORED for a token without a label
+    chunk             number of tokens whose logits exist at the same time
+    kernels           the kernels that compute a chunk
+    vocabulary_shard  given if weight and bias are this device's shard of the vocabulary. The
+                      gradient of `hidden` is then partial: its sum over the devices is the gradient
+    labelled          how many targets have a label, counted on the host. If more than a tenth do
+                      not, their rows are skipped. None: all rows are computed
 
-    Products run in autocast's type, or in that of `hidden`; the softmax and the sum run in fp32.
-    Returns an fp32 scalar.
+    Products run in autocast's type, or without autocast in the type of `hidden`. The softmax and
+    the sum run in fp32. Returns an fp32 scalar.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     taken = computed_rows(labelled, len(targets), kernels.row_multiple)
-    # inside a Function's forward, gradients look disabled and inputs look as if they required them: ask here
+    # is_grad_enabled() is always False inside a Function's forward, so it is read here
     return LinearCrossEntropy.apply(
         hidden, weight, bias, targets, taken, (chunk, kernels), vocabulary_shard, dtype, torch.is_grad_enabled()
     )
 
 
 def computed_rows(labelled: LabelCount | None, rows: int, multiple: int) -> int | None:
-    """The number of rows to compute, a multiple of `multiple`: those that count and a few that do
-    not; None for all.
+    """Return how many rows to compute, or None for all of them.
+
+    It is the number of labelled rows, rounded up to a multiple of `multiple`. All rows are computed
+    if the number of labels is unknown, or if the result would be 90 % of the rows or more.
+
+    Example: 150 of 1,000 rows have a label, and `multiple` is 128: 256 rows are computed.
     """
     if labelled is None:
         return None
@@ -341,8 +361,8 @@ def computed_rows(labelled: LabelCount | None, rows: int, multiple: int) -> int 
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients in forward, while a chunk's logits are in memory, and scales them in
-    backward.
+    """The autograd function of the chunked loss. It computes the gradients in forward, while a
+    chunk's logits are in memory, and multiplies them by the loss's gradient in backward.
     """
 
     @staticmethod
@@ -370,7 +390,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *made, which = ctx.saved_tensors
-        # in place, which autograd tracks: a second backward through the same graph raises
+        # in place: autograd notices the change, so a second backward through this graph raises
         scaled = [
             None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
             for gradient, dtype in zip(made, ctx.types, strict=True)
@@ -381,8 +401,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _labelled_rows_first(targets: Tensor) -> Tensor:
-    """The indices of all rows, labelled rows first, each group in its order. It does not wait for
-    the device.
+    """Return the indices of all rows, first the labelled rows and then the others, both in their
+    original order. The host does not wait for the device.
     """
     return (targets == IGNORED).to(torch.uint8).argsort(stable=True)
 
@@ -398,10 +418,15 @@ def _sum_and_gradients(
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """The loss and its gradients for hidden, weight and bias, for each where `wanted` says so; the
-    last two in fp32.
+    """Return the loss and its gradients with respect to hidden, weight and bias.
 
-    which: indices of the computed rows, to which the gradient for hidden belongs; None for all.
+    The gradient of hidden is in `dtype`, the other two are in fp32. Exception: with a single chunk
+    and a weight of type `dtype`, the gradient of the weight is in `dtype`, too.
+
+    which   indices of the rows to compute; None for all. The gradient of hidden has these rows only
+    how     tokens in a chunk, and the kernels
+    dtype   the type of the products
+    wanted  for each of hidden, weight and bias, whether its gradient is needed; if not, it is None
     """
     chunk, kernels = how
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -445,7 +470,9 @@ def _sum_and_gradients(
 def _chunk_loss(
     logits: Tensor, labels: Tensor, kernels: LossKernels, divided: VocabularyShard | None, learning: bool
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss of a chunk, and its gradient for the logits, which may overwrite them."""
+    """Return the summed loss of a chunk, and its gradient with respect to the logits, which may be
+    written over the logits.
+    """
     if divided is not None:
         return vocab_parallel_cross_entropy_with_gradient(logits, labels, *divided)
     if kernels.fused is not None and learning:
@@ -454,9 +481,10 @@ def _chunk_loss(
 
 
 def _add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, fused: bool, first: bool) -> None:
-    """Add the product of a chunk to the weight's gradient, in place.
+    """Add `left @ right`, the product of one chunk, to the weight's gradient `total` in place.
 
-    fused  whether one kernel multiplies and adds in fp32. Then the first product overwrites `total`
+    fused  whether one kernel multiplies and adds in fp32
+    first  whether this is the first chunk. With `fused`, its product overwrites `total`
     """
     if left.dtype == total.dtype:
         torch.addmm(total, left, right, out=total)
@@ -467,11 +495,13 @@ def _add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, fused: bool
 
 
 def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS_IN_CACHE) -> tuple[Tensor, Tensor]:
-    """The summed cross entropy, in fp32, of (rows, classes) logits; the gradient of each row
-    overwrites its logits.
+    """Return the summed cross entropy of (rows, classes) logits in fp32, and its gradient, which is
+    written over the logits.
 
-    The gradient is softmax minus one at the label. In rows whose label is IGNORED it is
-    meaningless.
+    The gradient is the softmax, minus one at the label. In rows whose label is IGNORED, it has no
+    meaning.
+
+    rows: how many rows are computed in fp32 at a time.
     """
     loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for start in repeated_iterations(range(0, len(logits), rows)):

@@ -1,18 +1,20 @@
 """Creates the model directly on the device where it is trained, in the type in which its weights
 are stored. This avoids a full fp32 copy of the model in host memory.
 
-Saves   the fp32 copy that the usual way creates in host memory, and again on the device before it
-        is cast.
-Costs   nothing during training; creation copies each parameter one or two more times.
-When    the fp32 model does not fit where the trained one does, or host memory is short.
+Saves   two copies of the model in fp32, which exist with `host`: one in host memory, and one on the
+        device before it is cast.
+Costs   nothing during training; creation copies each parameter once or twice more.
+When    the fp32 model does not fit the device's memory, although the 16-bit weights do; or host
+        memory is short.
 Order   first after the allocator: every other method edits this model's modules.
-Source  like torchdistX's deferred_init, without its recording: initialisers run unchanged, one
+Source  like torchdistX's deferred_init, but nothing is recorded: initialisers run unchanged, one
         parameter at a time.
 
-Both ways create the same model: the same names, types and ties, and the fp32 values rounded once.
-One case differs. A parameter that is read and written again after other parameters were initialised
-(for example, by a second pass that scales all of them) starts from its rounded value in the device
-way. Initialisers that only write, such as those of torch and transformers, give identical values.
+`device` and `host` create the same model: the same names, types and ties, and the same fp32 values,
+rounded once. There is one exception: a parameter that is modified again after other parameters were
+initialised (for example, by a second pass that scales all parameters). With `device`, the second
+pass reads the rounded value. Initialisers that only write, such as those of torch and transformers,
+give identical values.
 """
 
 from __future__ import annotations
@@ -49,19 +51,21 @@ from tightfit.runtime.method import Default
 from tightfit.runtime.run import Run, refuse_hooks
 from tightfit.target_device import kind_of
 
-# host memory for staged parameters other than the largest: biases and norms stay with their weight
+# bytes of host memory for staged parameters besides the largest one, such as biases and norms
 SLACK_BYTES = 2**20
-# types that may be cast; a 64-bit tensor was widened for a reason
+# types that may be cast; 64-bit tensors keep their type, because the model's author chose it
 CASTABLE = (torch.float16, torch.bfloat16, torch.float32)
 FIELDS = ("materialize",)
 VARIANTS = ({"materialize": "device"},)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The memory that creating the model takes, on the device and on the host.
+    """Add the peak memory of creating the model, on the device and on the host.
 
-    materialize=device: the weights in their final type; on a CPU also one of them in fp32.
-    materialize=host: all weights in fp32, which are moved and then cast one by one.
+    materialize=device: the device holds the weights in their final type. In addition, one parameter
+    at a time is in fp32, in host memory.
+    materialize=host: all weights are created in fp32 on the host, moved to the device, and cast
+    there one by one.
     """
     stored = [parameter.bytes for parameter in ledger.parameters]
     single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]  # in fp32
@@ -84,12 +88,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
-    """Bytes of the parameters that a device keeps when it creates the model itself."""
-    if "parameters" in plan.offload:  # they stay in the store
+    """Return the peak bytes of parameters on the device while the model is created with
+    materialize=device: this device's shards (ZeRO-3) or stages (pp), in their final type.
+    """
+    if "parameters" in plan.offload:  # parameters are in the store
         return 0
     sizes = [parameter.bytes for parameter in ledger.parameters]
     kept = sum(sizes)
-    if plan.zero == 3:  # its shards, and one full parameter
+    if plan.zero == 3:  # this device's shards, and one full parameter
         kept = math.ceil(kept / plan.shards) + max(sizes, default=0)
     if plan.pp > 1:
         stages = stage_ranges(plan, ledger.blocks)
@@ -107,8 +113,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Create the model on the device."""
-    yield Default("materialize", "device", "the model is created where and as it is used")
+    """Create the model directly on the device."""
+    yield Default("materialize", "device", "the model is created on its device, in its final type")
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -128,11 +134,11 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
-    """The parameters that this pipeline rank keeps, numbered in the order of creation; None for all
-    of them.
+    """Return the numbers of the parameters that this pipeline rank keeps. Parameters are numbered
+    in the order of their creation. Returns None if the rank keeps all parameters.
 
-    They are found on a copy of the model without values (on the meta device). Raises InputError for
-    a model that cannot be created so.
+    To find these numbers, the model is created on the meta device, without values. Raises
+    InputError if that is not possible.
     """
     if plan.pp == 1 or run.mesh is None:
         return None
@@ -151,15 +157,17 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise InputError(
             "plan: materialize=device with pp",
-            f"this model cannot be created on the meta device, to find each device's parameters ({error})",
-            "use materialize: host, which creates the full model first and prunes it then",
+            "this model cannot be created on the meta device, which is needed to find each "
+            f"device's parameters ({error})",
+            "use materialize: host, which creates the full model and then prunes it",
         ) from error
     finally:
         hook.remove()
     blocks = find_blocks(model, run.job.blocks_name)
     pieces, parameters = stage_ranges(plan, len(blocks)), dict(model.named_parameters())
     small = MAX_REPLICATED_SHARE * sum(parameter.numel() for parameter in parameters.values())
-    # small parameters outside the blocks may be used on another stage: known once the model exists
+    # Every rank keeps small parameters outside the blocks: which stages use them is known only
+    # after the model exists.
     own = {
         id(parameters[name])
         for name, places in parameter_uses(model, blocks).items()
@@ -170,19 +178,21 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
 
 
 def weights_dtype(plan: Plan) -> torch.dtype:
-    """The type in which weights are stored. The -mixed precisions store them in fp32."""
+    """Return the type in which weights are stored: 16 bits for the -true precisions, else fp32."""
     return {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}.get(plan.precision, torch.float32)
 
 
 def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type in which a parameter or buffer of `module` is stored, in a model whose weights are
-    `dtype`.
+    """Return the type in which the parameter or buffer `tensor`, called `name` in `module`, is
+    stored if the plan stores weights in `dtype`.
 
-    Only floating-point tensors of up to 32 bits are cast. Two kinds stay in fp32, because 16 bits
-    would lose their purpose: the frequencies of rotary embeddings, which are multiplied by
-    positions; and normalisations with running statistics, whose small updates would be rounded
-    away. These normalisations keep their weight and bias in fp32 too: torch's batch_norm takes
-    16-bit inputs with either everything else in 16 bits or everything else in fp32.
+    Only floating-point tensors of up to 32 bits are cast to `dtype`. Two kinds are stored in fp32,
+    because 16 bits are not precise enough:
+
+    - the frequencies of rotary embeddings (inv_freq), which are multiplied by positions
+    - running statistics of normalisations such as BatchNorm, whose small updates would be rounded
+      away. The weight and bias of such a normalisation are in fp32, too, because torch's batch_norm
+      requires its weight, bias and statistics to have the same type
     """
     if tensor.dtype not in CASTABLE:
         return tensor.dtype
@@ -194,7 +204,7 @@ def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dty
 
 
 def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """The usual way: create the whole model on the CPU in fp32, move it to `device`, then cast it.
+    """Create the full model on the CPU in fp32, move it to `device`, then cast it to `dtype`.
 
     model: a ModelSpec or a callable that returns the model. Raises InputError for lazy modules.
     """
@@ -213,16 +223,16 @@ def create_on_device(
     time.
 
     model         a ModelSpec or a callable that returns the model
-    mesh          the mesh over which each parameter is sharded, as in ZeRO stage 3: only this
-                  device's shard is kept, so no device ever holds the full model (None: no sharding)
-    owned         the parameters whose values are kept, numbered in the order of creation; the
-                  others keep only their shape (None: all)
-    store_values  a function that moves values into another memory and returns them there (None:
-                  they stay on the device)
+    mesh          the mesh over which each parameter is sharded, as in ZeRO-3: this device keeps
+                  only its own shards, so no device ever holds the full model. None: no sharding
+    owned         the numbers of the parameters whose values are kept, in the order of creation. All
+                  other parameters keep only their shape. None: all values are kept
+    store_values  a function that moves a parameter's values to other memory, such as a mapped file,
+                  and returns them as a tensor in that memory. None: values stay on the device
 
     Under torch.device("meta"), tensors stay on the meta device and are only cast. The same holds
-    under FakeTensorMode, except where torch itself mixes modes (a deepcopy in the constructor).
-    Raises InputError for lazy modules, and for hooked modules where the parameters are sharded.
+    under FakeTensorMode, unless the model's constructor calls deepcopy, where torch itself mixes
+    modes. Raises InputError for lazy modules, and for modules with hooks if parameters are sharded.
     """
     factory = model_factory(model, sequential=True)
     with _Staging(device, dtype, mesh, owned, store_values):
@@ -234,15 +244,15 @@ def create_on_device(
 
 
 def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move and cast the tensors that are not yet on `device` in their final type. Ties between
-    parameters stay.
+    """Move all tensors of the model to `device`, cast them to their final type, and return the
+    model. Tied parameters stay tied.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
         raise InputError(
             "job: model",
-            "has lazy modules, whose shapes are not known yet",
-            "call the model once on a small batch before returning it",
+            "the model has lazy modules, whose shapes are not known yet",
+            "call the model on a small batch before its function returns it",
         )
     if any(tensor.device != device and not tensor.is_meta for tensor in tensors):
         model.to(device)
@@ -257,7 +267,7 @@ def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
     return model
 
 
-# functions that read only a parameter's shape and flags, which do not depend on its device
+# functions that read only a parameter's shape and flags, which are the same on all devices
 _SHAPE_ONLY = frozenset(
     (
         *(
@@ -271,19 +281,26 @@ _SHAPE_ONLY = frozenset(
 
 
 class _Staging(TorchFunctionMode):
-    """While a model is created, keeps a parameter in host memory, as its constructor made it, only
-    while an initialiser works on it.
+    """A context in which a model is created on `device`: each parameter is in host memory, in fp32,
+    only while an initialiser uses it.
 
-    A parameter is tracked from its registration on. When the initialisers go on to other parameters
-    it is placed: its data is replaced by a copy on the device in its final type. When an operation
-    uses it again it is staged: its data is copied back to its original device and type. So every
-    initialiser runs unchanged and draws the same random numbers. A parameter whose storage is also
-    referenced elsewhere (a view, `weight.data` in a variable) is placed only when that reference is
-    gone.
+    A parameter is tracked from its registration on, and is in one of two states:
+
+    - staged: its data is on the device and in the type of its creation (mostly the CPU and fp32).
+      It is staged when it is created, and again when an operation uses it.
+    - placed: its data is on `device` in its final type. It is placed when initialisers go on to
+      other parameters.
+
+    So every initialiser runs unchanged and draws the same random numbers. A parameter whose storage
+    has another reference (a view, or `weight.data` in a variable) is placed only after this
+    reference is deleted.
 
     Example: a model of 100 matrices of 40 MB in fp32, created for bf16 on a GPU. While matrix 7 is
     initialised, matrices 1 to 6 are on the GPU with 20 MB each, and host memory holds only matrix
     7.
+
+    The parameters are those of `create_on_device`: divided is its mesh, own its owned, put its
+    store_values.
     """
 
     def __init__(
@@ -297,13 +314,13 @@ class _Staging(TorchFunctionMode):
         super().__init__()
         self.own, self.count = own, 0
         self.put = put
-        self.stored = WeakIdKeyDictionary()  # parameter -> its stored values
+        self.stored = WeakIdKeyDictionary()  # parameter -> its values in the store
         self.foreign: set[int] = set()
         self.device, self.dtype, self.divided = device, dtype, divided
         self.kept = WeakIdKeyDictionary()  # parameter -> its final dtype
-        # placed parameter -> the device and dtype it was created in
+        # placed parameter -> the device and dtype of its creation
         self.placed = WeakIdKeyDictionary()
-        # by id, as tensors compare by value; the most recently used is last
+        # id -> staged parameter, the most recently used last; ids, because == compares values
         self.staged: dict[int, nn.Parameter] = {}
 
     def __enter__(self) -> Self:
@@ -330,7 +347,7 @@ class _Staging(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _on_register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Called by torch when `module` registers `parameter` under `name`."""
+        """Track a new parameter. torch calls this when `module` registers it under `name`."""
         if parameter not in self.kept and not parameter.is_meta and not nn.parameter.is_lazy(parameter):
             if self.own is not None and self.count not in self.own:
                 self.foreign.add(id(parameter))
@@ -338,7 +355,7 @@ class _Staging(TorchFunctionMode):
             self._keep(parameter, storage_dtype(module, name, parameter, self.dtype))
 
     def _track_copy(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
-        """Track a copy of a tracked parameter too: a copy is registered nowhere."""
+        """Track the deep copy of a tracked parameter, because torch calls no hook for copies."""
         if parameter in self.kept and copy not in self.kept:
             self._keep(copy, self.kept[parameter])
 
@@ -351,7 +368,8 @@ class _Staging(TorchFunctionMode):
     def _stage(self, parameter: nn.Parameter) -> None:
         if parameter in self.placed:
             device, dtype = self.placed.pop(parameter)
-            # another rank's: its random numbers are drawn, its values are dropped
+            # This parameter belongs to another rank: the initialiser draws its random numbers, and
+            # its values are dropped.
             if id(parameter) in self.foreign:
                 parameter.data = torch.empty(parameter.shape, dtype=dtype, device=device)
                 self.staged[id(parameter)] = parameter
@@ -364,7 +382,7 @@ class _Staging(TorchFunctionMode):
     def _place(self, parameter: nn.Parameter) -> None:
         del self.staged[id(parameter)]
         self.placed[parameter] = parameter.device, parameter.dtype
-        # a parameter of another type was widened after its registration
+        # a parameter of a type that is not in CASTABLE was cast after its registration
         dtype = self.kept[parameter] if parameter.dtype in CASTABLE else parameter.dtype
         if id(parameter) in self.foreign:
             nothing = torch.zeros((), dtype=dtype, device=self.device)
@@ -382,8 +400,10 @@ class _Staging(TorchFunctionMode):
             shard_parameter(parameter, self.divided, values)
 
     def _place_idle(self, touched: dict[int, nn.Parameter]) -> None:
-        """Place the least recently used parameters until those staged, except the largest, take at
-        most SLACK_BYTES.
+        """Place the least recently used parameters, until all staged parameters but the largest
+        take at most SLACK_BYTES together.
+
+        touched: parameters that the next operation uses, by id; they are not placed.
         """
         sizes = {key: parameter.nbytes for key, parameter in self.staged.items()}
         for key, parameter in list(self.staged.items()):
@@ -395,14 +415,14 @@ class _Staging(TorchFunctionMode):
 
 
 def _is_shared(parameter: nn.Parameter) -> bool:
-    """Whether another tensor uses the parameter's storage. Two references always exist: the
-    parameter, and this call's.
+    """Return whether another tensor uses the parameter's storage. The parameter and this call
+    always have one reference each.
     """
     return storage_use_count(parameter) > 2
 
 
 def _flat(arguments: Any) -> Iterator[Any]:
-    """All items in nested lists, tuples and dicts."""
+    """Yield all leaves of nested lists, tuples and dicts, such as the arguments of a call."""
     if isinstance(arguments, list | tuple):
         for item in arguments:
             yield from _flat(item)

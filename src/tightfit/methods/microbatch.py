@@ -1,14 +1,14 @@
 """Processes the batch in several micro-batches, accumulates their gradients, and updates the
 weights once (gradient accumulation). It is for batches that do not fit in memory at once.
 
-Saves   activations and temporaries, in proportion to the micro-batch.
+Saves   activations and temporaries, in proportion to the size of a micro-batch.
 Costs   no extra arithmetic; smaller matrix products, and one gradient addition for each
         micro-batch.
 When    the batch does not fit, or a smaller micro-batch fits the cache better.
-Order   after the model exists, before the optimizer: it corrects BatchNorm, whose statistics depend
-        on the size of a micro-batch.
-Source  gradient accumulation; normalised by the items that count over the whole step, as for one
-        large batch.
+Order   after the model exists, before the optimizer: it corrects BatchNorm's momentum, because the
+        running statistics are updated once per micro-batch.
+Source  gradient accumulation. The loss is divided by the number of labelled items of the whole
+        step, as for one large batch.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tightfit.plan import Plan
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run
 
-# transformers' models whose experts' capacity counts over a whole forward
+# transformers' models whose experts have a capacity for all samples of a forward together
 CAPACITY_PER_FORWARD = {"nllb-moe"}
-MIN_FLOPS_SHARE = 0.02  # share of the products' FLOPs; narrower layers are not mentioned
+MIN_FLOPS_SHARE = 0.02  # layers with a smaller share of the products' FLOPs get no advice
 FIELDS = ("micro_batch",)
 VARIANTS = ({"micro_batch": 3},)
 
@@ -43,8 +43,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """A device's whole share of the batch, then half of it, a quarter, and so on down to one
-    sample.
+    """Propose this device's full share of the batch (None), half of it, a quarter, and so on down
+    to one sample.
     """
     share = start.share_of(job.train.batch)
     sizes = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)
@@ -52,22 +52,23 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """One sample, or the whole share at once, which needs no accumulated gradients during its
-    forward.
+    """Propose one sample, and the device's full share of the batch (None), for which no gradients
+    exist during the forward.
     """
     return {"micro_batch": [None, 1]}
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Correct BatchNorm's momentum for the number of micro-batches in a step."""
+    """Correct the momentum of BatchNorm layers for the number of micro-batches in a step."""
     pieces = math.ceil(plan.share_of(run.job.train.batch) / plan.micro_batch_of(run.job.train.batch))
     correct_batch_norm(run.model, pieces)
     return run
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Smaller micro-batches, but more of them. From the second on, gradients exist during the
-    forward.
+    """Set the size and the number of the micro-batches in the ledger.
+
+    Example: a batch of 8 with micro_batch: 3 has 3 micro-batches.
     """
     batch = ledger.micro_batch * ledger.micro_batches
     piece = min(plan.micro_batch or batch, batch)
@@ -75,10 +76,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def correct_batch_norm(model: nn.Module, pieces: int) -> None:
-    """Make running statistics decay as fast per step as with one batch.
+    """Change BatchNorm's momentum so that `pieces` micro-batches change the running statistics as
+    much as one batch.
 
-    The momentum becomes m' with (1 - m')^pieces = 1 - m. With momentum 0.1 and 4 micro-batches, m'
-    is 0.026.
+    The momentum m becomes m' with (1 - m')^pieces = 1 - m. Example: 0.1 with 4 micro-batches
+    becomes 0.026.
     """
     for module in model.modules():
         if isinstance(module, BatchNorm) and module.momentum is not None:
@@ -86,33 +88,41 @@ def correct_batch_norm(model: nn.Module, pieces: int) -> None:
 
 
 def warn_of_dropped_tokens(run: Run) -> None:
-    """Warn where a mixture of experts drops different tokens with micro-batches than without.
+    """Warn if the model's experts drop different tokens with micro-batches than with the full
+    batch.
 
-    Experts of limited capacity drop the tokens beyond it. Some models count that over all samples
-    of a forward instead of within each sequence. Micro-batches then drop different tokens than the
-    whole batch does.
+    An expert of limited capacity drops the tokens that exceed its capacity. In some models, the
+    capacity is for all samples of a forward together, not for each sequence. Then it depends on the
+    samples of a micro-batch which tokens are dropped.
     """
     model_type = getattr(getattr(run.model, "config", None), "model_type", None)
     batch, micro_batch = run.job.train.batch, run.plan.micro_batch_of(run.job.train.batch)
     if model_type in CAPACITY_PER_FORWARD and micro_batch < batch:
         warnings.warn(
-            f"the experts of {model_type} drop tokens beyond expert_capacity={run.model.config.expert_capacity} in each forward: "  # type: ignore[union-attr]
-            f"which ones depends on the samples of a micro-batch, here {micro_batch} of {batch}, so this plan trains differently from "
-            "one without micro-batches; an expert_capacity of at least the batch's number of tokens drops none",
+            f"in each forward, an expert of {model_type} takes at most expert_capacity="
+            f"{run.model.config.expert_capacity} "  # type: ignore[union-attr]
+            "tokens and drops the others. Which tokens are dropped depends on the samples of "
+            f"a micro-batch, here {micro_batch} of {batch}, so this plan trains differently from a "
+            "plan without micro-batches. No token is dropped if expert_capacity is at least the "
+            "batch's number of tokens",
             TightfitWarning,
             stacklevel=3,
         )
 
 
 def advice(ledger: Ledger, device: str) -> list[str]:
-    """Suggest sizes that let the forward's matrix products fill the hardware's tiles: multiples of
-    8, or of 64 on large GPUs.
+    """Suggest layer widths and micro-batches with which the forward's matrix products fill the
+    hardware's tiles.
 
-    device: "cpu" or "cuda". Returns one sentence for each suggestion.
+    Returns one sentence for each suggestion; none for layers with few FLOPs.
+
+    device: "cpu" (tiles of 16) or "cuda" (tiles of 64).
     Source: NVIDIA, Matrix Multiplication Background User's Guide (tensor cores, 16-bit types).
+
+    Example: "layer width 100: 128 would fill tiles of 64".
     """
-    shares: dict[int, float] = defaultdict(float)  # FLOPs of products, by the width of a layer
-    rows: dict[float, float] = defaultdict(float)  # FLOPs of products, by their number of rows
+    shares: dict[int, float] = defaultdict(float)  # layer width -> FLOPs of its products
+    rows: dict[float, float] = defaultdict(float)  # number of rows of a product -> FLOPs
     for phase, _, operation, count in ledger.operations():
         if phase == "forward" and operation.name in WEIGHT_PRODUCTS and operation.sizes:
             _, length, *widths = (size.at(ledger.micro_batch) for size in operation.sizes)

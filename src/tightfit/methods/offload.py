@@ -1,21 +1,23 @@
 """Moves optimizer states, gradients, parameters or saved activations out of the device's memory
 into host memory or files on disk. It is for models that do not fit otherwise.
 
-Saves   what the plan names: for an fp32 parameter with Adam, states 8 bytes, gradients 4,
-        parameters 4; for activations, all that is saved for backward. `host` is page-locked memory
-        of a GPU's host. `disk` is mapped files, whose memory the system can always reclaim.
+Saves   the data that `offload` names. Per fp32 parameter with Adam, states take 8 bytes, gradients
+        4 and parameters 4; activations are all tensors that are saved for backward. `host` is
+        page-locked memory of the GPU's host. `disk` is memory-mapped files: when memory is short,
+        the system writes their pages to disk.
 Costs   copies at the rate of the link or the disk. States are copied to the device and back once
-        per step; activations out and in once per micro-batch; gradients out once per micro-batch,
-        and in for the update; on a GPU, parameters are copied in for each forward, each backward
-        and the update. A GPU computes meanwhile. Saved activations leave while forward runs. They
-        return while backward works on those saved later, up to 256 MiB or one tensor ahead of their
-        use. While one parameter, or one batch of them, is updated, the data of the next one arrives
-        and the results of the previous one leave, so the data of three is on the device. An update
-        in backward, and copies from and to a disk, are not overlapped.
-When    nothing else fits on one device. Large batches hide it: the bytes copied with states do not
+        per step. Activations are copied out and in once per micro-batch. Gradients are copied out
+        once per micro-batch, and in for the update. On a GPU, parameters are copied in for each
+        forward, each backward and the update. These copies overlap with the GPU's work. Activations
+        are copied out while forward runs, and prefetched during backward, at most 256 MiB or one
+        tensor ahead. During the update of one parameter, or of one batch of parameters, the data of
+        the next one is copied in and the results of the previous one are copied out; so the device
+        holds the data of three. Copies for an update in backward, and from and to a disk, do not
+        overlap.
+When    nothing else fits on one device. Large batches hide the copies of states, whose bytes do not
         grow with the batch.
 Order   around the forward with its precision, and around blocks that recompute and compile have
-        changed; before a pipeline or zero shards what it holds.
+        changed; before pipeline or zero shards the offloaded data.
 Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity),
         arXiv:2104.07857.
 """
@@ -52,7 +54,7 @@ VARIANTS = (
     {"offload": ("states", "gradients", "parameters"), "offload_to": "disk"},
     {"offload": ("activations",), "offload_to": "disk"},
 )
-DISK_BYTES_PER_S = 5e8  # the write rate of a plain SSD; used until it is measured
+DISK_BYTES_PER_S = 5e8  # the write rate of a common SSD, assumed for all disks
 HOST_BYTES_PER_S = 1e10
 
 Events = tuple[tuple[Buffer, int], ...]
@@ -63,8 +65,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def combinations(device: str) -> tuple[tuple[str, ...], ...]:
-    """The combinations of data that may be offloaded together, the smallest first; search tries
-    them where nothing else fits.
+    """Return the values of `offload` that search tries if nothing else fits, those with the least
+    data first.
 
     device: "cpu" or "cuda".
     """
@@ -84,7 +86,7 @@ _COMBINATIONS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Remove the named data from the device's memory, and add the copies that replace it as
+    """Remove the offloaded data from the device's memory, and add its copies to the ledger's
     messages.
     """
     place = _Place(plan, machine)
@@ -103,11 +105,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A copy between the device and the store.
+    """The copies of one kind of data between the device and the store.
 
-    bytes   bytes in a step
-    during  the work that it overlaps with: forward, backward or update
-    way     in (to the device) or out
+    bytes   bytes that are copied in a step
+    during  the part of the step in which they are copied: forward, backward or update
+    way     "in" (to the device) or "out"
     """
 
     bytes: float
@@ -117,11 +119,11 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Offloaded:
-    """What offloading one kind of data costs.
+    """The effect of offloading one kind of data.
 
-    ledger  without this data in the device's memory
-    stored  bytes in the store
-    copies  what is copied instead
+    ledger  the ledger without this data in the device's memory
+    stored  bytes of this data in the store
+    copies  the copies between the device and the store
     """
 
     ledger: Ledger
@@ -130,13 +132,14 @@ class _Offloaded:
 
 
 class _Place:
-    """Where a plan's offloaded data is.
+    """The store of a plan's offloaded data, and how a device uses it.
 
-    on_disk    whether it is in files; else in host memory
-    is_copied  whether the device works on copies in its own memory. A CPU works on the data where
-               it is mapped
-    gathers    whether fully_shard copies parameters to the device for each block
-    share      this device's share of all parameters, gradients and states
+    on_disk      True if the data is in files, False if it is in host memory
+    is_copied    whether the device copies the data to its own memory to use it, as a GPU does. A
+                 CPU uses the store's memory directly
+    gathers      whether fully_shard copies parameters to the device for each block
+    share        this device's share of all parameters, gradients and states, from 0 to 1
+    bytes_per_s  bandwidth of the link to the host, or of the disk
     """
 
     def __init__(self, plan: Plan, machine: Machine) -> None:
@@ -150,8 +153,9 @@ class _Place:
         self.bytes_per_s = DISK_BYTES_PER_S if self.on_disk else host_rate
 
     def stored_bytes(self, size: float) -> float:
-        """Bytes that a tensor of `size` bytes takes in the store. For a page-locked buffer, torch
-        rounds up to a power of two."""
+        """Return the bytes that a tensor of `size` bytes takes in the store. In page-locked memory,
+        torch rounds them up to a power of two.
+        """
         if self.on_disk:
             return size
         return 2.0 ** math.ceil(math.log2(size)) if size >= 1 else 0.0
@@ -159,7 +163,7 @@ class _Place:
     def message(self, name: str, copy: _Copy) -> Message:
         overlaps = self.is_copied and not self.on_disk
         if name == "gradients" and copy.during == "backward" and self.gathers and self.plan.shards == 1:
-            overlaps = False  # fully_shard then waits for each gradient that it adds
+            overlaps = False  # on one device, fully_shard waits for each gradient that it adds
         if copy.during == "update" and self.plan.update_in_backward:
             overlaps = False
         return Message(name, copy.bytes, self.bytes_per_s, overlaps, during=copy.during, way=copy.way)
@@ -168,7 +172,7 @@ class _Place:
 def _offload_states(ledger: Ledger, place: _Place) -> _Offloaded:
     sizes = {name: update.state_bytes for name, update in ledger.updates.items()}
     moved = place.share * sum(sizes.values())
-    # mostly two moments per parameter
+    # most states are two moments per parameter
     stored = sum(2 * place.stored_bytes(place.share * size / 2) for size in sizes.values())
     updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in ledger.updates.items()}
     ledger = replace(ledger, updates=updates)
@@ -181,7 +185,7 @@ def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
     sizes = _trainable_bytes(ledger)
     moved = place.share * sum(sizes.values())
     stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
-    # each micro-batch but the first also copies the sum of the earlier ones
+    # each micro-batch but the first also copies the accumulated gradients of the earlier ones
     copies = [_Copy((2.0 * ledger.micro_batches - 1) * moved, "backward", "out"), _Copy(moved, "update", "in")]
     if place.is_copied:
         ledger = _copied_for_updates(ledger, sizes, returns=False)
@@ -197,7 +201,7 @@ def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
         gathered = ledger.micro_batches * moved
         copies = [*(_Copy(gathered, phase, "in") for phase in ("forward", "backward")), *copies]
         ledger = _copied_for_updates(ledger, sizes, returns=True)
-    if plan.zero < 3:  # else `zero` shards them and counts what is left
+    if plan.zero < 3:  # with zero: 3, `zero` shards the parameters and corrects their bytes
         if place.gathers:
             ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, low_precision_names(ledger)))
         parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in ledger.parameters)
@@ -206,8 +210,8 @@ def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
 
 
 def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
-    """Saved buffers are freed at the end of their forward segment, and allocated again before
-    backward frees them. A device that uses them where they are mapped does not allocate them again.
+    """Free the saved buffers at the end of their forward segment, and allocate them again before
+    backward uses them. A CPU does not allocate them again, because it reads them from the store.
     """
     samples, plan = ledger.micro_batch, place.plan
     saved = _saved_for_backward(ledger.training, samples)
@@ -244,10 +248,10 @@ def _trainable_bytes(ledger: Ledger) -> dict[str, int]:
 
 
 def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) -> Ledger:
-    """The ledger if each parameter's update needs data that is copied to the device for it.
+    """Return the ledger with copies of offloaded data to the device for each parameter's update.
 
-    sizes    bytes by the parameter's name
-    returns  whether the update changes the data, so that it is copied back
+    sizes    parameter name -> bytes copied to the device for its update
+    returns  whether the update changes the data, so that the data is copied back
     """
     updates = {}
     for name, update in ledger.updates.items():
@@ -257,8 +261,9 @@ def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) ->
 
 
 def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buffer]:
-    """The activations that forward allocates, backward frees, and that are large enough to
-    offload."""
+    """Return the activations that are offloaded: forward allocates them, backward frees them, and
+    they are larger than MIN_OFFLOAD_BYTES.
+    """
     saved: set[Buffer] = set()
     again: set[Buffer] = set()  # allocated in backward, as in a recomputation
     for segment in training:
@@ -269,7 +274,9 @@ def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buff
 
 
 def _left_by_forward(segment: Segment, saved: set[Buffer]) -> list[Buffer]:
-    """The buffers among `saved` that a forward segment leaves; none of another segment."""
+    """Return the buffers of `saved` that this segment allocates and does not free. For a segment of
+    backward, the list is empty.
+    """
     if segment.phase != "forward":
         return []
     freed = segment.timeline.freed
@@ -277,7 +284,7 @@ def _left_by_forward(segment: Segment, saved: set[Buffer]) -> list[Buffer]:
 
 
 def _then_freed(segment: Segment, buffers: list[Buffer]) -> Segment:
-    """The segment, which frees `buffers` at its end."""
+    """Return the segment with `buffers` freed at its end."""
     return _with_events(segment, (*segment.timeline.events, *((buffer, -1) for buffer in buffers)))
 
 
@@ -286,19 +293,28 @@ def _with_events(segment: Segment, events: Events) -> Segment:
 
 
 class _Prefetch:
-    """Finds when saved activations return to the device during backward.
+    """Finds when saved activations are copied back to the device during backward.
 
-    Buffers that backward frees one after another were used together. When backward uses a buffer,
-    the next ones are copied in, up to `most` bytes or one buffer.
+    A buffer is used right before it is freed. Buffers that are freed without an allocation in
+    between are used together. When backward uses a buffer, the next ones in the order of frees are
+    prefetched.
+
+    saved    the offloaded buffers
+    samples  samples in a micro-batch
+    most     bytes that may be prefetched; a single larger buffer is prefetched nevertheless
     """
 
     def __init__(self, saved: set[Buffer], samples: int, most: float) -> None:
         self.saved, self.samples, self.most = saved, samples, most
 
     def with_returns(self, stretches: list[Events]) -> list[Events]:
-        """The events of consecutive stretches of backward, with the returning buffers added."""
+        """Return the events of consecutive segments of backward, with an allocation of each offloaded
+        buffer added where it is copied back.
+
+        stretches: for each segment, its events in order.
+        """
         freed = [buffer for events in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
-        # index of the next buffer to return; buffers that returned and are not used yet
+        # place: index of the next buffer to prefetch; ahead: buffers prefetched and not used yet
         place, ahead = 0, deque[Buffer]()
         found = []
         for events in stretches:
@@ -325,8 +341,8 @@ class _Prefetch:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Put the named data into the run's store. Parameters on a GPU are gathered from there for each
-    forward and backward.
+    """Move the offloaded data to the run's store. On a GPU, parameters are copied from the store
+    for each block's forward and backward.
     """
     store = run.store
     assert store is not None
@@ -336,7 +352,7 @@ def apply(run: Run, plan: Plan) -> Run:
         return run
     if "parameters" in plan.offload:
         if has_own_memory(run.device):
-            # here, because it imports torch's fully_shard, which other plans do not need
+            # imported here, because other plans do not need torch's fully_shard
             from tightfit.parallel.fsdp.fully_shard import apply_fully_shard
 
             return apply_fully_shard(run, plan)
@@ -364,9 +380,11 @@ def _is_stored(parameter: Tensor) -> bool:
 def with_offloaded_activations(
     loss_sum: Callable[[Batch], Tensor], store: Store, model: nn.Module
 ) -> Callable[[Batch], Tensor]:
-    """`loss_sum` whose saved tensors are moved to the store, except the model's parameters."""
+    """Return a `loss_sum` that moves the tensors saved for backward to the store, except the
+    model's parameters.
+    """
 
-    from tightfit.parallel.fsdp.fully_shard import compute_weights  # here, as in `apply`
+    from tightfit.parallel.fsdp.fully_shard import compute_weights  # imported here, as in `apply`
 
     def loss_sum_with_activations_elsewhere(batch: Batch) -> Tensor:
         with store.offload_saved({storage_id(weights) for weights in compute_weights(model)}):
@@ -376,7 +394,7 @@ def with_offloaded_activations(
 
 
 class OffloadedReduction(UnshardedReduction):
-    """The `Reduction` of one device whose gradients are accumulated in the store."""
+    """The `Reduction` of one device that accumulates its gradients in the store."""
 
     def __init__(self, gradients: OffloadedGradients) -> None:
         self.gradients = gradients

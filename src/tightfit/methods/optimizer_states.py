@@ -1,20 +1,23 @@
-"""Sets the number format of the optimizer's states and when each weight is updated. It is for
-training in which the optimizer's states, or the gradients, take much of the memory.
+"""Creates the optimizer: sets the number format of its states, and when each weight is updated. It
+is for training in which optimizer states or gradients take much of the memory.
 
-Saves   bytes per parameter: AdamW and LAMB take 8 in fp32, 4 in bf16, 2 in 8-bit and 1 in 4-bit
-        (plus 4 for each block of 256 or 128 numbers); SGD with momentum, LARS and Lion half of
-        that; Muon 4; Adafactor, which is factored, nearly 0. For 3B parameters: Adam 24 GB, in 8
-        bits 6 GB; Adafactor 12 GB with a first moment, and a few MB without one, as here. `states:
-        fp32` is the optimizer's own choice: bf16 with bf16-true weights, but fp32 where rounding is
-        not nearest, or in fp16-true. update_in_backward saves the gradients: one exists at a time.
-Costs   all options but fused_optimizer update one parameter after another instead of all at once;
-        on a GPU, in batches of as many elements as the largest parameter has, for AdamW, SGD and
-        Lion. Narrow states need another pass over each state in either direction. Narrow states and
-        rounding need the fp32 copies of one parameter, or batch. kahan takes 2 bytes per weight.
-        fp16 on one GPU without fused_optimizer is updated in the same way, with a copy of what each
-        update changes, which is restored where a step overflows.
-When    optimizer states are the largest row of the ledger (every weight is trained, with small
-        batches); update_in_backward where gradients are next.
+Saves   bytes per parameter: the states of AdamW and LAMB take 8 in fp32, 4 in bf16, 2 in 8-bit and
+        1 in 4-bit (plus 4 bytes for each block of 256 or 128 numbers). SGD with momentum, LARS and
+        Lion take half of that, Muon 4, and Adafactor, whose second moment is factored, nearly 0.
+        Example: for 3B parameters, Adam takes 24 GB, and 6 GB in 8-bit. Adafactor with a first
+        moment would take 12 GB; here it has none and takes a few MB. With `states: fp32`, the
+        states have the type that the optimizer chooses: bf16 for bf16-true weights, but fp32 if
+        rounding is not nearest, or with fp16-true. update_in_backward saves the gradients, of which
+        only one exists at a time.
+Costs   all options but fused_optimizer update one parameter after another instead of all at once.
+        On a GPU, AdamW, SGD and Lion update batches of as many elements as the largest parameter
+        has. States in bf16, 8-bit or 4-bit are converted to fp32 before an update and back after
+        it, one pass over each state in both directions. These states, and rounding, need fp32
+        copies of one parameter, or of one batch. kahan takes 2 bytes per weight. With fp16 on one
+        GPU without fused_optimizer, updates are separate, too, and each first copies what it
+        changes, to restore it if the step overflows.
+When    optimizer states are the largest row of the ledger, as they are if every weight is trained
+        with small batches; update_in_backward if gradients are the next largest.
 Order   after the model is final, because it needs the parameters; after the loader, which knows the
         length of an epoch.
 Source  Adafactor: Shazeer & Stern 2018, arXiv:1804.04235; 8-bit: Dettmers et al. 2022,
@@ -61,9 +64,9 @@ VARIANTS = (
     {"update_in_backward": True},
 )
 
-# between the products of a backward, an optimizer's call takes as long as 50 launches
+# an optimizer call, measured during a backward, takes as long as this many kernel launches
 LAUNCHES_PER_CALL = 50
-COMPLEX = ("adamw", "sgd")  # optimizers that treat a complex number as two real ones, as torch's do
+COMPLEX = ("adamw", "sgd")  # optimizers that update a complex number as two real ones
 
 
 def enabled(plan: Plan) -> bool:
@@ -72,11 +75,11 @@ def enabled(plan: Plan) -> bool:
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
     if not has_complex_parameters(job.model):
-        yield Default("fused_optimizer", True, "one pass over the states in place of several")
+        yield Default("fused_optimizer", True, "one pass over the states instead of several")
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """fp32 states and the narrower ones that the job allows; updates after the step, or in
+    """Propose fp32 states and the smaller formats that the job allows, and updates after or in
     backward.
     """
     widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
@@ -88,12 +91,12 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """When the updates happen, and how many at once; states, transients and operations of each
-    update are traced.
+    """Set when the updates happen, and how many parameters are updated together. The trace already
+    contains the states, the temporaries and the operations of each update.
 
-    On CUDA, torch's default kernels update all parameters at once, and their transients exist for
-    all of them. An update of one parameter by itself, or of a batch, costs a call of the whole
-    optimizer.
+    On CUDA, torch's default (foreach) kernels update all parameters together, and the temporaries
+    of all updates exist at the same time. Separate updates, of one parameter or of one batch, cost
+    one optimizer call each.
     """
     together = uses_foreach(plan, machine.device)
     ledger = replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
@@ -113,8 +116,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:
-    """The updates that are made in batches, by batch. The first update of each has the batch's
-    transients and operations.
+    """Group the updates that run in batches, and return one dict for each batch: parameter name ->
+    update.
+
+    The first update of a batch carries the temporaries and operations of the whole batch.
     """
     alike: dict[tuple[int, str], list[str]] = {}
     for name, update in updates.items():
@@ -138,8 +143,8 @@ def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:
 
 
 def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
-    """The operations of updates that are made together: each common operation becomes one kernel
-    over all of them.
+    """Return the operations of a batch of updates. Updates with the same operations share their
+    kernels: each operation becomes one kernel over all their parameters.
     """
     alike: dict[object, list[Update]] = {}
     for update in batch:
@@ -156,21 +161,21 @@ def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
 
 
 def uses_foreach(plan: Plan, device: str) -> bool:
-    """Whether torch's default kernels update all parameters together (foreach): on CUDA, unless the
-    plan asks for something else.
+    """Return whether torch's default (foreach) kernels update all parameters together: on CUDA,
+    without the fused kernel and without separate updates.
     """
     return device == "cuda" and not plan.fused_optimizer and not _updates_separately(plan, device)
 
 
 def uploads_for_update(plan: Plan, device: str) -> bool:
-    """Whether weights or gradients are copied to this kind of device for the update. A CPU updates
-    them where they are mapped.
+    """Return whether offloaded weights or gradients are copied to the device for the update. A CPU
+    updates them directly in host memory or in the mapped files.
     """
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 
 
 def _updates_separately(plan: Plan, device: str) -> bool:
-    """Whether parameters are updated one after another, or in batches, instead of all at once."""
+    """Return whether parameters are updated one by one, or in batches, instead of all at once."""
     return (
         "states" in plan.offload
         or uploads_for_update(plan, device)
@@ -183,10 +188,11 @@ def _updates_separately(plan: Plan, device: str) -> bool:
 
 
 def _skips_on_device(plan: Plan, device: str) -> bool:
-    """Whether the device itself skips fp16 steps that overflow, without a fused kernel that does
-    so.
+    """Return whether updates on the device skip an fp16 step that overflowed, so that the host does
+    not wait to learn about the overflow.
 
-    With sharded parameters (ZeRO, tp), the host skips them, and waits for the device.
+    This is not the case with fused_optimizer, whose kernel skips such steps itself, nor with
+    sharded parameters (ZeRO, tp): for these, the host waits for the device and skips the step.
     """
     return (
         device == "cuda"
@@ -198,15 +204,15 @@ def _skips_on_device(plan: Plan, device: str) -> bool:
 
 
 def keeps_undo_copies(plan: Plan, device: str) -> bool:
-    """Whether updates of one parameter, or of a batch, copy what they change, to restore it where a
-    step overflows.
+    """Return whether separate updates first copy what they change, to restore it if the fp16 step
+    overflows.
     """
     return device == "cuda" and plan.precision.startswith("fp16") and _updates_separately(plan, device)
 
 
 def updates_in_batches(plan: Plan, train: Train, device: str) -> bool:
-    """Whether separate updates are made in batches: on CUDA, where each kernel costs a launch, for
-    element-wise optimizers.
+    """Return whether separate updates run in batches: for elementwise optimizers on CUDA, where
+    each kernel costs a launch.
     """
     return (
         device == "cuda"
@@ -224,14 +230,15 @@ def optimizer_of(
     store: Store | None = None,
     device: str = "cpu",
 ) -> Optimizer:
-    """The job's optimizer with the plan's kernels, format of states and rounding.
+    """Create the job's optimizer with the plan's kernels, format of states and rounding.
 
-    weights  parameter -> the weight that is updated in its place, such as a shard; None for the
-             parameters themselves
-    store    the memory for what the plan offloads; None for the device's
-    device   the kind of the device that updates: "cpu" or "cuda"
+    weights  parameter -> the weight that is updated instead of it, such as its shard; None: the
+             parameters themselves are updated
+    store    the store for what the plan offloads; None: nothing is offloaded
+    device   the kind of device that updates: "cpu" or "cuda"
 
-    Raises InputError for parameters that cannot be optimized, or not with these options.
+    Raises InputError if the optimizer does not support some of the parameters, or not with these
+    options.
     """
     check_complex(model, train, plan)
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
@@ -248,8 +255,8 @@ def optimizer_of(
 
 
 def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
-    """Refuse options that only exist for real numbers, if the model has complex parameters. Raises
-    InputError.
+    """Raise InputError if the model has complex parameters and the plan or the job uses an option
+    that supports real numbers only.
     """
     name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
     if name is None:
@@ -259,12 +266,13 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
         raise InputError(
             f"job: train.optimizer={train.optimizer}",
             f"{found} this optimizer is defined for real numbers only",
-            f"use optimizer: {' or '.join(COMPLEX)}, or keep two real numbers for each (torch.view_as_complex)",
+            f"use optimizer: {' or '.join(COMPLEX)}, or make the parameter real, with two numbers "
+            "for each complex one, and call torch.view_as_complex in forward",
         )
     for asked, why, fix in (
         (plan.fused_optimizer, "torch's fused kernels support real numbers only", "use fused_optimizer: false"),
         (plan.is_true, "there are no 16-bit complex numbers", "use precision: fp32 or bf16-mixed"),
-        (plan.states != "fp32", "narrow states exist for real numbers only", "use states: fp32"),
+        (plan.states != "fp32", f"{plan.states} states support real numbers only", "use states: fp32"),
         (
             plan.compressed_gradients == "powersgd",
             "PowerSGD supports real numbers only",

@@ -1,22 +1,23 @@
-"""One process, the server, holds the weights and optimizer states; workers send it gradients and
-receive weights. With async, workers of different speed do not wait for each other.
+"""Trains with a parameter server: one process, the server, holds the weights and optimizer states;
+workers send gradients to it and receive weights from it. With async, workers of different speed do
+not wait for each other.
 
-Saves   workers hold no optimizer states. sync: nothing else. async: nobody waits for the slowest
-        worker.
-Costs   everything passes through the server's link: the gradients of N workers in, and N times the
-        weights out, whereas a ring sends each device twice the gradients whatever N is. The server
-        is the bottleneck. async: a gradient is computed on weights that other workers have updated
-        since (staleness); `staleness` bounds this to that many steps of the slowest worker.
+Saves   optimizer states on the workers. async also saves time: no worker waits for the slowest one.
+Costs   everything is sent over the server's link, the bottleneck: it receives the gradients of N
+        workers, and sends the weights N times. In a ring all-reduce, each device sends about twice
+        its gradients, for any N. async: other workers may have updated the weights since a gradient
+        was computed (staleness); `staleness` is the largest number of steps that a worker may be
+        ahead of the slowest worker.
 When    workers of very different speed (async); otherwise data parallelism does the same with less
         waiting.
-Order   in the place of data parallelism; before the optimizer, which only the server uses.
+Order   replaces data parallelism; before the optimizer, which only the server uses.
 Source  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", OSDI;
         bounded staleness: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous
         Parallel Parameter Server", NeurIPS.
 
 The server is process 0, and the workers are the processes after it. sync: the server sums the
-gradients in the workers' order and updates once, which equals data parallelism. async: each
-worker's mean gradient is an update of its own when it arrives.
+gradients of all workers in the order of their ranks and updates once, as data parallelism does.
+async: the server makes a separate update with each worker's mean gradient when it arrives.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """A worker has no optimizer states. The server has them, but no activations. All wait for the
-    server's link.
+    """Remove the optimizer states from the workers, add the memory of the server as a phase of its
+    own, and add the communication over the server's link, which all processes wait for.
     """
     size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)
     updates = {name: replace(update, state_bytes=0) for name, update in ledger.updates.items()}
-    # each sends its gradients and is sent the weights, one after another
+    # each worker sends its gradients and receives the weights, one worker after another
     workers = plan.dp_replicate
     through = replace(
         message("through the server", 2 * workers * size, plan, machine, ("dp_replicate",), 2 * workers), overlaps=False
@@ -69,8 +70,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Make this process the server or a worker. Raises InputError for async with a model that has
-    BatchNorm.
+    """Make this process the server or a worker, according to its rank. Raises InputError for async
+    if the model has BatchNorm.
     """
     assert run.mesh is not None
     broadcast_parameters(run.model, run.mesh)
@@ -80,7 +81,7 @@ def apply(run: Run, plan: Plan) -> Run:
         raise InputError(
             "plan: parameter_server=async",
             "the model has BatchNorm, whose running statistics would differ between workers",
-            "use parameter_server: sync, or a model with other norms",
+            "use parameter_server: sync, or a model without BatchNorm",
         )
     box = ParameterMessages([parameter for parameter in run.model.parameters() if parameter.requires_grad], run.mesh)
     if rank == SERVER:

@@ -1,30 +1,31 @@
 """Splits the model's blocks into stages on different devices. Micro-batches flow forward through
 the stages and their gradients flow back, so that a model can be larger than one device.
 
-Saves   a device's parameters, their optimizer states and its activations, divided by the number of
-        devices. Only the hidden states between two blocks are sent, so the link may be slow.
-Costs   idle time (the bubble): with p devices and m micro-batches, a share of (p-1)/(m+p-1) of the
-        step. `interleaved` divides it by the number of stages on each device, `zero-bubble` fills
-        most of it with the gradients of weights; `naive` is idle for (p-1)/p. GPipe holds the
-        activations of all m micro-batches, 1F1B those of at most p.
-When    the model does not fit a device, and the links between devices (nodes) are too slow for zero
-        or tp. Use many micro-batches.
-Order   after all methods that change blocks, whose result it distributes; before those that hook
-        gradients.
+Saves   parameters, optimizer states and activations: each device holds those of its own stages
+        only. Only the hidden states between two stages are sent, so the link may be slow.
+Costs   idle time (the bubble): (p-1)/(m+p-1) of the step with p devices and m micro-batches.
+        `interleaved` divides the bubble by the number of stages on each device, and `zero-bubble`
+        fills most of it with the computation of weight gradients. With `naive`, devices are idle
+        for (p-1)/p of the step. GPipe holds the activations of all m micro-batches, 1F1B those of
+        at most p.
+When    the model does not fit a device, and the links between devices or nodes are too slow for
+        zero or tp. Use many micro-batches.
+Order   after all methods that change blocks, because it distributes the changed blocks; before the
+        methods that hook gradients.
 Source  GPipe: Huang et al. 2019, arXiv:1811.06965; 1F1B with flush: Narayanan et al. 2020,
         arXiv:2006.09503; interleaved: Narayanan et al. 2021, arXiv:2104.04473; zero bubble: Qi et
         al. 2023, arXiv:2401.10241.
 
-Every device runs the model's own forward. Blocks that it does not have are replaced by stubs. Stubs
-before its first block return a tensor of the right shape; the first stub after its last block ends
-the forward. When its first block is called, the tensors received from the previous device replace
-the block's arguments: `boundaries` says which. Modules used before the blocks (embeddings) belong
-to the first device, modules used after them to the last one. A weight that both use is on both, and
-its gradients are summed.
+Every device runs the model's own forward, in which stubs replace the blocks of other devices. Stubs
+before the device's first block return a tensor of the right shape. When the first block is called,
+tensors received from the previous device replace its arguments (`parallel/pipeline/boundaries.py`
+finds out which ones). The first stub after the device's last block ends the forward. Modules that
+are used before the blocks (embeddings) are on the first device, modules that are used after the
+blocks on the last device. A weight that both devices use is on both, and its gradients are summed.
 
-Example: 4 devices and 8 micro-batches. The bubble is 3/11 of the step, 27 %. With 32 micro-batches
-it is 3/35, 9 %. GPipe holds the activations of 8 or 32 micro-batches, 1F1B on the first device
-those of 4.
+Example: with 4 devices and 8 micro-batches, the bubble is 3/11 of the step, 27 %, and GPipe holds
+the activations of 8 micro-batches. With 32 micro-batches, the bubble is 3/35, 9 %, and GPipe holds
+the activations of 32. With 1F1B, the first device holds those of 4 in both cases.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def enabled(plan: Plan) -> bool:
     return plan.pp > 1
 
 
-# tried by search, the fastest first: more stages per device mean less idle time and more memory
+# the schedules that search tries, the fastest first; {} is the default schedule. More stages per
+# device mean less idle time and more memory.
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "interleaved", "virtual_stages": 4},
     {"schedule": "interleaved", "virtual_stages": 2},
@@ -77,14 +79,14 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The memory and work of one pipeline rank; the ledger's `stage` says which one."""
+    """Return the ledger of one pipeline rank, `ledger.device`: its memory and its work."""
     ledger, crosses = place_parameters(ledger, plan)
     return rank_ledger(ledger, crosses, plan, machine)
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Keep this rank's blocks, replace the others by stubs, and prune the parameters of other
-    stages.
+    """Keep this rank's blocks, replace the blocks of other ranks by stubs, and remove the
+    parameters of other ranks.
     """
     assert run.mesh is not None
     blocks = find_blocks(run.model, run.job.blocks_name)
@@ -102,7 +104,7 @@ def apply(run: Run, plan: Plan) -> Run:
     for number, (parent, child) in enumerate(part.slots):
         if number not in part.own_blocks:
             own_children(parent)[child] = part.stubs[number]
-    # parameters used on the first device and on the last
+    # parameters that are used in more than one stage
     shared = frozenset(name for name in mine if len(stages_using(uses[name], stages)) > 1)
     kind = PipeDream if plan.schedule == "pipedream" else PipelineRank
     executor = kind(run.mesh, plan, part, shared, buffers_updated_elsewhere(flow, stages, own))
@@ -120,9 +122,14 @@ def _rank_blocks(
     state: ForwardState,
     hooks: Sequence[Hooks],
 ) -> RankBlocks:
-    """This rank's blocks, a stub for each block of the model, and where the model holds them.
+    """Return this rank's blocks, a stub for each block of the model, and the parent module and name
+    of each block.
 
-    stages  the range of blocks of each stage; own: numbers of this rank's stages
+    blocks  (name, block) of all blocks
+    stages  for each stage, the range of its blocks' numbers
+    own     numbers of this rank's stages
+    state   tells the stubs which stage runs
+    hooks   for each block, the model's own hooks on it
     """
     slots = []
     for name, _ in blocks:

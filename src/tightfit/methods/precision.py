@@ -1,20 +1,20 @@
 """Sets the number format of the arithmetic: fp32, tf32, bf16 or fp16, with fp32 weights (-mixed) or
-16-bit weights (-true). Narrow formats save time and memory; autocast, loss scaling and the rounding
-of updates keep them from losing small numbers.
+16-bit weights (-true). Formats of 16 bits save time and memory. Autocast, loss scaling and the
+rounding of updates prevent that small numbers are lost.
 
-Saves   -mixed: half of the activations, but none of the model states (4 + 4 + 8 bytes per parameter
-        stay in fp32, and autocast's 16-bit copies are added: 18 with Adam). -true: half of
-        everything.
-Costs   -mixed: casts of the weights; -true: rounding loses small updates unless `rounding` prevents
-        it.
-When    always where the hardware multiplies 16-bit numbers faster. bf16 needs no loss scaling; fp16
-        does (it overflows beyond 65,504). tf32 keeps fp32 storage and rounds the factors of
-        products to 10 bits.
+Saves   -mixed: half of the activations, but no model states. With Adam, a parameter takes 18 bytes:
+        4 for the weight, 4 for the gradient and 8 for the states, all in fp32, and 2 for autocast's
+        16-bit copy of the weight. -true: half of activations and model states.
+Costs   -mixed: casts of the weights. -true: small updates are lost in rounding, unless `rounding`
+        prevents it.
+When    always if the hardware multiplies 16-bit numbers faster. fp16 needs loss scaling, because
+        small gradients become zero and numbers beyond 65,504 overflow; bf16 does not. tf32 stores
+        fp32 numbers and rounds the factors of products to 10 mantissa bits.
 Order   around the compiled function, so that the compiler sees one type per operation.
 Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al.
-        2019, arXiv:1905.12322 (bf16). torch's autocast lists say what else stays in fp32: on CUDA
-        sums, softmax and norms, on CPU fewer operations. The cross entropy of a language model or a
-        classifier always does.
+        2019, arXiv:1905.12322 (bf16). torch's documentation of autocast lists the operations that
+        run in fp32: on CUDA sums, softmax and norms, on a CPU fewer. The cross entropy of a
+        language model or a classifier always runs in fp32.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tightfit.target_device import kind_of
 LARGEST_FP16 = 65504.0
 
 
-# operations that use tf32; attention's own kernels do not
+# the operations that use tf32; the kernels of fused attention do not
 _PRODUCTS = frozenset(
     f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward")
 )
@@ -60,12 +60,14 @@ VARIANTS = (
 
 
 def enabled(plan: Plan) -> bool:
-    # always set, because tf32 is a global setting that would otherwise carry over to the next run
+    # always enabled: tf32 is a global setting of torch, which has to be reset for the next run
     return True
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """The narrowest precision that the job allows and that the machine multiplies faster than fp32."""
+    """Choose bf16-mixed, fp16-mixed or tf32: the first of them that the job allows and that the
+    machine multiplies faster than fp32. Yields nothing if there is none.
+    """
     if "bf16" in job.allowed and has_fast_bf16(machine):
         yield Default("precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it")
     elif "fp16" in job.allowed and has_fast_fp16(machine):
@@ -75,15 +77,15 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """The default, and bf16 weights in addition to bf16 arithmetic where they may be the better
-    choice.
+    """Propose the precision of `start`. If it is bf16-mixed, also propose bf16-true if that may be
+    the better choice.
     """
     narrow = start.precision == "bf16-mixed" and not facts.is_complex and facts.narrow_pays()
     return {"precision": [start.precision, "bf16-true"] if narrow else [start.precision]}
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Every precision and rounding; the rules and the job decide which of them are permitted."""
+    """Propose all precisions and roundings. The rules and the job decide which ones are permitted."""
     precisions = [] if facts.is_complex else ["fp32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
     roundings = [start.rounding, rounding_of(job), "kahan", "stochastic"]
     return {
@@ -93,19 +95,20 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def rounding_of(job: Job) -> Literal["nearest", "kahan"]:
-    """How search rounds updates of bf16 weights.
+    """Return the rounding of bf16 weight updates that search uses.
 
-    kahan carries the part of small updates that rounding would lose, so that the job trains as with
-    wider weights. nearest takes less memory and time, where the job allows to lose that part.
+    kahan stores what rounding cuts off from each update and adds it to the next one, so that the
+    job trains as with fp32 weights. nearest takes less memory and time, but loses small updates; it
+    is used if the job allows nearest-rounding.
     """
     return "nearest" if "nearest-rounding" in job.allowed else "kahan"
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Change the types of the recorded step.
+    """Change the types of the recorded operations for fp16 and tf32.
 
-    The profile traces each type's operations, fp16 as bf16, which is as wide. tf32 changes no
-    buffer and no operation, only the rate of products.
+    The trace already has the plan's types, with two exceptions: fp16 is traced as bf16, which has
+    the same size, and tf32 as fp32. tf32 changes only the rate of matrix products.
     """
     if plan.precision == "tf32":
         convert = _in_tf32
@@ -117,7 +120,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     return replace(ledger, training=convert(ledger.training), inference=lambda: convert(inference()))
 
 
-@lru_cache(16)  # cached, because a replay identifies timelines by identity
+@lru_cache(16)  # cached: a replay compares timelines by identity, so they must be the same objects
 def _in_tf32(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
     return _retyped(segments, lambda one: one.name in _PRODUCTS and one.dtype == "float32", "tf32")
 
@@ -128,7 +131,9 @@ def _in_fp16(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def _retyped(segments: tuple[Segment, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Segment, ...]:
-    """The segments with `dtype` as the type of the operations for which `which` holds."""
+    """Return the segments with `dtype` as the type of each operation for which `which` returns
+    True.
+    """
     known: dict[Timeline, Timeline] = {}
     for timeline in dict.fromkeys(segment.timeline for segment in segments):
         done = (replace(one, dtype=dtype) if which(one) else one for one in timeline.operations)
@@ -157,8 +162,8 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtype) -> Callable[[Batch], Tensor]:
-    """`loss_sum` with products in `dtype` and sensitive operations in fp32; weights keep their
-    type.
+    """Return `loss_sum` under torch.autocast: matrix products run in `dtype`, sensitive operations
+    in fp32, and the weights are stored in their own type.
     """
 
     def mixed(batch: Batch) -> Tensor:
@@ -169,8 +174,8 @@ def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtyp
 
 
 def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Callable[[Batch], Tensor]:
-    """`loss_sum` for a model whose weights are in `dtype`: floating-point inputs are cast to it,
-    integers are not.
+    """Return `loss_sum` for a model whose weights are in `dtype`: it first casts the floating-point
+    tensors of a batch to `dtype`.
     """
 
     def true(batch: Batch) -> Tensor:
@@ -180,11 +185,13 @@ def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Call
 
 
 class LossScaler:
-    """Loss scaling, static or dynamic. Dynamic: doubled after `patience` finite steps, halved after
-    one that overflowed.
+    """Loss scaling for fp16, static or dynamic.
 
-    A step that overflows is skipped as a whole and counted in `skipped`. torch's GradScaler does
-    the same, but it refuses fp16 gradients, which fp16-true has.
+    The loss is multiplied by `value` before backward, and the gradients are divided by `value`
+    before the update. If a gradient is not finite, the update is skipped and counted in `skipped`.
+    A dynamic `value` is then halved; it is doubled after `patience` finite steps in a row.
+
+    torch's GradScaler does the same, but it refuses fp16 gradients, which fp16-true has.
     """
 
     def __init__(self, value: float, dynamic: bool, patience: int = 2000) -> None:
@@ -220,10 +227,10 @@ class LossScaler:
 
 
 class LossScalerOnDevice(LossScaler):
-    """A LossScaler whose numbers are on the device, so that the host does not wait to learn whether
-    gradients are finite.
+    """A LossScaler that has its numbers on the device, so that the host need not wait for the
+    device to know whether gradients are finite.
 
-    Reading `value` or `skipped` waits for the device.
+    Reading `value`, `skipped` or `finite_steps` makes the host wait for the device.
     """
 
     def __init__(self, value: float, dynamic: bool, device: torch.device, patience: int = 2000) -> None:
@@ -273,7 +280,7 @@ class LossScalerOnDevice(LossScaler):
             return torch.ones((), dtype=torch.bool, device=self._numbers.device)
         if self._fixed is None and all(gradient.dtype is torch.float32 for gradient in gradients):
             foreach_mul_(gradients, self._numbers[0].reciprocal().to(gradients[0].device, torch.float32))
-        else:  # a scalar tensor would first be rounded to 16 bits: to zero where the scale is large
+        else:  # a scalar tensor would be rounded to 16 bits, and 1 / value may become zero
             foreach_mul_(gradients, 1.0 / (self.value if self._fixed is None else self._fixed))
         return _are_finite(gradients)
 
@@ -292,7 +299,7 @@ class LossScalerOnDevice(LossScaler):
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient for gradient in found if gradient.numel()]  # a device's shard may be empty
+    return [gradient for gradient in found if gradient.numel()]  # a shard may be empty
 
 
 def _are_finite(gradients: list[Tensor]) -> Tensor:

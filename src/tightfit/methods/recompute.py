@@ -1,20 +1,20 @@
-"""Stores only the inputs of some blocks during forward, and recomputes their activations during
+"""Saves only the inputs of some blocks during forward, and recomputes their activations during
 backward (activation checkpointing). It trades time for memory.
 
-Saves   the activations inside each recomputed block; only its input is saved (sqrt: only the input
-        of each segment).
-Costs   one more forward of each recomputed block, 20 to 30 % of the time; selective: of its cheap
-        operations only; selective-2: of these and of every second product with weights
-        (torchtitan's default).
-When    activations do not fit. Try selective first, then selective-2, every-2, full; sqrt for very
-        many thin blocks.
-Order   wraps blocks; before compile, so that the recomputation is compiled too.
+Saves   the activations inside each recomputed block; only its input is saved. `sqrt` recomputes
+        groups of blocks, and saves only the input of each group.
+Costs   full and sqrt: one more forward of each recomputed block, 20 to 30 % of the time. every-2:
+        half of that. selective: only the cheap operations run again. selective-2: the cheap
+        operations and every second product with weights (torchtitan's default).
+When    activations do not fit. Try selective first, then selective-2, every-2 and full; sqrt for a
+        model of very many small blocks.
+Order   wraps blocks; before compile, so that the recomputation is compiled, too.
 Source  Chen et al. 2016, arXiv:1604.06174 (sqrt); selective: Korthikanti et al. 2022,
         arXiv:2205.05198.
 
 Example: 16 blocks of (4, 1024, 1024) inputs in fp32, 16 MiB each. `full` saves 16 inputs (256 MiB)
-and recomputes one block at a time. `sqrt` makes 4 segments of 4 blocks: it saves 4 inputs (64 MiB),
-but holds the activations of 4 recomputed blocks while it runs a segment's backward.
+and recomputes one block at a time. `sqrt` makes 4 groups of 4 blocks: it saves 4 inputs (64 MiB),
+but holds the activations of 4 recomputed blocks during the backward of a group.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Wrap the blocks, or segments of blocks, in recomputation. Raises InputError for a model
-    without repeated blocks.
+    """Wrap the blocks, or with sqrt groups of blocks, in recomputation. Raises InputError for a
+    model without repeated blocks, and for sqrt if the blocks cannot be recomputed in groups.
     """
     blocks = [block for _, block in find_blocks(run.model, run.job.blocks_name)]
     if not blocks:
@@ -89,33 +89,39 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def _segments(blocks: int) -> list[range]:
-    """The segments of sqrt, each recomputed as one: about as many segments as each has blocks."""
+    """Return the groups of block numbers that sqrt recomputes together. There are about as many
+    groups as blocks in a group.
+
+    Example: 10 blocks have the groups 0-2, 3-5, 6-8 and 9.
+    """
     length = max(round(math.sqrt(blocks)), 1)
     return [range(start, min(start + length, blocks)) for start in range(0, blocks, length)]
 
 
 def make_segments(blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """The blocks, grouped into the segments of sqrt."""
+    """Return the blocks in the groups that sqrt recomputes together."""
     return [blocks[segment.start : segment.stop] for segment in _segments(len(blocks))]
 
 
 def _every(plan: Plan) -> int:
-    """Recompute every n-th block: the n of "every-n", else 1."""
+    """Return n if every n-th block is recomputed: 2 for "every-2", 1 for the other values."""
     return int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
 
 
 def _selective(plan: Plan) -> int:
-    """One in this many products with weights is saved; 0 where recomputation is not selective."""
+    """Return n if one in n products with weights is saved: 1 for "selective", 2 for "selective-2".
+    Returns 0 for the other values, which save none.
+    """
     if not plan.recompute.startswith("selective"):
         return 0
     return int(plan.recompute.removeprefix("selective").removeprefix("-") or 1)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Replace the training's forward by the evaluation's, which saves only the segments' inputs,
-    and run each segment's forward again before its backward.
+    """Change the recorded step: the forward of a recomputed block, or group of blocks, saves only
+    its input, and runs again before its backward.
 
-    Raises InputError for a model whose blocks cannot form segments, where the plan asks for sqrt.
+    Raises InputError for sqrt if the model's blocks cannot be recomputed in groups.
     """
     if plan.recompute == "sqrt" and ledger.check_segments is not None:
         ledger.check_segments()
@@ -127,18 +133,20 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) -> None:
-    """Run one example batch without gradients, and raise InputError where the model cannot be
-    recomputed in these segments.
+    """Run the model on one example batch without gradients, and raise InputError if these groups of
+    blocks cannot be recomputed together.
 
-    A segment returns its last block's output in the place of each block's. So the model must use
-    the output of a block inside a segment only as the next block's input.
+    In a group, each block's output must be used only as the input of the next block, because only
+    the output of the group's last block exists after the group's forward.
+
+    segments: the groups of blocks.
     """
     buffers = ChangingBuffers([run.model])
     before = buffers.values()
     devices = [run.device] if run.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         batch = to_device(run.data.example(), run)
-        if plan.is_true:  # the weights are in 16 bits already, the batch is not
+        if plan.is_true:  # the weights are in 16 bits; cast the batch to their type
             narrow = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
             batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)
         try:

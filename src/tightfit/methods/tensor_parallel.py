@@ -1,30 +1,33 @@
-"""Shards the weight matrices of attention and MLP across devices, by columns and then by rows, so
-that the devices compute each layer together. It is for layers that are too large for one device.
+"""Shards the weight matrices of attention and MLP across devices, the first matrix by columns and
+the second by rows, so that the devices compute each layer together. It is for layers that are too
+large for one device.
 
-Saves   parameters, their optimizer states and the activations between the two products, all divided
-        by the number of devices; a language model's embedding and logits as well, by vocabulary.
-Costs   for each pair of products, one all-reduce of the hidden states in forward and one in
-        backward, which nothing overlaps: use it only inside a node, where links are fast. Norms,
-        dropout and the residual stream are replicated. With `sequence_parallel` they are sharded by
-        positions, which sends as many bytes, and gathers once more what backward needs again.
+Saves   parameters, their optimizer states and the activations between the two matrices, all divided
+        by the number of devices. In a language model, the embedding and the logits are sharded by
+        vocabulary, too.
+Costs   for each pair of matrices, one all-reduce of the hidden states in forward and one in
+        backward. They do not overlap with anything, so use it only inside a node, where links are
+        fast. Norms, dropout and the residual stream are replicated. `sequence_parallel` shards them
+        by positions instead: forward sends as many bytes, and backward gathers the inputs of
+        column-parallel modules once more.
 When    one layer's activations or weights are too large for a device, or more data parallelism
-        would leave it too few samples. The number of devices must divide the number of attention
-        heads.
+        would leave too few samples for each device. The number of devices must divide the number of
+        attention heads.
 Order   after attention, which is set in the model's configuration; before the methods that wrap
         blocks.
 Source  Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM); the tables of transformers' own
-        configurations where they have one.
+        configurations, for the models that have one.
 
-A table maps names of modules (with * for any part) to how each is sharded: colwise, rowwise, qkv
-(columns of three matrices side by side), heads (an embedding whose columns are attention heads),
-colwise_gather_output (every device gets the full output), or whole (not sharded). A language
-model's head is sharded by vocabulary if it is not in the table, or colwise there. Every device
-creates the full parameters from the same seed and then keeps its shard: together, the devices train
-the same values as one device.
+A table maps patterns of module names, in which * matches any part, to a style of sharding: colwise,
+rowwise, qkv (colwise, for three matrices side by side), heads (an embedding whose columns are
+attention heads), colwise_gather_output (every device gets the full output), or whole (not sharded).
+A language model's output head is sharded by vocabulary if the table does not have it, or has it as
+colwise. Every device creates the full parameters from the same seed and then keeps its shard.
+Together, the devices thus train the same values as one device.
 
 Example: an MLP of 1,024 -> 4,096 -> 1,024 features with tp=4. Each device has 1,024 columns of the
-first matrix and the matching 1,024 rows of the second. Each computes a partial output of 1,024
-features; the all-reduce adds the four.
+first matrix and the corresponding 1,024 rows of the second. Each computes a partial output of 1,024
+features; the all-reduce adds the four partial outputs.
 """
 
 from __future__ import annotations
@@ -94,12 +97,12 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The profile traces one device's shard of the model; this adds the collectives that the shards
-    wait for.
+    """Add the communication. The trace already has one device's shard of the model, with its
+    collectives, whose bytes and calls are added up.
     """
     n, samples, times = plan.tp, ledger.micro_batch, ledger.micro_batches
-    # the share of an operation's accessed bytes that a device sends; a tensor that is written in
-    # place counts twice, as argument and as result
+    # collective -> the share of its accessed bytes that a device sends. The accessed bytes contain
+    # a tensor that is modified in place twice, as an argument and as a result.
     ring = {
         "c10d.allreduce_": 2 * (n - 1) / (2 * n),
         "c10d._allgather_base_": (n - 1) / (2 * n + 1),
@@ -120,8 +123,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Shard the model's modules as its table says. Raises InputError where the table or the number
-    of heads does not fit.
+    """Shard the model's modules according to its table. Raises InputError if the table names no
+    module of the model, or if tp does not divide the number of attention heads.
     """
     assert run.mesh is not None
     refuse_hooks(run.model, f"plan: tp={plan.tp}")
@@ -139,8 +142,8 @@ def apply(run: Run, plan: Plan) -> Run:
     if not found:
         raise InputError(
             f"plan: tp={plan.tp}",
-            "no module of the model is in its table",
-            "correct model.tensor_parallel, or use tp: 1",
+            "the table of modules to shard names no module of the model",
+            "correct the names in model.tensor_parallel, or use tp: 1",
         )
     if head is not None:
         objective = sharder.shard_vocabulary(run.model, head, objective)
@@ -156,16 +159,17 @@ def _style(table: dict[str, str], name: str) -> str | None:
 
 
 def _vocabulary_head(run: Run, plan: Plan, table: dict[str, str]) -> nn.Linear | None:
-    """The head to shard by vocabulary, so that no device has the full logits.
+    """Return the output head if it is sharded by vocabulary, so that no device has the full logits.
 
-    None where the loss needs full logits, or where the table shards the head in another way.
+    Returns None if the loss needs the full logits, if the table shards the head in another way, or
+    if the model does not say which nn.Linear is its head.
     """
     get = getattr(run.model, "get_output_embeddings", None)
     head = get() if get is not None else None
     if not isinstance(head, nn.Linear) or run.objective.logits is None or run.job.loss is not None:
         return None
     name = next(name for name, module in run.model.named_modules() if module is head)
-    # with a chunked loss, nothing else reads the gathered logits
+    # with a chunked loss, the logits need not be gathered: only the loss reads them
     shardable = (None, "colwise") if plan.chunked_loss is None else (None, "colwise", GATHER_OUTPUT)
     return head if _style(table, name) in shardable else None
 
@@ -174,7 +178,7 @@ def _sequences(run: Run, plan: Plan) -> SequenceParallel:
     if getattr(getattr(run.model, "config", None), "is_encoder_decoder", False):
         raise InputError(
             "plan: sequence_parallel",
-            "an encoder-decoder model has two different sequences",
+            "it does not support encoder-decoder models, which have two different sequences",
             "use sequence_parallel: false",
         )
     assert run.mesh is not None
@@ -186,8 +190,12 @@ def _blocks(run: Run) -> list[tuple[str, nn.Module]]:
 
 
 def sharding_table(run: Run) -> dict[str, str]:
-    """How each module is sharded, by pattern of its name: from the job, else the model, its
-    configuration, or TABLES. Raises InputError where there is no usable table.
+    """Return the table of module name patterns -> style of sharding.
+
+    It is the first of these that exists: model.tensor_parallel of the job, the model's attribute
+    tensor_parallel, the entry of TABLES for the model's architecture, and the table of its
+    transformers configuration (base_model_tp_plan). Raises InputError if none of them exists, or if
+    a style is unknown.
     """
     spec = run.job.model
     own = spec.tensor_parallel if isinstance(spec, ModelSpec) else None
@@ -197,7 +205,7 @@ def sharding_table(run: Run) -> dict[str, str]:
         if wrong:
             raise InputError(
                 f"job: model.tensor_parallel: {wrong[0]}",
-                "unknown way to shard a module",
+                "this is not a known style of sharding",
                 f"use one of: {', '.join(STYLES)}",
             )
         return dict(own)
@@ -220,7 +228,7 @@ def sharding_table(run: Run) -> dict[str, str]:
 
 
 def _check_heads(model: nn.Module, size: int) -> None:
-    """Raise InputError where `size` does not divide the model's number of attention heads."""
+    """Raise InputError if `size`, the tp degree, does not divide the number of attention heads."""
     config: Any = getattr(model, "config", None)
     for name in _HEADS:
         heads = getattr(config, name, None)

@@ -1,19 +1,19 @@
 """Shards optimizer states, gradients and parameters over the data-parallel devices, instead of
-replicating them on each. It is for models whose states do not fit one device.
+replicating them on each device. It is for models whose states do not fit one device.
 
-Saves   model states, per parameter over N devices, in fp32 with Adam: stage 1 shards the
-        optimizer's states (16 bytes become 8 + 8/N), stage 2 gradients too (4 + 12/N), stage 3
-        everything (16/N). It saves no activations.
+Saves   model states. In fp32 with Adam, a parameter takes 16 bytes without ZeRO. On N devices,
+        stage 1 shards the optimizer states (8 + 8/N bytes per device), stage 2 also the gradients
+        (4 + 12/N), and stage 3 also the parameters (16/N). It saves no activations.
 Costs   stages 1 and 2 send as much as data parallelism: gradients are reduce-scattered to the
         devices that update them (in stage 2 once per micro-batch), and updated parameters are
-        all-gathered while the next forward runs. Stage 3 sends half as much again: parameters are
-        gathered before each block's forward and backward and freed after it. The gathered block and
-        the next one exist in full.
-When    model states do not fit; use the lowest stage that does. dp_replicate x dp_shard shards only
-        inside a node, where links are fast, and all-reduces the shards across nodes (hybrid
-        sharding).
+        all-gathered while the next forward runs. Stage 3 sends 1.5 times as much: a block's
+        parameters are gathered before its forward and its backward, and freed afterwards. The
+        current block and the next one are in memory unsharded.
+When    model states do not fit; use the lowest stage with which they fit. dp_replicate x dp_shard
+        shards only inside a node, where links are fast, and all-reduces the shards across nodes
+        (hybrid sharding).
 Order   after compile and recompute, because it wraps the blocks that they have changed; before the
-        optimizer, which gets each device's shards in place of the parameters.
+        optimizer, which gets each device's shards instead of the parameters.
 Source  Rajbhandari et al. 2020, arXiv:1910.02054; stage 3 is PyTorch's fully_shard: Zhao et al.
         2023, arXiv:2304.11277.
 
@@ -63,8 +63,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Replace what is sharded by the share of the first device, which has the largest shards, and
-    add the communication.
+    """Replace the sharded model states by those of the first device, which has the largest shards,
+    and add the communication.
     """
     size = ledger.gradient_bytes()
     ledger = (_with_full_parameters if plan.zero < 3 else _with_gathered_parameters)(ledger, plan, machine)
@@ -77,8 +77,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Stages 1 and 2: add the reduce-scatter of gradients and the all-gather of updated
-    parameters."""
+    """Add the communication of stages 1 and 2: the reduce-scatter of gradients and the all-gather
+    of updated parameters.
+    """
     size, devices = ledger.gradient_bytes(), plan.shards
     sent, bucket = (devices - 1) / devices * size, bucket_bytes(devices)
     calls = math.ceil(size / bucket)
@@ -88,7 +89,7 @@ def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledge
     overlaps = parameters.overlaps and overlaps_gathers(plan)
     at_start = _at_start(ledger, bucket) / size if overlaps else 0.0
     buffered = [p.bytes for p in ledger.parameters if p.trainable and not gathers_in_place(p.bytes, devices)]
-    # on a GPU, the stream reuses one bucket's memory for the next
+    # on a GPU, the next bucket reuses the memory of the previous one
     at_once = machine.device == "cpu"
     coming = float(sum(buffered)) if at_once else min(bucket, size)
     stays = at_once and overlaps_gathers(plan)
@@ -100,9 +101,10 @@ def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledge
 
 
 def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Stage 3: add the all-gathers of parameters, and the reduce-scatter of gradients, for each
-    block of each micro-batch."""
-    # buffers are excluded: they stay replicated
+    """Add the communication of stage 3: the all-gathers of parameters and the reduce-scatter of
+    gradients, for each block of each micro-batch.
+    """
+    # without the buffers, which are replicated
     known = [p for p in ledger.parameters if p.places != EVERYWHERE]
     check_shardable(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
     narrow, devices = low_precision_names(ledger), plan.shards
@@ -119,8 +121,9 @@ def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> L
 
 
 def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
-    """Replace each update by that of the first device's shard, and in stage 3 each parameter by its
-    shard."""
+    """Replace each update by the update of the first device's shard. In stage 3, also replace each
+    parameter by this shard.
+    """
     shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
     unpacked = {p.name: _stay_whole(p.shape, plan) for p in ledger.parameters}
     updates = {
@@ -137,18 +140,21 @@ def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
 
 
 def overlaps_gathers(plan: Plan) -> bool:
-    """Whether the gathers of updated weights in stages 1 and 2 overlap with the next forward.
+    """Return whether the all-gathers of updated weights in stages 1 and 2 overlap with the next
+    forward.
 
-    Not where the whole model is one compiled region, inside which nothing can wait. Nor in a
-    pipeline: its ranks start at different times, so that all would wait for what one of them waits
-    for.
+    They do not overlap with compile: model, because a compiled region cannot wait for a block's
+    weights inside. They do not overlap in a pipeline either: its ranks start at different times,
+    and all of them would wait for the latest one.
     """
     return plan.zero in (1, 2) and plan.pp == 1 and plan.compile != "model"
 
 
 def _at_start(ledger: Ledger, bucket: float) -> float:
-    """Bytes of the weights for which a forward waits before its first operation: those outside the
-    blocks, and the first block's.
+    """Return the bytes of the weights that must be gathered before a forward's first operation: the
+    weights outside the blocks and those of the first block, and at least one bucket.
+
+    bucket: bytes of a bucket.
     """
     trained = [p for p in ledger.parameters if p.trainable]
     first = sum(p.bytes for p in trained if not p.places or min(p.places) <= 0 or max(p.places) >= ledger.blocks)
@@ -156,14 +162,21 @@ def _at_start(ledger: Ledger, bucket: float) -> float:
 
 
 def _share(shape: tuple[int, ...], pieces: int) -> float:
-    """The first device's share of a parameter's rows: the largest of all."""
+    """Return which share of a parameter of this shape the first device has. Its shard is the
+    largest.
+
+    Example: a parameter of shape (10, 3) on 4 devices is sharded along its first dimension. The
+    first device has ceil(10 / 4) = 3 of 10 rows: 0.3.
+    """
     height = shape[0] if shape else 1
     return math.ceil(height / pieces) / height if height else 0.0
 
 
 def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
-    """Whether the first device's shard is too small for block-wise 8-bit or 4-bit states, although
-    the full parameter may not be.
+    """Return whether the first device's shard is too small for quantized optimizer states, or not a
+    whole number of quantization blocks, so that its states are in fp32.
+
+    The states of the full parameter may be quantized nevertheless.
     """
     if plan.states not in ("8-bit", "4-bit"):
         return False
@@ -172,8 +185,9 @@ def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
 
 
 def _scaled(update: Update, share: float, unpacked: bool) -> Update:
-    """The update of a shard with this share of the parameter. unpacked: its states are not
-    quantised in blocks.
+    """Return the update of a shard that has this share of the parameter's elements.
+
+    unpacked: whether the shard's states are not quantized.
     """
     states = update.unpacked_bytes if unpacked and update.unpacked_bytes else update.state_bytes
     operations = tuple(
@@ -194,8 +208,8 @@ def _scaled(update: Update, share: float, unpacked: bool) -> Update:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Stages 1 and 2: reduce-scatter gradients and update shards. Stage 3: shard the parameters
-    themselves.
+    """Set up the sharding. Stages 1 and 2 reduce-scatter the gradients and update shards; stage 3
+    shards the parameters themselves.
     """
     assert run.mesh is not None
     if plan.zero < 3:
@@ -204,17 +218,18 @@ def apply(run: Run, plan: Plan) -> Run:
         return replace(
             run, reduction=rows, optimizer_weights=rows.weights, loss_sum=rows.gathers.with_waits(run.loss_sum)
         )
-    # here, because it imports torch's fully_shard, which other plans do not need
+    # imported here, because other plans do not need torch's fully_shard
     from tightfit.parallel.fsdp.fully_shard import apply_fully_shard
 
     return apply_fully_shard(run, plan)
 
 
 class ShardedReduction:
-    """The `Reduction` of stages 1 and 2: full parameters, of which each device updates its shards.
+    """The `Reduction` of stages 1 and 2. Each device has all parameters in full, and updates its
+    shard of each.
 
-    Stage 1 accumulates full gradients until a step's last micro-batch; stage 2 reduce-scatters
-    those of each micro-batch.
+    Stage 1 accumulates full gradients and reduce-scatters them in a step's last micro-batch. Stage
+    2 reduce-scatters the gradients of each micro-batch.
     """
 
     shard_axes: tuple[str, ...] = ("dp_shard",)
@@ -225,7 +240,7 @@ class ShardedReduction:
         self.mesh, self.every_micro_batch = mesh, plan.zero == 2
         self.scatter = ReduceScatteredGradients(parameters, mesh.group("dp_shard"), replicas)
         in_place, group = kind_of(mesh.device) == "cpu", mesh.group("dp_shard")
-        # gathers need a group of their own: a step's collectives would wait behind all of them
+        # gathers use a separate group: in the same group, other collectives would wait for them
         if in_place and mesh.p2p_groups["layers"].size() == group.size():
             group = mesh.p2p_groups["layers"]
         self.gathers = WeightGathers(self.scatter, blocks, group, in_place, mesh.device)
