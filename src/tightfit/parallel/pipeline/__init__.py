@@ -1,1 +1,1 @@
-"""One rank of a pipeline: its stages, its schedule, and what it sends and receives."""
+"""Run one pipeline rank: its stages, its schedule, and its messages to other ranks."""

@@ -1,22 +1,22 @@
-"""Finds, before anything runs, which tensors each pipeline stage has to send to the next one.
+"""Find, before training starts, which tensors each pipeline stage has to send to the next stage.
 
-`pipeline` calls it when it estimates a plan (`place_parameters`) and when it builds a run
-(`trace_boundaries`, `boundary_inputs`). Where the stages would not compute what the full model
-computes, the plan is refused with an InputError that shows the model's line.
+`pipeline` uses this module when it estimates a plan (`place_parameters`) and when it builds a run
+(`trace_boundaries`, `boundary_inputs`). If the stages would not compute what the full model
+computes, the plan is refused with an InputError that shows the line of the model.
 
-Each stage runs the model's own forward. What runs before the stage's first block has no meaningful
-values there, because the stage has neither the parameters nor the blocks that they depend on. Such
-values are called missing. When the stage's first block is called, each missing tensor among its
-arguments is replaced, for everybody who holds a reference to it, by the one that the stage before
-sends. The gradient goes back. So `h = h + block(h)` works: both `h` are the received tensor. What
-is computed from the batch, from buffers and from constants alone is not missing: each stage
-computes it again. A stage that would read any other missing value is refused, with the line that
-reads it.
+Each stage runs the model's own forward. A stage does not have the parameters and blocks of earlier
+stages, so every value that depends on them is meaningless on this stage. Such a value is called
+missing. When the stage's first block is called, each missing tensor among its arguments is replaced
+by the tensor that the preceding stage sends. It is replaced in place, so every reference to it sees
+the new values. In backward, its gradient is sent back. So `h = h + block(h)` works: both `h` are
+the received tensor. Values that are computed only from the batch, buffers and constants are not
+missing, because each stage computes them again. If a stage would read any other missing value, the
+plan is refused, with the line that reads the value.
 
 Example: a model of 8 blocks calls `block(h, mask, positions)`, with h (4, 1024, 2048), on pp: 2.
-Stage 1 owns the blocks 4 to 7. Its h depends on the embedding and on the blocks 0 to 3, so it is
-missing, and it crosses the boundary. mask (4, 1, 1024, 1024) and positions (4, 1024) depend on the
-batch alone: stage 1 computes them again, and they do not cross. If the model computed
+Stage 1 has blocks 4 to 7. Its h depends on the embedding and on blocks 0 to 3, so h is missing and
+is sent from stage 0 to stage 1. mask (4, 1, 1024, 1024) and positions (4, 1024) depend on the batch
+alone: stage 1 computes them again, and they are not sent. If the model computed
 `head(h + embedding)` at its end, stage 1 would read the missing embedding: the plan is refused.
 """
 
@@ -49,19 +49,19 @@ from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
-OTHER_PARALLELISM = "use pp: 1; zero: 3 or tp shard a model too"
-# A parameter outside of the blocks is created on all ranks if it has at most this share of all of
-# the model's parameters.
+OTHER_PARALLELISM = "use pp: 1, and split the model with zero: 3 or tp instead"
+# With materialize: device, a parameter may be used on another stage than the stage that creates it,
+# if it has at most this fraction of the model's parameter elements.
 MAX_REPLICATED_SHARE = 0.01
 
 Places = dict[str, tuple[int, ...]]
 
 
 def trace_boundaries(run: Run, plan: Plan) -> Run:
-    """Trace a forward of the model before a method changes it, and store it as the Run's
-    `dataflow`.
+    """Trace a forward of the model before any method changes the model, and return the Run with
+    the trace as its `dataflow`.
 
-    Raises InputError where the plan's stages would compute something else than the full model.
+    Raises InputError if the plan's stages would compute something else than the full model.
     """
     blocks = find_blocks(run.model, run.job.blocks_name)
     pieces, defined = stage_ranges(plan, len(blocks)), parameter_uses(run.model, blocks)
@@ -74,10 +74,13 @@ def trace_boundaries(run: Run, plan: Plan) -> Run:
 
 
 def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tuple[PathTo, ...]]]:
-    """Locate each parameter where it is used, and find what crosses the stage boundaries.
+    """Find the blocks that use each parameter, and the arguments that are sent between stages.
 
-    Returns the ledger with these locations, and by the first block of each stage but the first, the
-    paths of its arguments that are sent. Raises InputError where a build would.
+    Returns (ledger, sent). In the ledger, each parameter's `places` are the blocks that use it.
+    sent[b] has the paths of the arguments of block b that are sent to it, where b is the first
+    block of a stage. The model's first stage has no entry: its input is the batch.
+
+    Raises InputError under the same conditions as `trace_boundaries`.
     """
     assert ledger.dataflow is not None
     pieces = stage_ranges(plan, ledger.blocks)
@@ -88,7 +91,7 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
         flow, plan, pieces, defined, {p.name: p.count for p in ledger.parameters if p.name in defined}
     )
     crosses = {}
-    for piece in pieces[1:]:  # a block that was not recorded equals the last recorded one before it
+    for piece in pieces[1:]:  # an unrecorded block equals the last recorded block before it
         recorded = bisect_right(flow.block_numbers, piece.start) - 1
         crosses[piece.start] = found.get(recorded, found[max(found)])
     places = resolve_parameter_uses(defined, flow, ledger.blocks)
@@ -99,19 +102,24 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
 def check_boundaries(
     flow: Dataflow, plan: Plan, pieces: list[range], defined: Places, sizes: dict[str, int]
 ) -> dict[int, tuple[PathTo, ...]]:
-    """Return what crosses the boundaries, as `boundary_inputs` does.
+    """Check that the plan's stages compute what the full model computes.
 
-    defined  by parameter name, where it is defined (`parameter_uses`)
-    sizes    by parameter name, its number of elements
+    pieces   the range of blocks of each stage
+    defined  parameter name -> the blocks where the parameter is defined (see `parameter_uses`)
+    sizes    parameter name -> its number of elements
 
-    Raises InputError where the plan's stages would compute something else than the full model.
+    Returns the arguments that are sent to each stage, as `boundary_inputs` does. Raises InputError
+    if the check fails.
     """
     _refuse_misplaced(plan, pieces, defined, resolve_parameter_uses(defined, flow, pieces[-1].stop), sizes)
     return boundary_inputs(flow, plan, pieces)
 
 
 def refuse_shared_blocks(places: Places, blocks: int) -> None:
-    """Raise InputError where a block's parameter is used elsewhere too."""
+    """Raise InputError if a block's parameter is also used outside of this block.
+
+    places: parameter name -> numbers of the blocks that use it. blocks: number of blocks.
+    """
     for name, where in places.items():
         inner = {place for place in where if 0 <= place < blocks}
         if len(inner) > 1 or (inner and len(set(where)) > 1):
@@ -121,21 +129,24 @@ def refuse_shared_blocks(places: Places, blocks: int) -> None:
 
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
-    """Raise InputError for a model with an encoder and a decoder."""
+    """Raise InputError if the model has an encoder and a decoder."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise InputError(
             PP_FIELD,
             "an encoder and a decoder are two stacks of blocks, and each decoder block needs the encoder",
-            "use tp",
+            "use pp: 1, and split the model with tp instead",
         )
 
 
 def resolve_parameter_uses(places: Places, flow: Dataflow, blocks: int | None = None) -> Places:
-    """The blocks where each parameter is used, according to the dataflow.
+    """Return parameter name -> the numbers of the blocks that use the parameter in the dataflow.
 
-    Parameters that the dataflow does not have are located where they are defined
-    (`parameter_uses`). blocks: number of blocks of the model, where the dataflow is of a model with
-    fewer.
+    places  parameter name -> the blocks where it is defined (see `parameter_uses`). This is the
+            result for a parameter that the traced forward does not use
+    blocks  the model's number of blocks, if the trace left out some of them; else None
+
+    Example: an embedding tied to the head of a model of 12 blocks gives (-1, 12), before and after
+    the blocks.
     """
     count = flow.block_count if blocks is None else blocks
     numbers = {BEFORE_BLOCKS: BEFORE_BLOCKS, flow.block_count: count, **dict(enumerate(flow.block_numbers))}
@@ -154,7 +165,8 @@ def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Pl
         if len(where) > 1 and not where <= {0, last}:
             raise InputError(
                 PP_FIELD,
-                f"{name} is used by the stages {', '.join(map(str, sorted(where)))}: only the first and the last may share one",
+                f"{name} is used by the stages {', '.join(map(str, sorted(where)))}, and only the first and the last stage may "
+                "share a parameter",
                 OTHER_PARALLELISM,
             )
         if len(where) > 1 and plan.schedule == "pipedream":
@@ -169,29 +181,33 @@ def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Pl
                 PP_FIELD, f"{name} is used by several blocks, which a pipeline puts on several devices", "use pp: 1"
             )
         elsewhere = plan.materialize == "device" and not where <= stages_using(defined[name], pieces)
-        if elsewhere and sizes[name] > MAX_REPLICATED_SHARE * whole:  # the rank that uses it did not create it
+        if elsewhere and sizes[name] > MAX_REPLICATED_SHARE * whole:  # a rank that uses it lacks it
             raise InputError(
                 f"plan: pp={plan.pp}, materialize=device",
-                f"{name} is used on another stage than it is defined for",
-                "use materialize: host, or define it in the model's constructor where it is used",
+                f"{name} is used on another pipeline stage than the stage that creates it",
+                "use materialize: host, or let the model's constructor define it before the blocks if it is used before "
+                "them, else after them",
             )
 
 
 def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int, tuple[PathTo, ...]]:
-    """By the first block of each stage but the first, the paths of its arguments that have to be
-    sent.
+    """Find the arguments that have to be sent to each stage.
 
-    Raises InputError where a stage would read a value that it does not have.
+    pieces: the range of blocks of each stage. Returns a dictionary: the number of a stage's first
+    block -> the paths of those arguments of the block that are sent. The model's first stage has no
+    entry.
+
+    Raises InputError if a stage would read a value that it does not have.
     """
     if flow.changed:
         raise InputError(
             PP_FIELD,
-            f"each forward changes {flow.changed[0]}, and a stage would not see what another one does to it",
-            f"keep it out of forward, or {OTHER_PARALLELISM}",
+            f"each forward changes {flow.changed[0]}, and a pipeline stage does not see the changes of the other stages",
+            f"do not change {flow.changed[0]} in forward, or {OTHER_PARALLELISM}",
         )
     if plan.virtual_stages > 1:
         _refuse_repeated_writes(flow)
-    if flow.block_numbers != tuple(range(pieces[-1].stop)):  # of equal blocks, only some were recorded
+    if flow.block_numbers != tuple(range(pieces[-1].stop)):  # only some of the equal blocks were recorded
         pieces = [range(0, 2), range(2, 3)] if len(pieces) == 2 else [range(n, n + 1) for n in range(flow.block_count)]
     stages = [_StageTrace(flow, piece) for piece in pieces]
     for stage in stages:
@@ -202,9 +218,9 @@ def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int
 
 
 def buffers_updated_elsewhere(flow: Dataflow, pieces: list[range], own: list[int]) -> frozenset[str]:
-    """Names of buffers that the forward overwrites or replaces on another rank than this one.
+    """Return the names of the buffers that the forward overwrites or replaces on other ranks only.
 
-    own: the numbers of this rank's stages. The other rank has the correct value.
+    This rank's copies of these buffers are stale. own: the numbers of this rank's stages.
     """
     return frozenset(
         name for event, name in _changed_buffers(flow) if name and not stages_using([event.block], pieces) & set(own)
@@ -212,9 +228,10 @@ def buffers_updated_elsewhere(flow: Dataflow, pieces: list[range], own: list[int
 
 
 def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
-    """Operations that overwrite a buffer or make its replacement, with the buffer's name.
+    """Yield each operation that overwrites a buffer, or makes the tensor that replaces a buffer,
+    with the buffer's name.
 
-    Operations that overwrite a parameter come with an empty name.
+    Operations that overwrite a parameter are yielded with an empty name.
     """
     made = {tensor: name for name, tensor in flow.replaced.items()}
     for event in flow.forwards[0]:
@@ -228,34 +245,37 @@ def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
 
 
 def _refuse_repeated_writes(flow: Dataflow) -> None:
-    """Raise InputError where an operation outside of the blocks overwrites a buffer or parameter.
+    """Raise InputError if an operation outside of the blocks overwrites a buffer or parameter.
 
-    A rank with several stages runs what is outside of the blocks once for each of them.
+    A rank with several stages runs the code outside of the blocks once for each of its stages.
     """
     for event, name in _changed_buffers(flow):
         if not event.inside:
             raise InputError(
                 "plan: schedule=interleaved",
-                f"{describe_line(event.line)} overwrites {name or 'a parameter'} outside of the blocks: a device would "
-                "repeat that for each of its stages",
+                f"{describe_line(event.line)} modifies {name or 'a parameter'} in place, outside of the blocks; with "
+                "interleaved, a device runs several stages and would repeat this for each of them",
                 "use schedule: 1f1b",
             )
 
 
 @dataclass
 class _StageTrace:
-    """Follows one stage through a traced forward: which values are missing on it, and why.
+    """Find which values of a traced forward are missing on one stage, and why.
+
+    A value is missing if it depends on parameters or blocks that the stage does not have.
 
     piece    the range of the stage's blocks
-    taken    paths of the arguments of its first block that have to be sent to it
-    missing  storages without meaningful values, and why
-    known    of storages that were missing: the tensors that were received. They have memory of
-             their own now
-    unknown  tensors without meaningful values, and why, whose storage also holds meaningful ones
-    left     tensors made on another stage that no block returned: they do not exist here
-    sent     by path, the arguments of the next stage's first block; lacks: which of them this stage
-             does not have, and why
-    inner    by tensor, the block that made it and has not returned it
+    taken    path -> tensor: the arguments of the stage's first block that have to be sent to it
+    missing  storage -> the reason why all tensors in the storage are missing
+    known    missing storage -> the received tensors that were views of it, and what is computed as
+             a view of them; each received tensor has its own memory
+    unknown  tensor -> the reason why it is missing, although other tensors in its storage are not
+    left     tensor -> the reason why it does not even exist as a stub: another stage computes it,
+             and no block returned it
+    sent     path -> tensor: the arguments of the next stage's first block
+    lacks    path -> the reason why this argument of the next stage's first block is missing here
+    inner    tensor -> the number of the block that computed it and has not returned it
     """
 
     flow: Dataflow
@@ -270,7 +290,7 @@ class _StageTrace:
     inner: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Go through the traced events in order."""
+        """Process the traced events. Raises InputError if the stage reads a missing value."""
         for events in self.flow.forwards:
             real, ended = self.piece.start == 0, False
             for event in events:
@@ -294,59 +314,70 @@ class _StageTrace:
                     self._run_before(event)
 
     def check_sent(self, taken: dict[PathTo, TensorId]) -> None:
-        """Raise InputError where this stage does not have what the next one has to receive."""
+        """Raise InputError if this stage lacks an argument that the next stage has to receive.
+
+        taken: the next stage's `taken`.
+        """
         for path in taken:
             if path not in self.sent or path in self.lacks:
-                why = self.lacks.get(path, "it is another argument at each call")
+                why = self.lacks.get(path, "it is passed as a different argument in each forward")
                 raise InputError(
                     PP_FIELD,
-                    f"block {self.piece.stop} is called with a value that the stage before does not have: {why}",
-                    f"give it to each block as an argument, or {OTHER_PARALLELISM}",
+                    f"block {self.piece.stop} takes an argument that the preceding stage does not have: {why}",
+                    f"pass the value to each block as an argument, or {OTHER_PARALLELISM}",
                 )
 
     def _reason_missing(self, seen: TensorId) -> str | None:
-        """Why a tensor has no meaningful value here; None where it has one."""
+        """Return why a tensor is missing on this stage; None if it is not missing."""
         if seen.tensor in self.unknown:
             return self.unknown[seen.tensor]
         if seen.storage in self.known:
             return (
-                None if seen.tensor in self.known[seen.storage] else "it is another view of what a block is called with"
+                None
+                if seen.tensor in self.known[seen.storage]
+                else "it is another view of a tensor that the stage receives"
             )
         return self.missing.get(seen.storage)
 
     def _run_elsewhere(self, event: Operation) -> None:
-        """An operation that this stage does not run."""
+        """Process an operation that this stage does not run: all of its results are missing."""
         line = describe_line(event.line)
         for storage in event.written:
-            self.missing[storage] = f"{line} writes it on another stage"
+            self.missing[storage] = f"{line} overwrites the value on another stage"
             self.known.pop(storage, None)
         there, tensors = {seen.storage for seen in event.reads}, {seen.tensor for seen in event.reads}
         for seen in event.outputs:
             if seen.tensor not in tensors:
-                self.unknown[seen.tensor] = self.left[seen.tensor] = f"{line} makes it on another stage"
+                self.unknown[seen.tensor] = self.left[seen.tensor] = f"{line} computes the value on another stage"
             if seen.storage not in there:
-                self.missing[seen.storage] = f"{line} makes it on another stage"
+                self.missing[seen.storage] = f"{line} computes the value on another stage"
 
     def _returned(self, event: BlockReturn) -> None:
-        """A block of an earlier stage has returned: its outputs exist here as stubs."""
+        """Process the return of an earlier stage's block: here its outputs are stubs, so missing.
+
+        Outputs that are also inputs of the block do not change.
+        """
         for seen, is_given in event.outputs:
             self.left.pop(seen.tensor, None)
             if not is_given:
-                self.unknown[seen.tensor] = f"block {event.block}, on another stage, returns it"
+                self.unknown[seen.tensor] = f"block {event.block}, on another stage, returns the value"
 
     def _run_before(self, event: Operation) -> None:
-        """An operation before the stage's first block: it runs, but its output may be meaningless."""
-        why = f"{describe_line(event.line)} draws it at random, on each stage anew" if event.is_random else None
+        """Process an operation before the stage's first block. Its output may be missing.
+
+        It is missing if the operation reads a missing value or a parameter, or is random.
+        """
+        why = f"{describe_line(event.line)} draws the value at random, again on each stage" if event.is_random else None
         for seen in event.reads:
             if seen.tensor in self.left:
                 raise self._refused(event, self.left[seen.tensor])
             if seen.storage in self.flow.parameters and why is None:
-                why = f"it is computed from {min(self.flow.parameters[seen.storage])} before the stage's first block"
+                why = f"it depends on {min(self.flow.parameters[seen.storage])}, which is read before the stage's first block"
             why = self._reason_missing(seen) or why
         if why is None:
             return
         if event.reads_value:
-            raise self._refused(event, why, "decides by")
+            raise self._refused(event, why, "reads (in Python)")
         for storage in event.written:
             self.missing[storage] = why
         for seen in event.outputs:
@@ -359,7 +390,7 @@ class _StageTrace:
                 self.unknown[seen.tensor] = why
 
     def _compute(self, event: Operation) -> None:
-        """An operation of this stage: everything that it reads has to be meaningful."""
+        """Process an operation of this stage. Raises InputError if it reads a missing value."""
         for seen in event.reads:
             why = self._reason_missing(seen) or self._reason_uncollected(seen, event)
             if why is not None:
@@ -369,24 +400,25 @@ class _StageTrace:
             self.inner.update({seen.tensor: event.block for seen in event.outputs if seen.tensor not in there})
         for storage in event.written:
             if len({seen.tensor for seen in self.taken.values() if seen.storage == storage}) > 1:
-                raise self._refused(event, "it is sent as two tensors, which shared their memory", "overwrites")
+                raise self._refused(event, "it is sent as two tensors, which no longer share memory", "overwrites")
         for seen in event.outputs:
             if seen.storage in self.known:
                 self.known[seen.storage].add(seen.tensor)
 
     def _reason_uncollected(self, seen: TensorId, event: Operation) -> str | None:
-        """Why a tensor that a block left behind, without returning it, cannot be read here.
+        """Return why a tensor that a block stored instead of returning it cannot be read on this
+        stage; None if it can.
 
-        Blocks may append tensors to a list. On this stage the list lacks those that other stages'
-        blocks append, so that an index would find another tensor.
+        Example: blocks append tensors to a list. This stage's list lacks the tensors of the blocks
+        of other stages, so `list[i]` would be a different tensor.
         """
         made = self.inner.get(seen.tensor)
         if made is None or not self.piece.start or (event.inside and event.block == made):
             return None
-        return f"block {made} leaves it behind and does not return it, as do blocks on another stage"
+        return f"block {made} stored it instead of returning it, as blocks on other stages do"
 
     def _receive(self, event: BlockCall) -> None:
-        """The stage's first block is called: its missing arguments come from the stage before."""
+        """Process the call of the stage's first block: its missing arguments are received."""
         received: dict[int, PathTo] = {}
         for path, seen in event.inputs.items():
             if seen.tensor in received or self._reason_missing(seen) is None:
@@ -394,9 +426,9 @@ class _StageTrace:
             if seen.tensor in self.left:
                 raise InputError(
                     PP_FIELD,
-                    f"block {event.block} is called with a value that a block leaves behind and does not return: "
-                    f"{self.left[seen.tensor]}",
-                    f"let blocks return it, or {OTHER_PARALLELISM}",
+                    f"block {event.block} uses a value that an earlier block stored instead of returning "
+                    f"({self.left[seen.tensor]}), and only arguments of blocks are sent between pipeline stages",
+                    f"let the block return the value, or {OTHER_PARALLELISM}",
                 )
             received[seen.tensor] = path
             self.taken[path] = seen
@@ -405,8 +437,8 @@ class _StageTrace:
                 self.known.setdefault(seen.storage, set()).add(seen.tensor)
 
     def _send(self, event: BlockCall) -> None:
-        """The next stage's first block is called: note its arguments, and which of them are missing
-        here."""
+        """Process the call of the next stage's first block: note its arguments, and which of them
+        are missing here."""
         reasons = {path: self._reason_missing(seen) for path, seen in event.inputs.items()}
         self.sent = dict(event.inputs)
         self.lacks = {path: why for path, why in reasons.items() if why is not None}
@@ -415,8 +447,8 @@ class _StageTrace:
         return InputError(
             PP_FIELD,
             f"{describe_line(event.line)} {does} a value that its stage does not have: {why}; "
-            "stages send only what blocks are called with",
-            f"give it to each block as an argument, or {OTHER_PARALLELISM}",
+            "only arguments of blocks are sent between pipeline stages",
+            f"pass the value to each block as an argument, or {OTHER_PARALLELISM}",
         )
 
 

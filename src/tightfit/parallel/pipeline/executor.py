@@ -1,23 +1,21 @@
-"""Runs one pipeline rank's part of a step: forwards, backwards, and messages to its neighbours.
+"""Run one pipeline rank's part of a step: forwards, backwards, and messages to its neighbours.
 
-`PipelineRank` is the `StepExecutor` that `pipeline` puts into a Run. `make_schedule` says in which
-order a rank runs its actions; this module runs them. An action is the forward, the backward or the
+`PipelineRank` is the `StepExecutor` that `pipeline` puts into a Run. `make_schedule` returns the
+order of a rank's actions, and this module runs them. An action is the forward, the backward or the
 weight gradients of one micro-batch on one stage.
 
-In-flight micro-batches: between a micro-batch's forward and its backward, the rank keeps what the
-backward needs (`_InFlight`). Example: 4 ranks, 8 micro-batches, schedule 1f1b. Rank r first runs
-3 - r forwards (warm-up), then alternates one forward and one backward, then runs the backwards
-that are left:
+A micro-batch is in flight between its forward and its backward: the rank keeps what the backward
+needs (`_InFlight`). Example: 4 ranks, 8 micro-batches, schedule 1f1b. Rank r first runs 3 - r
+forwards (warm-up), then alternates one forward and one backward, then runs the remaining backwards:
 
     rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7    at most 4 in flight
     rank 1   F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7    at most 3
     rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7    at most 1
 
-So rank r of p has min(p - r, micro-batches) in flight at its peak; with gpipe every rank has all
-8. Suppose that a stage saves 1.5 GiB per micro-batch: rank 0 then holds 6 GiB with 1f1b, and
-12 GiB with gpipe.
+So rank r of p has at most min(p - r, micro-batches) in flight; with gpipe every rank has all 8. If
+a stage saves 1.5 GiB per micro-batch, rank 0 holds 6 GiB with 1f1b and 12 GiB with gpipe.
 
-`messages.py` sends and receives what crosses the stage boundaries.
+`messages.py` sends and receives the tensors that pass between stages.
 """
 
 from __future__ import annotations
@@ -49,12 +47,12 @@ from tightfit.target_device import kind_of
 
 @dataclass
 class _InFlight:
-    """What a micro-batch's forward leaves for its backward.
+    """What a micro-batch's backward needs from its forward.
 
     inputs          the tensors that the stage received, whose gradients backward sends back
-    backward_roots  where backward begins: the loss on the last stage, else the gradient edges of
-                    what was sent
-    scale           what the loss is multiplied by; 0 for a dummy micro-batch
+    backward_roots  the roots of the backward: [loss] on the last stage; on other stages, the
+                    gradient edges of the tensors that were sent
+    scale           factor of the loss in backward; 0 for a dummy micro-batch
     """
 
     inputs: StageInputs
@@ -64,14 +62,14 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """A pipeline rank's part of the model: its stages and their blocks.
+    """The stages and blocks of one pipeline rank.
 
     stages         the range of blocks of each stage of the model
     own_stages     numbers of this rank's stages
-    slots          of each block: its parent module, and its name there
-    own_blocks     by number, the blocks that this rank has
-    stubs          what replaces each block that does not run
-    forward_state  tells the model's blocks which stage runs
+    slots          for each block of the model: (parent module, the block's name in the parent)
+    own_blocks     block number -> block, for the blocks that this rank has
+    stubs          for each block of the model, the stub that replaces it when it does not run
+    forward_state  the state that all stubs and wrapped blocks share: which stage runs, for example
     """
 
     stages: list[range]
@@ -83,7 +81,7 @@ class RankBlocks:
 
     @cached_property
     def wrappers(self) -> dict[int, OwnBlock]:
-        """What wraps each of the rank's blocks while its stage runs."""
+        """Block number -> the wrapper of this rank's block while the block's stage runs."""
         return {number: OwnBlock(number, self.forward_state, block) for number, block in self.own_blocks.items()}
 
     @property
@@ -92,9 +90,11 @@ class RankBlocks:
 
     @contextmanager
     def running(self, stage: int, receive: Callable[[list[Tensor]], list[Tensor]], batch: Batch) -> Iterator[None]:
-        """Within, the model runs one stage: stubs replace the rank's other blocks.
+        """Within this context, the model's forward runs one stage: stubs replace all other blocks.
 
-        receive  the stage's original inputs -> the received tensors that replace them
+        stage    number of the stage
+        receive  the arguments of the stage's first block that are missing -> the received tensors
+        batch    the micro-batch, whose shapes the stubs need
         """
         blocks = self.stages[stage]
         self.forward_state.begin_stage(blocks, receive, sample_count(batch), sample_shapes(batch))
@@ -110,16 +110,18 @@ class RankBlocks:
 
 
 class PipelineRank:
-    """A rank's part of a pipeline schedule: the `StepExecutor` of a Run.
+    """The `StepExecutor` of a Run that runs one rank's part of a pipeline schedule.
 
-    blocks            this rank's part of the model
-    shared            names of the weights that the first and the last rank both use
-    messages          sends to and receives from the neighbours
-    in_flight         by (stage, micro-batch), what a forward left for its backward
+    blocks            this rank's stages and blocks
+    shared            names of the weights that the first and the last rank both use (tied
+                      embeddings)
+    messages          sends to and receives from the neighbouring ranks
+    in_flight         (stage, micro-batch) -> what its backward needs
     loss_delay        how many steps after its forward a step's loss becomes known
-    replicated        names of the weights that an earlier rank has too: norms over all devices
-                      count them once
+    replicated        names of the weights that an earlier rank has too. Norms over all devices
+                      leave out this rank's copies, to count each weight once
     stale_buffers     names of buffers whose correct values are on another rank
+    deferred          with schedule: zero-bubble, the weight gradients that are computed later
     """
 
     def __init__(
@@ -144,17 +146,18 @@ class PipelineRank:
         return iter(())
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Run forward and backward of a step's micro-batches in the order of the schedule.
+        """Run the forwards and backwards of a step's micro-batches in the order of the schedule.
 
-        scale: factor of the losses in backward. Returns the sum of the losses that this rank
-        computed: 0 on all ranks but the last.
+        scale: factor of the losses in backward. Returns the sum of the micro-batches' losses on the
+        last rank, and 0 on all other ranks.
         """
         return self._run_schedule(run, micro_batches, scale, self.plan.schedule)
 
     def run_micro_batch(self, run: Run, batch: Batch, scale: float | Tensor) -> Tensor:
-        """Run forward and backward of one micro-batch alone, whatever the schedule.
+        """Run the forward and backward of a single micro-batch.
 
-        Returns its loss on the last rank, and 0 on the others.
+        A pipedream pipeline runs it as 1f1b does. Returns the loss on the last rank, and 0 on all
+        other ranks.
         """
         schedule = "1f1b" if self.plan.schedule == "pipedream" else self.plan.schedule
         return self._run_schedule(run, [batch], scale, schedule)
@@ -162,7 +165,7 @@ class PipelineRank:
     def _run_schedule(self, run: Run, micro_batches: list[Batch], scale: float | Tensor, schedule: str) -> Tensor:
         """Run this rank's actions of `schedule`, then all-reduce the gradients of shared weights.
 
-        `schedule` may differ from the plan's: `run_micro_batch` replaces pipedream by 1f1b.
+        `schedule` is the plan's schedule, except that `run_micro_batch` replaces pipedream by 1f1b.
         """
         table = make_schedule(schedule, self.pp_size, self.plan.virtual_stages, len(micro_batches))
         actions = table[self.rank]
@@ -199,7 +202,8 @@ class PipelineRank:
 
     @torch.no_grad()
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
-        """The loss of a micro-batch on the last rank; 0 on the others."""
+        """Run a micro-batch's forward. Returns its loss on the last rank, and 0 on all other
+        ranks."""
         total: Tensor | None = None
         self.messages.positions = {Action(FORWARD, piece, 0): piece for piece in range(len(self.blocks.stages))}
         for piece in self.blocks.own_stages:
@@ -209,11 +213,11 @@ class PipelineRank:
         return torch.zeros((), device=run.device) if total is None else total
 
     def forward(self, run: Run, action: Action, batch: Batch, scale: float | Tensor) -> Tensor | None:
-        """Run one stage's forward. Returns the loss on the last stage, where the micro-batch
-        counts.
+        """Run one stage's forward on a micro-batch, and send the next stage its inputs.
 
-        On other stages it sends what the next stage needs, and returns None. Raises InputError
-        where the model does not call its blocks in order.
+        scale: factor of the loss in the later backward. Returns the loss on the last stage, and
+        None on other stages or for a dummy micro-batch. Raises InputError if the model does not
+        call its blocks in order.
         """
         is_real = not isinstance(batch, DummyMicroBatch)
         there = to_device(batch if is_real else batch.batch, run)
@@ -238,15 +242,15 @@ class PipelineRank:
             raise blocks_out_of_order()
         self.blocks.forward_state.end_stage()
         self.in_flight[action.stage, action.micro_batch] = _InFlight(inputs, [loss], scale if is_real else 0.0)
-        # in fp32, as on ranks that have no loss: all ranks take part in one all-reduce of the sums
+        # in fp32, like the 0 of ranks without a loss: one all-reduce adds the sums of all ranks
         return loss.detach().float() if is_real else None
 
     def backward(self, run: Run, action: Action, final: bool) -> None:
-        """Run one stage's backward, and send the gradients of what the stage received.
+        """Run one stage's backward, and send the gradients of its inputs to the preceding stage.
 
-        final: whether it is the last backward of the step, after which FSDP reduces gradients.
+        final: whether this is the last backward of the step. FSDP reduces gradients after it.
         """
-        from torch.distributed.fsdp import FSDPModule  # here, because a single device does not need it
+        from torch.distributed.fsdp import FSDPModule  # imported late: most runs do not need it
 
         in_flight = self.in_flight.pop((action.stage, action.micro_batch))
         if isinstance(run.model, FSDPModule):  # StageEnd ended the forward before FSDP's own hooks
@@ -268,7 +272,7 @@ class PipelineRank:
 
     @torch.no_grad()
     def _all_reduce_shared(self, run: Run) -> None:
-        """All-reduce the gradients of weights that the first and the last rank share (tied
+        """All-reduce the gradients of the weights that the first and the last rank share (tied
         embeddings)."""
         weights = [weight for weight in optimizer_weights_named(run, self.shared) if weight.requires_grad]
         if not weights:
@@ -281,5 +285,5 @@ class PipelineRank:
 
 
 def add_losses(total: Tensor | None, loss: Tensor | None) -> Tensor | None:
-    """The sum of two losses, each of which may be None where a rank computed none."""
+    """Return the sum of two losses. None counts as no loss; None + None is None."""
     return loss if total is None else total if loss is None else total + loss

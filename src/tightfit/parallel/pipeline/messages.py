@@ -1,10 +1,12 @@
-"""Sends and receives what crosses the boundaries between pipeline stages.
+"""Send and receive the tensors that pass between pipeline stages.
 
-`PipelineRank` calls `StageMessages`. What crosses a boundary: usually one tensor forward, such as
-the hidden states (4, 1024, 2048) of 4 sequences in bf16, 16 MiB, and its gradient of the same size
-back. The first time that a batch has these shapes, an int64 tensor of shape (tensors, 3 + MAX_DIMS)
-precedes the tensors. Each row is a header: dtype, whether the tensor has a gradient, number of
-dimensions, and the shape. Here it is (1, 11). Later micro-batches of the same shapes need no header.
+`PipelineRank` calls `StageMessages`. Usually a stage sends one tensor forward, such as the bf16
+hidden states (4, 1024, 2048) of 4 sequences, 16 MiB, and receives their gradient of the same size.
+
+A stage does not know the shapes of the tensors that it will receive. So when a batch has new
+shapes, its tensors are preceded by a header: an int64 tensor of shape (tensors, 3 + MAX_DIMS), in
+the example (1, 11). Each of its rows describes one tensor: dtype, whether it requires a gradient,
+number of dimensions, and shape. Later micro-batches of the same shapes are sent without a header.
 """
 
 from __future__ import annotations
@@ -28,17 +30,18 @@ from tightfit.runtime.run import DummyMicroBatch, Run, without_full_masks
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 MAX_DIMS = 8
 
-# a tensor that is sent: its dtype, its shape, and whether it has a gradient
+# description of a tensor that is sent: (dtype, shape, whether it requires a gradient)
 TensorSpec = tuple[torch.dtype, tuple[int, ...], bool]
 
 
 class StageInputs:
-    """The tensors that a stage received for a micro-batch; after backward, their gradients.
+    """The tensors that a stage received for one micro-batch and, after backward, their gradients.
 
-    tensors         as received; empty once the model has them and autograd follows them
-    differentiable  for each of them, whether it has a gradient
-    metadata        shape, dtype and device of each differentiable one
-    gradients       of the differentiable ones, after backward; None where one leads to no loss
+    tensors         the received tensors; empty after `for_model` has passed them on under autograd
+    differentiable  for each received tensor, whether it requires a gradient
+    metadata        (shape, dtype, device) of each differentiable tensor
+    gradients       after backward, the gradient of each differentiable tensor; None for a tensor
+                    that does not affect the loss
     """
 
     def __init__(self) -> None:
@@ -48,7 +51,8 @@ class StageInputs:
         self.gradients: tuple[Tensor | None, ...] = ()
 
     def for_model(self) -> list[Tensor]:
-        """The tensors as the model gets them: differentiable ones are outputs of an autograd node."""
+        """Return the tensors to pass to the model. Differentiable tensors are outputs of an
+        autograd node that stores their gradients; without autograd, all are as received."""
         followed = [tensor for tensor, is_so in zip(self.tensors, self.differentiable, strict=True) if is_so]
         if not (followed and torch.is_grad_enabled()):
             return self.tensors
@@ -60,20 +64,21 @@ class StageInputs:
         return found
 
     def backward(self) -> list[Tensor | None]:
-        """The gradients of the differentiable tensors; None for one that leads to no loss."""
+        """Return the gradients of the differentiable tensors; None for a tensor that does not
+        affect the loss."""
         return list(self.gradients or (None,) * len(self.metadata))
 
     def zeros(self, place: int) -> Tensor:
-        """A gradient of zeros for the differentiable tensor `place`."""
+        """Return a gradient of zeros for the differentiable tensor with index `place`."""
         shape, dtype, device = self.metadata[place]
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _ReceivedInputs(torch.autograd.Function):
-    """The identity on received tensors; its backward stores their gradients, which are then sent
-    back.
+    """Forward: return the received tensors unchanged. Backward: store their gradients in `inputs`,
+    from where `StageMessages` sends them.
 
-    anchor  an empty tensor that requires a gradient, so that autograd calls backward
+    anchor  an empty tensor that requires a gradient: without it autograd would not call backward
     """
 
     @staticmethod
@@ -89,18 +94,19 @@ class _ReceivedInputs(torch.autograd.Function):
 
 
 class StageMessages:
-    """A pipeline rank's messages to and from its neighbours.
+    """Sends and receives a pipeline rank's messages to and from the neighbouring stages.
 
     last_stage       number of the model's last stage
-    positions        the position of each action among those of its rank
-    pending_sends    sends that may not have arrived: the action that consumes them, the work handle
-                     (None in a dry run) and the tensor
-    posted_receives  receives posted before their action: of each tensor the work handle, and the
-                     tensor that it arrives in
-    tensor_specs     what the tensors that cross a boundary are like, once it is known
-    has_gradient     by stage and boundary, which of the tensors that cross it get a gradient
-    waited_s         seconds spent waiting for other ranks so far (on a CPU; a GPU's queue waits by
-                     itself)
+    positions        action -> its index in its rank's list of actions
+    pending_sends    sends that may not be complete: (action that consumes the tensor, work handle
+                     or None in a dry run, tensor)
+    posted_receives  action -> the receives posted before the action begins: (work handle, tensor
+                     that the data arrive in)
+    tensor_specs     (stage, "in" or "out", shapes of the batch), or (stage, "gradient",
+                     micro-batch) -> the descriptions of the tensors, once they are known
+    has_gradient     (stage, "in" or "out") -> for each tensor, whether it gets a gradient
+    waited_s         seconds that this process has waited for other ranks. On a GPU the stream
+                     waits, and this does not count it
     """
 
     def __init__(self, mesh: Mesh, last_stage: int) -> None:
@@ -113,44 +119,57 @@ class StageMessages:
         self.waited_s = 0.0
 
     def position_of(self, action: Action) -> Any:
-        """The position of an action among those of its rank. Only comparisons of positions matter."""
+        """Return a value that orders the actions of a rank: a later action has a larger value."""
         return self.positions[action]
 
     def finish(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait until all sends are complete, and free the sent tensors."""
         self._free_sent(lambda taken: True)
 
     def free_completed(self) -> None:
-        """Free sent tensors that have arrived, as NCCL's work handles tell.
+        """Free the sent tensors whose work handles report that the send is complete.
 
-        gloo's never do, so on a CPU it is `_acknowledge` that infers it.
+        NCCL's work handles report this. gloo's do not, so on a CPU `_acknowledge` frees the
+        tensors.
         """
         self.pending_sends = [one for one in self.pending_sends if one[1] is not None and not one[1].is_completed()]
 
     def _free_sent(self, has_arrived: Callable[[Action], bool]) -> None:
-        """Free sent tensors that have arrived. has_arrived: whether what an action consumes is
-        there."""
+        """Free the sent tensors that have arrived.
+
+        has_arrived: action of the receiver -> whether the tensors that it consumes have arrived.
+        """
         there, self.pending_sends = self.pending_sends, [one for one in self.pending_sends if not has_arrived(one[0])]
         for taken, work, _ in there:
             if work is not None and has_arrived(taken):
                 work.wait()
 
     def _acknowledge(self, action: Action) -> None:
-        """An action's input has arrived. So its sender has received all that it consumed before
-        sending."""
+        """Free sent tensors after the input of `action` has arrived.
+
+        The rank that sent this input runs its actions in order. So it has received all tensors for
+        the action that made the input and for the actions before.
+        """
         producer = producer_of(action)
         sender, place = producer.stage % self.pp_size, self.position_of(producer)
         self._free_sent(lambda taken: taken.stage % self.pp_size == sender and self.position_of(taken) <= place)
 
     def link(self, piece: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
-        """The process group in which two neighbouring stages communicate, and the other stage's
-        rank."""
+        """Return (process group, rank in the group of the other stage's process) for messages
+        between two neighbouring stages.
+
+        piece      number of this rank's stage
+        other      number of the neighbouring stage
+        direction  "forward" for activations, "backward" for gradients
+        """
         around = " around" if max(piece, other) % self.pp_size == 0 else ""
         return self.mesh.p2p_groups[direction + around], other % self.pp_size
 
     def send(self, tensor: Tensor, action: Action, direction: str) -> None:
-        """Send an action's result to the rank that consumes it: activations forward, gradients
-        backward."""
+        """Begin to send a result of `action` to the rank that consumes it. Does not wait.
+
+        direction: "forward" for activations, "backward" for gradients. A dry run sends nothing.
+        """
         taken = consumer_of(action)
         group, device = self.link(action.stage, taken.stage, direction)
         sent = tensor.detach().contiguous()
@@ -160,8 +179,10 @@ class StageMessages:
         )
 
     def send_outputs(self, action: Action, key: Any, tensors: list[Tensor]) -> None:
-        """Send a stage's outputs; their header first, where a batch has these shapes for the first
-        time."""
+        """Send a stage's output tensors to the next stage.
+
+        A header precedes them if no batch had these shapes before. key: `shape_key` of the batch.
+        """
         specs = [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
         if tensors and (known := (action.stage, "out", key)) not in self.tensor_specs:
             self.tensor_specs[known] = specs
@@ -170,27 +191,27 @@ class StageMessages:
                 fields = [DTYPES.index(dtype), int(is_differentiable), len(shape), *shape]
                 header[row, : len(fields)] = torch.tensor(fields)
             self.send(header, action, "forward")
-        if torch.is_grad_enabled():  # in an evaluation, no backward would remove the entry
+        if torch.is_grad_enabled():  # an evaluation has no backward, which would remove the entry
             self.tensor_specs[action.stage, "gradient", action.micro_batch] = [spec for spec in specs if spec[2]]
         for tensor in tensors:
             self.send(tensor, action, "forward")
 
     def post_receives(self, run: Run, actions: Iterable[tuple[Action, Batch]]) -> None:
-        """Post the receives of these actions (each with its micro-batch), in the order of their
-        sends.
+        """Post the receives of actions, in the order in which the tensors are sent.
 
-        Stops at the first action whose shapes are not known yet: its header has to be received
-        first.
+        actions: (action, its micro-batch), in order. Stops at the first action whose tensor shapes
+        are not known yet, because its header has to be received first.
         """
         for action, batch in actions:
             if action not in self.posted_receives and not self.post_receive(run, action, batch):
                 break
 
     def post_receive(self, run: Run, action: Action, batch: Batch) -> bool:
-        """Post the receives of an action, so that they can arrive during the action before it.
+        """Post the receives of an action, so that its tensors can arrive during the preceding
+        action.
 
-        Returns whether nothing else has to be received for it: False where its shapes are not
-        known.
+        Returns False, and posts nothing, if the shapes of the tensors are not known yet. Returns
+        True otherwise, also if the action receives nothing.
         """
         if action.kind == FORWARD and action.stage > 0:
             there = without_full_masks(batch.batch if isinstance(batch, DummyMicroBatch) else batch, run)
@@ -220,9 +241,9 @@ class StageMessages:
         return True
 
     def _collect(self, action: Action, specs: list[TensorSpec], other: int, direction: str) -> list[Tensor]:
-        """The tensors that stage `other` sends for an action; waits for them.
+        """Wait for the tensors that stage `other` sends for an action, and return them.
 
-        Takes the posted receives where there are some, else receives tensors like `specs`.
+        specs: descriptions of the tensors, used if their receives have not been posted.
         """
         group, device = self.link(action.stage, other, direction)
         found = []
@@ -239,8 +260,11 @@ class StageMessages:
         return found
 
     def receive_inputs(self, action: Action, key: Any, arguments: list[Tensor], inputs: StageInputs) -> None:
-        """Receive what the stage before sends to replace `arguments`, those of the stage's
-        first block."""
+        """Receive a stage's inputs from the preceding stage, and put them into `inputs`.
+
+        arguments: the missing arguments of the stage's first block, which the inputs will replace.
+        key: `shape_key` of the batch.
+        """
         group, device = self.link(action.stage, action.stage - 1, "forward")
         known = action.stage, "in", key
         if active_fake_mode() is not None:  # a dry run has no other rank that would send a header
@@ -260,7 +284,8 @@ class StageMessages:
         inputs.differentiable = [spec[2] for spec in specs]
 
     def _receive_now(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
-        """Receive into `tensor`, and block until it has arrived. Does nothing in a dry run."""
+        """Receive into `tensor`, and wait until the data have arrived. Does nothing in a dry
+        run."""
         if active_fake_mode() is not None:
             return
         began = time.perf_counter()
@@ -268,18 +293,21 @@ class StageMessages:
         self.waited_s += time.perf_counter() - began
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a posted receive. On a GPU the stream waits, not the host."""
+        """Wait for a posted receive (None in a dry run). On a GPU the stream waits, not the
+        host."""
         began = time.perf_counter()
         if work is not None:
             work.wait()
         self.waited_s += time.perf_counter() - began
 
     def send_gradients(self, action: Action, inputs: StageInputs) -> None:
-        """Send the gradients of what a stage received to the stage before.
+        """Send the gradients of a stage's inputs to the preceding stage.
 
-        Before the first ones, send which of the tensors have a gradient at all; for the others
-        nothing is sent. Weights that lead to no loss have to stay without a gradient: optimizers
-        skip those. Raises InputError where a tensor has a gradient in some micro-batches only.
+        Before the first gradients, a mask is sent: for each input, whether it has a gradient. For
+        inputs without a gradient nothing is sent, so weights that do not affect the loss have no
+        gradient on the preceding stage either, and optimizers skip these weights.
+
+        Raises InputError if an input had no gradient in the first micro-batch and has one now.
         """
         gradients, known = inputs.backward(), (action.stage, "in")
         if gradients and known not in self.has_gradient:
@@ -295,12 +323,13 @@ class StageMessages:
             elif gradient is not None:
                 raise InputError(
                     "plan: pp",
-                    f"an input of stage {action.stage + 1} has a gradient in some micro-batches only",
-                    "use pp: 1; zero: 3 or tp shard a model too",
+                    f"an input of stage {action.stage + 1} has a gradient in some micro-batches and none in others",
+                    "use pp: 1, and split the model with zero: 3 or tp instead",
                 )
 
     def receive_gradients(self, action: Action) -> list[Tensor | None]:
-        """The gradients of what a stage sent forward; None for a tensor that gets none."""
+        """Wait for the gradients of the tensors that a stage sent forward, and return them; None
+        for a tensor without a gradient."""
         specs = self.tensor_specs.pop((action.stage, "gradient", action.micro_batch))
         if not specs:
             return []
@@ -310,9 +339,11 @@ class StageMessages:
         return [next(arrived) if is_so else None for is_so in has_gradient]
 
     def outputs_with_gradient(self, action: Action, count: int) -> list[bool]:
-        """For each of the `count` tensors that a stage sent forward, whether it gets a gradient.
+        """Return, for each of the `count` tensors that a stage sent forward, whether it gets a
+        gradient.
 
-        The next stage says so once, before its first gradients; this waits for it then.
+        The next stage sends this mask once, before its first gradients. The first call waits for
+        the mask; later calls return the same mask.
         """
         known = action.stage, "out"
         if active_fake_mode() is not None:
@@ -325,7 +356,7 @@ class StageMessages:
 
 
 def shape_key(batch: Batch) -> Any:
-    """What determines the specs of the tensors sent for a batch: its shapes, and whether autograd
-    is on."""
+    """Return a key for batches whose messages have equal shapes: the shapes of the batch's tensors,
+    and whether autograd is on."""
     leaves = tuple(tuple(leaf.shape) for leaf in tensors_in(batch))
     return leaves, torch.is_grad_enabled()

@@ -1,7 +1,7 @@
-"""A pipeline that never drains between steps, with versions of the weights (PipeDream).
+"""Run a pipeline that does not drain between steps, and keeps versions of the weights (PipeDream).
 
-`pipeline` uses `PipeDream` in place of `PipelineRank` for schedule: pipedream. It changes the job's
-mathematics: gradients are stale. So it needs `asynchronous` in the job's `allow`.
+`pipeline` uses `PipeDream` in place of `PipelineRank` for schedule: pipedream. Its gradients are
+stale, which changes the job's mathematics, so the job's `allow` has to contain `asynchronous`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ MAX_MICRO_BATCHES = 2**20  # more micro-batches than a step can have
 
 @dataclass
 class _StepInFlight:
-    """A step in flight.
+    """A step whose forwards have run on this rank, and whose backwards have not.
 
-    number         of the step since the pipeline was last empty
-    micro_batches  how many it has
+    number         number of the step, counted from when the pipeline was last empty
+    micro_batches  number of its micro-batches
     rate           its learning rate
-    version        number of the version of the weights that its forward used
+    version        number of the version of the weights that its forwards used
     """
 
     number: int
@@ -46,13 +46,15 @@ class _StepInFlight:
 
 
 class _StepMessages(StageMessages):
-    """The messages of several steps in flight: an action's position includes its step."""
+    """Messages of a pipeline with several steps in flight: an action's position includes its
+    step."""
 
     def position_of(self, action: Action) -> Any:
-        """The position of an action among its rank's: (round, whether it is a backward,
+        """Return a value that orders the actions of a rank: (round, whether it is a backward,
         micro-batch).
 
-        In each round a rank runs a step's forward before the backward of the step that is due.
+        In each round, a rank runs the forwards of one step and then the backwards of the step that
+        is due.
         """
         step, number = divmod(action.micro_batch, MAX_MICRO_BATCHES)
         behind = self.pp_size - 1 - action.stage if action.kind == BACKWARD else 0
@@ -60,19 +62,22 @@ class _StepMessages(StageMessages):
 
 
 class PipeDream(PipelineRank):
-    """1F1B that never drains. Each rank updates its own weights, without waiting for the others.
+    """Runs 1F1B without draining the pipeline. Each rank updates its weights without waiting for
+    the other ranks.
 
-    In each step a rank runs that step's forwards, and then the backwards of the earlier step whose
-    gradients have reached it. A step's backward uses the weights of its forward (weight stashing).
+    In each step, a rank runs the step's forwards, and then the backwards of the earlier step whose
+    gradients have reached the rank (the step that is due). A step's backwards use the same version
+    of the weights as its forwards did (weight stashing).
 
     On rank s of p, gradients are p - 1 - s updates stale. With vertical sync they are p - 1 updates
-    stale on every rank. Example with p = 4: rank 0's gradients are 3 updates stale, and rank 0 has
-    up to 4 steps in flight and keeps 3 versions of its weights beside the newest. Rank 3's
-    gradients are not stale.
+    stale on every rank. Example with p = 4: the gradients of rank 0 are 3 updates stale. Rank 0 has
+    up to 4 steps in flight and keeps 3 versions of its weights beside the newest. The gradients of
+    rank 3 are not stale.
 
-    losses            of the steps whose backward was done here, in order
-    pending_losses    on the last rank: the losses of steps whose backward has not been done yet
-    requested_losses  losses that were requested from the next rank, by step: work handle and tensor
+    losses            losses of the steps whose backwards have run on this rank, in order
+    pending_losses    on the last rank, step -> its loss, for steps whose backwards have not run yet
+    requested_losses  step -> (work handle, tensor) of its loss, which the next rank sends
+    versions          version of the weights -> {parameter of the model: its value in this version}
 
     Source: Harlap et al. 2018, arXiv:1806.03377.
     """
@@ -91,9 +96,9 @@ class PipeDream(PipelineRank):
         self.requested_losses: dict[int, tuple[Any, Tensor]] = {}
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Run this step's forwards, and the backwards of the step that is due.
+        """Run this step's forwards, and then the backwards of the step that is due.
 
-        Returns NaN: the loss becomes known `loss_delay` steps later, see `losses`.
+        Returns NaN, because the loss becomes known only `loss_delay` steps later, in `losses`.
         """
         assert run.mesh is not None
         version = max(self.steps_begun - self.loss_delay, 0) if self.plan.vertical_sync else self.updates_done
@@ -124,10 +129,9 @@ class PipeDream(PipelineRank):
         return torch.full((), float("nan"), device=run.device)
 
     def drain(self, run: Run) -> Iterator[None]:
-        """Run the backwards that are left, step by step, and yield after each: an update has to
-        follow.
+        """Run the backwards of the steps in flight, and yield after each step.
 
-        Afterwards the pipeline is empty.
+        At each yield the caller has to update the weights. Afterwards the pipeline is empty.
         """
         while self.steps_in_flight:
             self._run_backward(run)
@@ -137,17 +141,18 @@ class PipeDream(PipelineRank):
         self.versions.clear()
 
     def _backwards(self, step: _StepInFlight) -> list[tuple[Action, Batch]]:
-        """A step's backwards in the form of `post_receives`. What they receive does not depend on
-        a batch."""
+        """Return the (action, None) of each backward of a step, for `post_receives`. A backward's
+        receives do not depend on the batch, so None takes its place."""
         places = (self._unique_number(step, number) for number in range(step.micro_batches))
         return [(Action(BACKWARD, self.rank, place), None) for place in places]
 
     def _unique_number(self, step: _StepInFlight, number: int) -> int:
-        """A number for a micro-batch that is unique over all steps in flight."""
+        """Return a number for micro-batch `number` of a step that is unique among the steps in
+        flight."""
         return step.number * MAX_MICRO_BATCHES + number
 
     def _run_backward(self, run: Run) -> None:
-        """Run the backward of the oldest step in flight, and assign its gradients to the newest
+        """Run the backwards of the oldest step in flight, and assign the gradients to the newest
         weights."""
         step = self.steps_in_flight.popleft()
         for group in run.optimizer.param_groups:
@@ -169,7 +174,8 @@ class PipeDream(PipelineRank):
         self.updates_done += 1
 
     def _request_loss(self, number: int) -> None:
-        """Post the receive of a step's loss, which is sent before its first gradients."""
+        """Post the receive of the loss of step `number`, which arrives before the step's
+        gradients."""
         if self.rank < self.pp_size - 1 and number not in self.requested_losses:
             loss = torch.zeros((), device=self.device)
             group, device = self.messages.link(self.rank, self.rank + 1, "backward")
@@ -179,8 +185,9 @@ class PipeDream(PipelineRank):
     def _request_gradients(self, run: Run, due: list[tuple[Action, Batch]]) -> None:
         """Post the receives of all gradients of the step that is due.
 
-        A GPU may stop within a forward until the next rank has taken what this rank sent. The next
-        rank may stop as well, until this rank takes a gradient. See `coming`.
+        They are posted before the forwards to prevent a deadlock. A GPU may stop within a forward
+        until the next rank has received this rank's activations, while the next rank stops until
+        this rank has received a gradient. See `coming`.
         """
         self._request_loss(self.steps_in_flight[0].number)
         action, _ = due[0]
@@ -189,7 +196,10 @@ class PipeDream(PipelineRank):
         self.messages.post_receives(run, due)
 
     def _forward_loss(self, run: Run, step: _StepInFlight) -> None:
-        """Send a step's loss on from the last rank to the first, before the gradients."""
+        """Receive a step's loss from the next rank, and send it to the preceding rank.
+
+        So the loss travels from the last rank to the first, before the gradients.
+        """
         if self.rank < self.pp_size - 1:
             self._request_loss(step.number)
             work, loss = self.requested_losses[step.number]
@@ -202,10 +212,11 @@ class PipeDream(PipelineRank):
 
     @torch.no_grad()
     def _preserve_version(self, run: Run) -> None:
-        """Preserve the present weights before the update, if a step still needs them.
+        """Preserve the newest version of the weights before an update, if a step still needs it.
 
-        Steps in flight need the version of their forward; with vertical sync, later steps need it
-        too. The update is then made on a copy.
+        A step in flight needs the version that its forwards used. With vertical sync, later steps
+        need it too. The update then changes a copy of the weights. Versions that no step needs are
+        freed.
         """
         needed = {step.version for step in self.steps_in_flight}
         if self.plan.vertical_sync:
@@ -214,12 +225,15 @@ class PipeDream(PipelineRank):
             if version not in needed:
                 del self.versions[version]
         if self.updates_done in needed:
-            # the newest weights get new memory: autograd graphs may hold views of the old one
+            # the newest weights get new memory: autograd graphs may have views of the old memory
             for parameter in self._newest_version(run):
                 parameter.data = parameter.data.clone()
 
     def _newest_version(self, run: Run) -> dict[nn.Parameter, nn.Parameter]:
-        """By parameter, a parameter that shares its memory until that version has to be preserved."""
+        """Return parameter -> a second parameter that shares its memory, for the newest version.
+
+        `_preserve_version` gives the model's parameter new memory if this version is preserved.
+        """
         if self.updates_done not in self.versions:
             trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
             self.versions[self.updates_done] = {parameter: nn.Parameter(parameter.data) for parameter in trained}
@@ -227,7 +241,7 @@ class PipeDream(PipelineRank):
 
     @contextmanager
     def _using_version(self, run: Run, version: int) -> Iterator[None]:
-        """Within the context, the model computes with the given version of its weights."""
+        """Within this context, the model computes with the given version of its weights."""
         used = self._newest_version(run) if version == self.updates_done else self.versions[version]
         places = [
             (module, name, parameter)
