@@ -61,9 +61,9 @@ class Step:
     seconds        wall-clock time, including the wait for data. On CUDA it is measured on the
                    device: from the end of its earlier work (the previous step, or work that the
                    caller launched after that step) to the end of this step
-    staleness      with an asynchronous parameter server: the largest number of updates that were
-                   made between the computation of a gradient and its own update. None without such
-                   a server
+    staleness      with an asynchronous parameter server: how many updates the weights received,
+                   at most, after a gradient was computed and before it was applied. None without
+                   such a server
     """
 
     step: int
@@ -332,12 +332,12 @@ def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tenso
 
 
 def skips_on_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can skip an update without making the host wait for the number that
-    decides.
+    """Whether an optimizer can skip its next update on the device, without a wait of the host.
 
-    torch's fused kernels read `found_inf` and change nothing if it is 1. Optimizers that update
-    parameters one by one or in batches restore what they changed. Not the first update of SGD with
-    momentum, which would take uninitialized memory for momenta. For all others the host decides.
+    torch's fused kernels read `found_inf` on the device, and change nothing if it is 1. Optimizers
+    that update parameters one by one or in batches (`PerParameter`) undo their changes. The first
+    update of SGD with momentum cannot be skipped on the device: it would leave uninitialized memory
+    in place of the momenta. For all other optimizers, the host has to read whether to skip.
     """
     if isinstance(optimizer, PerParameter):
         return optimizer.can_leave_out()
@@ -405,7 +405,7 @@ def all_reduce_max(run: Run, number: int) -> int:
 
 
 def _begin_max(run: Run, number: int) -> Reading:
-    """Start to compute the largest `number` of all devices. Read it as "largest" from the result."""
+    """Start to compute the largest `number` of all devices. The result has it as "largest"."""
     if run.mesh is None:
         return begin_reading({"largest": number})
     there = torch.full((), number, device=run.device)  # filled there: a copy would block
