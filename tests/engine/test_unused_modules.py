@@ -110,7 +110,7 @@ def test_layers_called_on_some_devices_only_are_refused_on_all(fields: dict[str,
     first, *others = together(tightfit.Plan(**fields).devices, HERE + "refused", fields, model)
     assert all(other == first for other in others)
     said, _, changed = first
-    assert said.startswith("plan: zero=3: the ranks do not call the same layers")
+    assert said.startswith("plan: zero=3: each layer's parameters are gathered from all ranks")
     assert f"first differ at {REFUSED[model] if fields is LAYERS[0] else 'blocks.'}" in said
     assert "use zero: 2" in said
     assert changed == 0
@@ -123,7 +123,7 @@ def test_checksums_detect_another_order_of_layers(fields: dict[str, Any]) -> Non
     first, *others = together(2, HERE + "refused", fields, conditional.OtherOrder, 0)
     assert all(other == first for other in others)
     said, _, changed = first
-    assert "in this step (ranks 0, 1: the step ends, after other layers" in said
+    assert "in this step (ranks 0, 1: the step ends, after different layers" in said
     assert changed == 0
 
 

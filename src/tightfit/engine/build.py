@@ -1,7 +1,7 @@
-"""build: applies every enabled method of METHODS, in their order, to one Run.
+"""Build a Run: `build` applies every enabled method of METHODS, in their order, to one Run.
 
-It refuses a plan that cannot work before it allocates anything. `tightfit.build`, the command line
-and the dry run call it.
+`build` refuses a plan that cannot work before it allocates anything. `tightfit.build`, the command
+line and the dry run call it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ def build(
 ) -> Run:
     """Build the Run that trains `job` as `plan` says, on this process's device.
 
-    plan     the reference plan if left out
-    machine  only its kind of device is used; detected if left out
-    data     used instead of the job's own data, which is then not opened
-    alone    build for one device, although this process is one of several that train together
+    plan     the plan; None: the reference plan, `Plan()`
+    machine  only its kind of device ("cpu" or "cuda") is used; None: this host's machine is
+             detected
+    data     the samples to train on in place of the job's data, which is then not opened; None: the
+             job's data
+    alone    whether to build for one device although this process is one of several that train
+             together
 
-    Raises InputError, with its remedy, for a plan that the job does not allow or that cannot work,
-    and for devices that tightfit does not train on.
+    Raises InputError for a plan that the job does not allow or that cannot work, and for a machine
+    with devices that tightfit does not train on.
     """
     plan = plan or Plan()
     if machine is not None and machine.explain_only:
@@ -50,9 +53,9 @@ def build(
             "train on a CUDA or ROCm device, or on a CPU",
         )
     kind = (machine or Machine.detect()).device
-    check(plan, job, TARGET.get() or kind)  # a dry run has its target's rules
+    check(plan, job, TARGET.get() or kind)  # a dry run obeys the rules of its target device
     device = local_device(kind)
-    if kind == "cuda":  # first: else memory is allocated on the host's first device, too
+    if kind == "cuda":  # before anything else, which would allocate memory on GPU 0, too
         torch.cuda.set_device(device)
     mesh = None if alone else make_mesh(plan, device)
     seed_all(job.train.seed)
@@ -76,7 +79,7 @@ def build(
             run = method.apply(run, plan)
         if method is loader and plan.pp > 1:  # before any method changes the model
             run = boundaries.trace_boundaries(run, plan)
-    if kind == "cuda" and plan.compile != "model":  # a compiled model does not check
+    if kind == "cuda" and plan.compile != "model":  # a compiled model does not check masks
         run = replace(run, loss_sum=without_mask_checks(run.loss_sum, run.model, bool(run.droppable_masks)))
     microbatch.warn_of_dropped_tokens(run)
     run.model.train()

@@ -1,9 +1,10 @@
-"""Readings: scalars that a device computes are copied to the host asynchronously, and waited for
-when they are read.
+"""Copy scalars from the device to the host asynchronously, and wait for them only when they are
+read.
 
 A CUDA device runs queued work while Python queues more. Reading a number with `.item()` makes
-Python wait for all of it, and afterwards the device waits for Python. So a step reads nothing: it
-starts copies to page-locked memory, and whoever reads a figure waits only for its copy.
+Python wait for all queued work, and afterwards the device waits for Python. So a step does not read
+its figures (loss, gradient norm). It starts to copy them to page-locked host memory. Code that
+reads a figure later waits only for this copy.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ Kind = TypeVar("Kind", bound=type)
 
 
 class Reading:
-    """Scalars by name that are being copied to the host. Calling it waits for them and returns
-    them; every call returns the same values.
+    """Scalars that are being copied to the host. A call of the object waits for the copies and
+    returns the values by name. Every call returns the same values.
 
-    Integers up to 2^53 stay exact. Tensors on the host must not be changed in place before they are
-    read. Tensors on the device are not kept, only their copies, until they are read.
+    numbers  name -> a number, or a tensor with one element
+
+    Integers up to 2^53 stay exact. A tensor in host memory is not copied, so it must not be changed
+    in place before the first call. Of a tensor on a GPU only the copy is kept.
     """
 
     def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
@@ -55,21 +58,28 @@ class Reading:
 
 
 def begin_reading(numbers: Mapping[str, float | Tensor]) -> Reading:
-    """Start to copy scalars to the host; returns a callable that waits for them."""
+    """Start to copy scalars to the host. Return a callable that waits for the copies and returns
+    the values by name.
+
+    numbers  name -> a number, or a tensor with one element
+    """
     return Reading(numbers)
 
 
 def read_all(owner: Any) -> None:
-    """Read all late fields, so that the page-locked copies behind them are freed.
+    """Read all fields of `owner` that are not read yet (see `read_late`), so that the page-locked
+    memory of their copies is freed.
 
-    It does not wait if the step that computed them has ended.
+    This does not wait if the step that computed the fields has ended.
     """
     for name in list(vars(owner)):
         getattr(owner, name)
 
 
 class _Late:
-    """A field of a frozen dataclass that may hold a function, which is called at the first read."""
+    """A field of a frozen dataclass whose value may be a function. The first read of the field
+    calls the function and stores its result as the field's value.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,9 +101,11 @@ def _values(owner: Any) -> dict[str, Any]:
 
 
 def read_late(*names: str) -> Callable[[Kind], Kind]:
-    """A decorator of frozen dataclasses: these fields may hold functions that wait for the value.
+    """Return a decorator for a frozen dataclass whose fields `names` may be functions that wait for
+    the value.
 
-    Reading, comparing, printing, copying or pickling them gives the value.
+    Code that reads, compares, prints, copies or pickles such a field gets the value, not the
+    function.
     """
 
     def decorate(kind: Kind) -> Kind:
@@ -106,26 +118,28 @@ def read_late(*names: str) -> Callable[[Kind], Kind]:
 
 
 class StepTimer:
-    """Measures the seconds of one step after another on their device.
+    """Measures the seconds that each step takes on its device.
 
-    On CPU: from `begin` to `end`. On CUDA: from the end of the work that was queued before `begin`
-    to the end of the work that was queued before `end`. The wait for data in between counts. What
-    the caller queues between an `end` and the next `begin`, such as an evaluation, does not.
+    On a CPU, a step lasts from `begin` to `end`. On CUDA, it lasts from the end of the work that
+    was queued before `begin` to the end of the work that was queued before `end`. A wait for data
+    between `begin` and `end` counts. Work that the caller queues between an `end` and the next
+    `begin`, such as an evaluation, does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._began: Any = None
-        self._ended: Any = None  # of the step before
+        self._ended: Any = None  # the end of the previous step
 
     def begin(self) -> None:
         self._began = self._now()
 
     def end(self) -> float | Callable[[], float]:
-        """The step's seconds; on CUDA a function that waits for them.
+        """Return the seconds of the step; on CUDA a function that waits for the step's end and
+        returns its seconds.
 
-        On CUDA this call itself waits for the end of the step before, so that Python is never more
-        than one step ahead of the device.
+        On CUDA this call waits for the end of the previous step, so that Python is never more than
+        one step ahead of the device.
         """
         began, ended, before = self._began, self._now(), self._ended
         self._ended = ended

@@ -1,6 +1,6 @@
-"""Launch: the environment of a training process, and the start of several processes on one host.
+"""Set the environment of a training process, and start several training processes on one host.
 
-It imports no torch before processes are started, so that a restart is cheap.
+This module does not import torch, so that the command restarts quickly.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tightfit.plan import Plan
 GLIBC_TUNABLES = ":".join(
     (
         "glibc.malloc.hugetlb=1",  # madvise huge pages
-        "glibc.malloc.trim_threshold=1099511627776",  # return nothing to the system
-        "glibc.malloc.mmap_threshold=1099511627776",  # mmap no single allocation
+        "glibc.malloc.trim_threshold=1099511627776",  # return no freed memory to the system
+        "glibc.malloc.mmap_threshold=1099511627776",  # give no allocation an mmap of its own
         "glibc.malloc.top_pad=67108864",
-        # free small blocks are coalesced with their neighbours, so that large ones fit there
+        # coalesce small freed memory blocks with their neighbours, so that large blocks fit
         "glibc.malloc.tcache_count=0",
         "glibc.malloc.mxfast=0",
     )
@@ -39,8 +39,12 @@ POLL_S = 0.1
 
 
 def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables to add for `plan` on `device`. Variables that the user has set are
-    kept."""
+    """Return the environment variables to add for `plan`. Variables that the user has set are not
+    in the result.
+
+    device     the kind of device: "cpu" or "cuda"
+    inherited  the environment variables of this process
+    """
     added: dict[str, str] = {}
     if plan.allocator == "tuned" and device == "cpu" and sys.platform.startswith("linux"):
         added["GLIBC_TUNABLES"] = GLIBC_TUNABLES
@@ -50,10 +54,13 @@ def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[s
 
 
 def enter_environment(plan: Plan, device: str) -> None:
-    """Restart this command with the environment that the plan needs, unless it has it already.
+    """Restart this command with the environment variables that the plan needs, unless they are set
+    already.
 
-    Only a process that is the tightfit command is restarted. One that calls the library goes on
-    unchanged.
+    Only the tightfit command is restarted. A program that calls the library goes on with the
+    environment that it has.
+
+    device  the kind of device: "cpu" or "cuda"
     """
     added = environment(plan, device, os.environ)
     command = {Path(part).name for part in sys.orig_argv[:3]}
@@ -62,12 +69,13 @@ def enter_environment(plan: Plan, device: str) -> None:
 
 
 def read_launcher(environ: MutableMapping[str, str] = os.environ) -> tuple[int, int]:
-    """(processes on this host, processes in all) that train together, from the launcher's
-    variables.
+    """Read from the launcher's environment variables how many processes train together. Return
+    (processes on this host, processes on all hosts).
 
-    torchrun, `train --nproc` and Kubernetes' training operator set the variables that torch reads.
-    Slurm's srun sets its own, which are translated. An operator that starts one process in each pod
-    sets no local rank: that process is alone on its host.
+    torchrun, `train --nproc` and the training operator of Kubernetes set the variables that torch
+    reads, such as RANK. Slurm's srun sets other variables; from these, this function sets torch's
+    variables in `environ`. If RANK is set but no local rank, this process is taken to be alone on
+    its host, as in a Kubernetes pod.
     """
     if "RANK" not in environ and int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
@@ -84,7 +92,7 @@ def read_launcher(environ: MutableMapping[str, str] = os.environ) -> tuple[int, 
 
 
 def first_host(hosts: str) -> str:
-    """The first host of a Slurm list: node[03-07,12],other gives node03."""
+    """Return the first host of a Slurm host list: "node[03-07,12],other" gives "node03"."""
     match = re.match(r"([^,\[]+)(?:\[([^\]]+)\])?([^,]*)", hosts)
     assert match is not None
     stem, numbers, rest = match.groups()
@@ -94,10 +102,13 @@ def first_host(hosts: str) -> str:
 def start_processes(count: int) -> int:
     """Run this command in `count` processes on this host, which train together.
 
-    Returns the exit code of the first process that failed. This process hosts the store for their
-    rendezvous and forwards signals to them. If one fails, it ends the others: those that do not end
-    by themselves within GRACE_S, and stopped ones at once. Raises TightfitError if a process was
-    killed from outside.
+    Returns the exit code of the first process that failed; 0 if all succeeded; 128 + n if a
+    forwarded signal n ended it. The calling process hosts the store through which the processes
+    find each other, and forwards signals to them. If one process fails, the other processes get
+    GRACE_S seconds to end by themselves, and are then killed. Processes that are stopped (SIGSTOP)
+    are killed at once.
+
+    Raises TightfitError if a process was killed by a signal that this function did not forward.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -110,7 +121,7 @@ def start_processes(count: int) -> int:
         "MASTER_PORT": str(listening.getsockname()[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher hosts the store
     }
-    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # main() removed it
+    shown = ["--traceback"] if "--traceback" in sys.orig_argv else []  # main() removed it from argv
     command = [sys.executable, "-m", "tightfit", *shown, *_without_nproc(sys.argv[1:])]
     children: list[subprocess.Popen[bytes]] = []
     asked: set[int] = set()
@@ -125,7 +136,7 @@ def start_processes(count: int) -> int:
     try:
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if not asked:  # own session: a terminal's Ctrl-C is forwarded once, from here
+            if not asked:  # in a new session, so that Ctrl-C reaches it only through pass_on
                 children.append(subprocess.Popen(command, env={**environ, **place}, start_new_session=True))
         return _wait_for(children, asked, listening) if len(children) == count else 128 + min(asked)
     finally:
@@ -143,7 +154,7 @@ def _wait_for(children: list[subprocess.Popen[bytes]], asked: set[int], listenin
         failed = next((rank for rank, child in enumerate(children) if child.returncode), None)
         if first is None and failed is not None:
             first, until = failed, time.monotonic() + GRACE_S
-            if children[failed].returncode < 0:  # killed, so it could not report it itself
+            if children[failed].returncode < 0:  # killed, so it reported no failure
                 store.compare_set("failed", "", f"{failed}:1")
         for child in running if first is not None else ():
             if time.monotonic() > until or _is_stopped(child):
@@ -168,7 +179,7 @@ def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process and those that it has started, if it still runs."""
+    """Kill a process and the processes that it has started, if it still runs."""
     if child.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -176,7 +187,11 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _killed(process: int, number: int) -> TightfitError:
-    """The error for a process that a signal killed, which could not report anything itself."""
+    """Return the error for a process that a signal killed, so that it could not report an error.
+
+    process  its rank
+    number   the signal's number
+    """
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     said = f"process {process} was ended by {name}"
     if number == signal.SIGKILL:

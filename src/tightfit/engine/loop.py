@@ -1,5 +1,6 @@
-"""The training loop: a generator that yields each step's result. Logging, checkpoints and
-evaluation are up to the caller's `for`."""
+"""The training loop: a generator that yields each step's result. The caller's `for` loop does the
+logging, the checkpoints and the evaluation.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +25,36 @@ TakeStep = Callable[[Run, list[Batch], int], Step]
 
 
 def total_steps(run: Run) -> int:
-    """The number of the job's optimizer steps. Raises InputError for endless data without
-    train.steps."""
+    """Return the number of the job's optimizer steps. Raises InputError if the data has no end and
+    the job does not set train.steps.
+    """
     steps = schedule.total_steps(run.job.train, run.data.samples)
     if steps is None:
-        raise InputError("job: train.steps", "is not set, and the data has no end", "add train.steps")
+        raise InputError("job: train.steps", "is not set, and the data has no end", "set train.steps")
     return steps
 
 
 def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield: bool = True) -> Iterator[Step]:
-    """Train from step `start` to the job's last step, and yield a Step for each. Leave the loop to
-    stop.
+    """Train from step `start` to the job's last step, and yield a Step after each. To stop early,
+    leave the loop.
 
-    take              runs one step: the engine's own, or a function that also measures it
-    weights_at_yield  whether all weights are up to date when a step is yielded. False lets ZeRO 1 and 2
-                      gather updated weights while the next forward runs. Then a forward of the model,
-                      its `state_dict`, `evaluate`, `save` and the end of the loop wait for the weights.
-                      Code that reads a parameter directly must call `run.model.state_dict()`
-                      first. `tightfit train` passes False
+    start             number of the first step, from 0; after `resume`, the step that it returned
+    take              the function that runs one step: `take_step`, or a function that also measures
+                      the step
+    weights_at_yield  whether all weights are up to date when a step is yielded. With False, ZeRO-1
+                      and ZeRO-2 gather updated weights while the next forward runs. Then a forward
+                      of the model, its `state_dict`, `evaluate`, `save` and the end of the loop
+                      wait for the weights. Code that reads a parameter directly must call
+                      `run.model.state_dict()` first. `tightfit train` passes False
 
-    With pipedream a step's loss is known some steps later, and the step is yielded then. On CUDA a
-    step is yielded when all of its work is queued and the step before has ended. Reading its loss
-    at once makes the host wait for the device, and then the device for Python. `tightfit train`
-    therefore reads a step's figures after the next step has begun.
+    With the pipedream schedule, a step's loss is known some steps later, and the step is yielded
+    then. On CUDA, a step is yielded when all of its work is queued and the previous step has ended.
+    Code that reads the loss at once makes the host wait for the device; afterwards the device waits
+    for the host. `tightfit train` therefore reads a step's figures after the next step has begun.
 
-    Raises InputError for endless data without train.steps, and, where the job checks the split of a
-    pipeline, for stages that compute something else than the undivided model.
+    Raises InputError if the data has no end and the job does not set train.steps. If the job checks
+    how a pipeline splits the model, raises InputError if the stages compute something else than the
+    undivided model.
     """
     batch = run.job.train.batch
     until = None
@@ -57,7 +62,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
         until = math.ceil((run.job.train.epochs or 1) * run.data.samples)
     if start == 0:
         place = run.mesh.rng_rank if run.mesh is not None else 0
-        # again, so that dropout does not depend on how the model was created
+        # seed again after `build`, so that dropout does not depend on how the model was created
         seed_all(run.job.train.seed + 1 + 7919 * place)
     if wants_check(run, total_steps(run) - start):
         check_split(run)
@@ -69,7 +74,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
         result = take(run, micro_batches, step)
         if run.device.type == "cuda":
-            note_activity("the end of the step before")
+            note_activity("the end of the previous step")
         waiting.append(with_fields(result, seconds=clock.end()))
         if before is not None and run.device.type == "cuda":
             read_all(before)  # it has ended; unread figures would keep page-locked memory
@@ -79,7 +84,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
                 wait_for_weights(run)
             try:
                 yield _with_loss(run, waiting.popleft())
-            except GeneratorExit:  # the caller has left, and may read what it likes
+            except GeneratorExit:  # the caller has left the loop, and may read any weight
                 wait_for_weights(run)
                 raise
         note_activity("reading data", step + 1)
@@ -98,12 +103,13 @@ def _with_loss(run: Run, step: Step) -> Step:
 
 @torch.no_grad()
 def evaluate(run: Run, samples: int | None = None) -> float:
-    """Mean loss over held-out samples, one micro-batch at a time; only the running sum is kept.
+    """Return the mean loss over held-out samples. They run one micro-batch at a time, without
+    gradients.
 
-    samples  how many; the job's `evaluate_samples` if left out
+    samples  the number of samples; None: the job's `evaluate_samples`
 
-    The model's modes, running statistics and random number generators are left unchanged. Raises
-    InputError if no samples are held out.
+    The model's training mode and running statistics and the random number generators are the same
+    after the call. Raises InputError if no samples are held out.
     """
     drain(run)
     total, items = torch.zeros((), dtype=torch.float64, device=run.device), 0
@@ -124,7 +130,9 @@ def evaluate(run: Run, samples: int | None = None) -> float:
         run.mesh.all_reduce(total, DATA)
         items = int(run.mesh.all_reduce(torch.tensor(items, device=run.device), DATA))
     if not items:
-        raise InputError("evaluate", "the data has no held-out items that count in the loss", "set data.held_out: 0.01")
+        raise InputError(
+            "evaluate", "the data has no held-out samples with items that count in the loss", "set data.held_out: 0.01"
+        )
     return float(total) / items
 
 

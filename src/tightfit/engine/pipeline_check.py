@@ -1,9 +1,10 @@
-"""The split check: do a pipeline's stages compute what the undivided model computes?
+"""The split check: check that a pipeline's stages compute the same as the undivided model.
 
-It compares loss and gradient norm on one micro-batch, before the first step. What crosses the stage
-boundaries was found by tracing the model on fake tensors (`parallel/pipeline/boundaries.py`). This check
-looks at numbers, so it also finds what tracing cannot: state outside of tensors, and code that
-depends on the data.
+Before the first step, this check runs one micro-batch through the stages and through the undivided
+model, and compares loss and gradient norm. `parallel/pipeline/boundaries.py` has traced the model
+on fake tensors to find which tensors are sent between pipeline stages. Tracing cannot see state
+outside of tensors, or code that depends on the values in the data. This check compares numbers, so
+it finds these, too.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ from tightfit.parallel.context.sequence_chunks import SequenceChunks
 from tightfit.parallel.pipeline.executor import PipelineRank
 from tightfit.runtime.run import Run, to_device
 
-AUTO_CHECK_SHARE = 0.02  # the check runs unasked up to this share of the run's time and of a device's memory
+# With check_split: auto, the check runs if it takes at most this share of the run's time and of a
+# device's memory.
+AUTO_CHECK_SHARE = 0.02
 TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 
 
 @dataclass(frozen=True)
 class SplitComparison:
-    """Loss and gradient norm of one micro-batch on the stages, and those of the undivided model.
+    """Loss and gradient norm of one micro-batch, computed by the stages and by the undivided model.
 
-    The norm is None if gradients are compressed, because compressing changes the error feedback of
-    later gradients. `tolerance` is relative.
+    loss           the loss that the stages compute
+    expected_loss  the loss that the undivided model computes
+    norm           the norm of the stages' gradients. None if gradients are compressed: compressing
+                   them here would change the error feedback of the training
+    expected_norm  the norm of the undivided model's gradients; None if gradients are compressed
+    tolerance      the largest relative difference at which the two results still agree
     """
 
     loss: float
@@ -60,9 +67,12 @@ class SplitComparison:
 
 
 def wants_check(run: Run, steps: int) -> bool:
-    """Whether to compare the stages with the undivided model before the first of `steps` steps.
+    """Whether to compare the stages with the undivided model before the first step.
 
-    With check_split: auto, if it takes less than 2 % of the run's time and of a device's memory.
+    With `check_split: auto`, the check runs if it takes at most 2 % of the run's time and of a
+    device's memory.
+
+    steps  the number of steps that the run takes
     """
     asked = run.job.train.check_split
     if run.dataflow is None or asked == "never":
@@ -74,32 +84,36 @@ def wants_check(run: Run, steps: int) -> bool:
     whole = run.dataflow.parameter_count
     cuda = run.device.type == "cuda"
     memory = torch.cuda.get_device_properties(run.device).total_memory if cuda else psutil.virtual_memory().total
-    # the undivided model takes as long as all stages one after another, and so does the pipeline
+    # The unit of time is one stage on one micro-batch. The undivided model takes as long as all
+    # stages one after another, and so does a pipeline with one micro-batch: 2 * stages together.
     return 2 * plan.stages <= AUTO_CHECK_SHARE * steps * micro_batches and 3 * 4 * whole <= AUTO_CHECK_SHARE * memory
 
 
 def check_split(run: Run) -> SplitComparison | None:
-    """Compare, and raise InputError on all devices if they differ.
+    """Compare the stages with the undivided model on one micro-batch. If they differ, raise
+    InputError on all devices.
 
-    All devices call it. The run is left unchanged. Returns None if the loss is random.
+    All devices must call this. The run is the same after the call. Returns None, without a
+    comparison, if the model's loss is random even in evaluation mode.
     """
     found = compare_split(run)
     if found is not None and not found.agrees:
         norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
         raise InputError(
             f"plan: pp={run.plan.pp}",
-            f"the stages compute something else than the undivided model: the loss of one micro-batch is {found.loss:.6g} and "
-            f"not {found.expected_loss:.6g}{norm}",
-            "use pp: 1; zero: 3 and tp shard a model, too. State that the model keeps outside of tensors, and decisions that "
-            "depend on the data, do not cross from stage to stage",
+            "the stages compute something else than the undivided model (the stages do not share state that the model keeps "
+            "outside of tensors, or decisions that depend on the data): the loss of one micro-batch is "
+            f"{found.loss:.6g} and not {found.expected_loss:.6g}{norm}",
+            "use pp: 1, and divide the model with zero: 3 or tp instead",
         )
     return found
 
 
 def compare_split(run: Run) -> SplitComparison | None:
-    """Run one micro-batch through the stages and through the undivided model with the same weights.
+    """Run one micro-batch through the stages, and through the undivided model with the same
+    weights.
 
-    Returns None if the model's loss is random.
+    Return both results, or None if the model's loss is random even in evaluation mode.
     """
     assert run.mesh is not None
     assert isinstance(run.executor, PipelineRank)
@@ -128,7 +142,7 @@ def compare_split(run: Run) -> SplitComparison | None:
 
 
 def _over_pieces(run: Run, count: int) -> int:
-    """All-reduce a count over the context-parallel ranks, each of which has a shard of the
+    """Return the sum of `count` over the context-parallel ranks, each of which has a shard of the
     sequences."""
     assert run.mesh is not None
     values = torch.tensor(count, device=run.device)
@@ -137,8 +151,9 @@ def _over_pieces(run: Run, count: int) -> int:
 
 
 def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float] | None:
-    """Loss and gradient norm of the undivided model with the stages' weights; None if the loss is
-    random."""
+    """Create the undivided model with the stages' weights, run `batch` through it, and return (mean
+    loss, gradient norm). Without gradients the norm is 0. Return None if the loss is random even in
+    evaluation mode."""
     with rng_preserved():
         seed_all(run.job.train.seed)
         model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
@@ -171,7 +186,7 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
 
 @torch.no_grad()
 def _differs(run: Run, batch: Any) -> bool:
-    """Whether the loss depends on random numbers."""
+    """Whether the loss of `batch` changes with the seed."""
     losses = []
     for seed in range(2):
         seed_all(seed)
@@ -181,7 +196,7 @@ def _differs(run: Run, batch: Any) -> bool:
 
 @torch.no_grad()
 def _gather_weights(run: Run, model: nn.Module) -> None:
-    """Broadcast all stages' parameters and buffers into the undivided `model`, tensor by tensor."""
+    """Broadcast the parameters and buffers of all stages into the undivided `model`."""
     assert run.mesh is not None
     saved = model_of(run)
     names: list[Any] = [None] * run.mesh.size("pp")
@@ -203,8 +218,8 @@ def _gather_weights(run: Run, model: nn.Module) -> None:
 
 @contextmanager
 def _mode_of(run: Run) -> Iterator[None]:
-    """Training mode, or evaluation mode if the model draws random numbers, because the stages would
-    draw others."""
+    """Inside this context, the model is in training mode; or in evaluation mode if it draws random
+    numbers, because the stages and the undivided model would draw different ones."""
     assert run.dataflow is not None
     if run.dataflow.is_random:
         with evaluating(run.model):

@@ -1,6 +1,6 @@
-"""Random number generators: seed, save and restore them, and run code that must not advance them.
+"""Seed, save and restore random number generators, and run code without a change of their states.
 
-`evaluating` does the same for a model's training mode.
+`evaluating` runs code without a change of a model's training mode.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from torch import nn
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, those of every CUDA device included."""
+    """Seed the random number generators of Python, NumPy and torch, on every CUDA device, too."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:
-    """The states of this process's generators and of its CUDA device's, in JSON types."""
+    """Return the states of this process's random number generators (Python, NumPy, torch on the CPU
+    and on its CUDA device), as values that JSON can store.
+    """
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return {
         "torch": _as_text(torch.get_rng_state()),
@@ -42,8 +44,9 @@ def _from_text(state: str) -> torch.Tensor:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the states that `random_states` returned, whatever index this process's CUDA device
-    has now."""
+    """Restore the states that `random_states` returned. This process's CUDA device may have another
+    index than before.
+    """
     torch.set_rng_state(_from_text(states["torch"]))
     saved = states["cuda"]
     if saved and torch.cuda.is_available():
@@ -58,8 +61,9 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 @contextmanager
 def rng_preserved() -> Iterator[None]:
-    """Within, random numbers may be drawn; afterwards the generators are in the states of
-    before."""
+    """Inside this context, code may draw random numbers. Afterwards the generators have the same
+    states as before.
+    """
     before = random_states()
     try:
         yield
@@ -69,7 +73,7 @@ def rng_preserved() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` in evaluation mode; afterwards each of its modules is in the mode it was in."""
+    """Inside this context, `model` is in evaluation mode. Then each module gets its old mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

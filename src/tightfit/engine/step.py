@@ -1,13 +1,13 @@
 """One optimizer step: forward and backward of every micro-batch, then one update.
 
-`engine/loop.py` calls `take_step`. It is the same for every plan: what a method changes is in the
-Run (its executor for pipelines and parameter servers, its reduction for data parallelism, its loss
-scale, its store for offloading).
+`engine/loop.py` calls `take_step`, which is the same for every plan. Whatever a method changes is a
+field of the Run: `executor` for pipelines and parameter servers, `reduction` for data parallelism,
+`loss_scale` for fp16, `store` for offloading.
 
 Example: a batch of 32 samples on 2 data-parallel ranks with micro_batch = 4 gives each rank 16
-samples in 4 micro-batches. Each loss is a sum over its items. Before backward it is divided by the
-items of the whole step on all ranks, so that neither the number of micro-batches nor of ranks
-changes the gradient of the mean loss.
+samples in 4 micro-batches. The loss of a micro-batch is a sum over its items (tokens or samples).
+Before backward it is divided by the number of items in the step on all ranks. So the gradient is
+that of the mean loss over the step, for any number of micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -47,22 +47,23 @@ from tightfit.target_device import kind_of
 @read_late("loss", "gradient_norm", "samples", "items", "processed", "skipped", "seconds")
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step did. On CUDA, the first read of a figure waits until the device has
-    it.
+    """The figures of one optimizer step. On CUDA, the first read of a figure waits until the device
+    has computed it.
 
     step           number of the step, from 0
-    loss           mean over the step's items that count
+    loss           mean over the items of the step that count in the loss
     learning_rate  learning rate of this step's update
     gradient_norm  norm of the full gradient before clipping; None if the job does not clip
     samples        samples in the step, on all devices
     items          items that count in the loss (tokens or samples), on all devices
     processed      token positions (or samples) that went through the model, which throughput counts
     skipped        whether fp16 overflowed, so that the update was skipped
-    seconds        wall-clock time, including the wait for data. On CUDA it is the device's time:
-                   from the end of its earlier work (the step before, or what the caller launched in
-                   between) to the end of this step
-    staleness      asynchronous parameter server: the largest number of updates between the weights
-                   that a gradient was computed with and the weights that it updates
+    seconds        wall-clock time, including the wait for data. On CUDA it is measured on the
+                   device: from the end of its earlier work (the previous step, or work that the
+                   caller launched after that step) to the end of this step
+    staleness      with an asynchronous parameter server: how many updates the weights received,
+                   at most, after a gradient was computed and before it was applied. None without
+                   such a server
     """
 
     step: int
@@ -82,6 +83,8 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
 
     micro_batches  this device's samples of the step, in host memory
     step           number of the step, from 0
+
+    Returns the figures of the step, which the device may still be computing.
     """
     note_activity("forward and backward", step)
     real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
@@ -101,7 +104,7 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     if run.executor is not None and run.executor.counted is not None:
         (items, samples, processed), cp = run.executor.counted, 1
     figures.update(items=items, samples=samples, processed=processed)
-    # a Step may have functions in place of figures: see `read_late`
+    # a Step may have functions in place of values: see `read_late`
     late: Any = _LateFigures(begin_reading(figures), cp)
     return Step(
         step=step,
@@ -117,10 +120,11 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
 
 
 class _LateFigures:
-    """The figures of a step. Each method waits until the device has computed them.
+    """The figures of a step that the device may still be computing. Each method waits for the
+    figures and returns one of them.
 
-    read  waits for the figures by name
-    cp    how many ranks count the same samples
+    read  waits for the figures and returns them by name
+    cp    how many ranks have counted each sample: the size of context parallelism
     """
 
     def __init__(self, read: Reading, cp: int) -> None:
@@ -147,28 +151,31 @@ class _LateFigures:
 
 
 def with_fields(step: Step, **fields: Any) -> Step:
-    """The step with other values of `fields`, which may be functions that wait for the value.
+    """Return a copy of `step` with other values of `fields`. A value may be a function that waits
+    for the value.
 
-    Unlike `dataclasses.replace` it does not wait for the figures that are not known yet.
+    Unlike `dataclasses.replace`, this does not wait for figures that the device is still computing.
     """
     return Step(**{**vars(step), **fields})
 
 
 class CountSums:
-    """Integers that are summed over the data-parallel ranks while the device computes.
+    """Sums integers over the data-parallel ranks while the device computes.
 
-    On CUDA the sums stay on the device, because reading one would make the host wait for all work
-    that the device was given.
+    counts  this device's integers
+
+    `wait` returns the sums. On CUDA they are tensors on the device, because reading a number would
+    make the host wait for all queued work.
     """
 
     def __init__(self, run: Run, counts: list[int]) -> None:
         self._counts = counts
-        self._sums: PendingSum | None = None  # None: this device's counts are the sums
+        self._sums: PendingSum | None = None  # None: there is nothing to sum over
         self._on_device = run.device.type == "cuda"
         if run.mesh is None or runs_unsynchronized(run) or all(run.mesh.size(axis) == 1 for axis in DATA):
             return
         numbers = torch.tensor(counts)
-        if self._on_device:  # a copy from pageable memory would block
+        if self._on_device:  # a copy from memory that is not page-locked would block
             numbers = numbers.pin_memory().to(run.device, non_blocking=True)
         self._sums = run.mesh.begin_all_reduce(numbers, DATA)
 
@@ -180,27 +187,31 @@ class CountSums:
 
 
 def _begin_sum(run: Run, loss: torch.Tensor) -> PendingSum:
-    """Start to all-reduce the loss over all devices."""
+    """Start to all-reduce the loss over the data-parallel ranks and the pipeline stages."""
     if run.mesh is None or (run.executor is not None and run.executor.unsynchronized):
         return PendingSum(loss)
     return run.mesh.begin_all_reduce(loss, (*DATA, "pp"))
 
 
 def runs_unsynchronized(run: Run) -> bool:
-    """Whether each device trains on its own samples without waiting for the others in every step,
-    as the workers of an asynchronous parameter server do."""
+    """Whether each device trains on its own samples and does not wait for the other devices in
+    every step, like the workers of an asynchronous parameter server.
+    """
     return run.executor is not None and run.executor.unsynchronized and not run.executor.loss_delay
 
 
 def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | torch.Tensor]) -> PendingSum:
-    """Accumulate into .grad the gradients of the mean loss over all items of the step.
+    """Run forward and backward of each micro-batch, and accumulate into `.grad` the gradients of
+    the mean loss over all items of the step.
 
-    Returns the sum of the loss over all devices, which is on its way: its all-reduce starts after
-    the last forward. A loss scale multiplies the mean before backward, so that 16-bit gradients of
-    a step with many items do not vanish.
+    The loss scale of fp16 multiplies the loss before backward, so that 16-bit gradients of a step
+    with many items do not become zero.
 
-    items  returns the number of items of the step on all devices; it is called after the first
-           forward, so that its all-reduce overlaps with that forward
+    items  a function that returns the number of items in the step on all devices. It is called
+           after the first forward, so that its all-reduce overlaps with that forward
+
+    Returns the pending sum of the loss over all devices. Its all-reduce starts after the last
+    forward.
     """
 
     if run.executor is not None:
@@ -215,7 +226,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
             run.reduction.begin(last)
         with _compiled_indices_named(run):
             loss = run.loss_sum(next(coming))
-        factor = _loss_factor(run, items())  # `items` is a collective: dummy micro-batches call it
+        factor = _loss_factor(run, items())  # a collective, so also called for dummy micro-batches
         if counts:
             total += loss.detach()
         if last:
@@ -228,19 +239,20 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
 
 
 def _loss_factor(run: Run, items: int | torch.Tensor) -> float | torch.Tensor:
-    """What a micro-batch's loss, a sum over its items, is multiplied by before backward: the loss
-    scale, over the items of the whole step."""
+    """Return the factor by which a micro-batch's loss (a sum over items) is multiplied before
+    backward: the loss scale, divided by the number of items in the step on all devices."""
     scale = run.loss_scale.factor if run.loss_scale else 1.0
-    if isinstance(items, torch.Tensor):  # fp64, as on the host: the gradient is rounded once
+    if isinstance(items, torch.Tensor):  # in fp64, like Python's floats, to round only once
         return scale / items.clamp(min=1).double()
     return scale / max(items, 1)
 
 
 @contextmanager
 def _compiled_indices_named(run: Run) -> Iterator[None]:
-    """Turn a compiled model's bare "index out of bounds" into an InputError about the data.
+    """Inside this context, turn the "index out of bounds" of a compiled model into an InputError
+    about the data.
 
-    Without compilation, the loss reports it itself.
+    In a model that is not compiled, the loss itself raises such an InputError.
     """
     try:
         yield
@@ -250,30 +262,34 @@ def _compiled_indices_named(run: Run) -> Iterator[None]:
         raise InputError(
             "data",
             "contains a label that is not one of the model's classes, or a token id without an embedding",
-            "number labels and ids from 0 to below the model's sizes; --set plan.compile=none reports which one it is",
+            "number labels from 0 to below the number of classes, and token ids from 0 to below model.vocab_size; to see "
+            "which label or id is wrong, run with --set plan.compile=none",
         ) from error
 
 
 @contextmanager
 def _recomputation_named(run: Run) -> Iterator[None]:
-    """Turn torch's CheckpointError, for a block whose recomputation differs from its forward, into
-    an InputError about the plan or the model."""
+    """Inside this context, turn torch's CheckpointError into an InputError about the plan or the
+    model. torch raises it if the recomputation of a block differs from its forward."""
     try:
         yield
     except CheckpointError as error:
         raise InputError(
             f"plan: recompute={run.plan.recompute}" if run.plan.recompute != "none" else "job: model",
-            "a block's recomputation differs from its forward: the block keeps state from its first forward, or changes its inputs",
-            "use recompute: none" if run.plan.recompute != "none" else "turn the model's own recomputation off",
+            "a block's recomputation differs from its forward: the block keeps state from its first forward, or changes its "
+            "inputs in place",
+            "use recompute: none"
+            if run.plan.recompute != "none"
+            else "turn off the recomputation (gradient checkpointing) that the model itself does",
         ) from error
 
 
 def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
     """Unscale and clip the gradients, and update the weights.
 
-    Returns the gradient norm (None if the job does not clip) and whether the gradients were finite.
-    The latter is a scalar tensor if the optimizer's kernels read it on the device and skip the
-    update themselves, so that the host does not wait.
+    Returns (gradient norm, whether the gradients were finite). The norm is None if the job does not
+    clip. If the gradients are not finite, the update is skipped. If the optimizer's kernels skip it
+    on the device, so that the host does not wait, the second value is a scalar bool tensor.
     """
     finite: bool | torch.Tensor = True
     norm = None
@@ -283,7 +299,7 @@ def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
         finite = holds_everywhere(run, run.loss_scale.unscale(_weights(run)))
         on_device = (
             isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
-        )  # not of offloaded gradients
+        )  # False if the gradients are offloaded
         if isinstance(finite, torch.Tensor) and not (on_device and skips_on_found_inf(run.optimizer)):
             finite = bool(finite)
         run.loss_scale.update(finite)
@@ -299,12 +315,15 @@ def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
         run.store.factor = None
     run.optimizer.zero_grad(set_to_none=True)
     if run.reduction is not None and (isinstance(finite, torch.Tensor) or finite):
-        run.reduction.updated()  # without the gradients' memory
+        run.reduction.updated()  # after zero_grad, so that the gradients' memory is free
     return norm, finite
 
 
 def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """The next step changes nothing where the gradients are not finite."""
+    """Tell the optimizer to skip its next update if the gradients are not finite.
+
+    finite  scalar bool tensor on the device
+    """
     if isinstance(optimizer, PerParameter):
         reading = begin_reading({"finite": finite})
         optimizer.leave_out(~finite, lambda: not reading()["finite"])
@@ -313,11 +332,12 @@ def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tenso
 
 
 def skips_on_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can skip an update without making the host wait for the number that decides.
+    """Whether an optimizer can skip its next update on the device, without a wait of the host.
 
-    torch's fused kernels read `found_inf` and change nothing if it is 1. Optimizers that update
-    parameters one by one or in batches restore what they changed. Not the first update of SGD with
-    momentum, which would take uninitialized memory for momenta. For all others the host decides.
+    torch's fused kernels read `found_inf` on the device, and change nothing if it is 1. Optimizers
+    that update parameters one by one or in batches (`PerParameter`) undo their changes. The first
+    update of SGD with momentum cannot be skipped on the device: it would leave uninitialized memory
+    in place of the momenta. For all other optimizers, the host has to read whether to skip.
     """
     if isinstance(optimizer, PerParameter):
         return optimizer.can_leave_out()
@@ -336,8 +356,10 @@ def skips_on_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def all_reduce_replicated(run: Run) -> None:
-    """All-reduce over tp the gradients of replicated weights, such as norms under sequence
-    parallelism: each tp rank has computed them from its shard of the positions only."""
+    """All-reduce, over tp, the gradients of weights that are replicated over tp, such as norms
+    under sequence parallelism. Each tp rank has computed these gradients from its shard of the
+    positions only.
+    """
     weights = [weight for weight in optimizer_weights_named(run, run.tp_replicated) if weight.requires_grad]
     if not weights:
         return
@@ -356,8 +378,8 @@ def _weights(run: Run) -> list[torch.Tensor]:
 
 
 def drain(run: Run) -> None:
-    """Finish what is in flight: weights that are being gathered, and the steps and updates of an
-    asynchronous pipeline."""
+    """Wait for weights that are being gathered, and finish the steps and updates of an asynchronous
+    pipeline that are still in flight."""
     wait_for_weights(run)
     if run.executor is not None:
         with torch.enable_grad():
@@ -366,8 +388,8 @@ def drain(run: Run) -> None:
 
 
 def holds_everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
-    """Whether something holds on every device. A scalar tensor gives a scalar tensor, without a
-    wait."""
+    """Return whether `holds` is true on every device. If it is a scalar tensor, the result is a
+    scalar tensor, and the host does not wait. All devices must call this."""
     if run.mesh is None:
         return holds
     if isinstance(holds, torch.Tensor):
@@ -376,22 +398,26 @@ def holds_everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tenso
 
 
 def all_reduce_max(run: Run, number: int) -> int:
-    """The largest of all devices' numbers. Waits for it."""
+    """Return the largest `number` of all devices. The host waits for it. All devices must call
+    this.
+    """
     return int(_begin_max(run, number)()["largest"])
 
 
 def _begin_max(run: Run, number: int) -> Reading:
-    """Start to find the largest of all devices' numbers."""
+    """Start to compute the largest `number` of all devices. The result has it as "largest"."""
     if run.mesh is None:
         return begin_reading({"largest": number})
-    there = torch.full((), number, device=run.device)  # a copy from the host would block
+    there = torch.full((), number, device=run.device)  # filled there: a copy would block
     return begin_reading({"largest": run.mesh.all_reduce(there, AXES, dist.ReduceOp.MAX)})
 
 
 class StopPoll:
-    """Finds, once a step, the largest of all devices' numbers: the same on each device.
+    """Finds the largest number of all devices once a step, so that all of them can stop in the same
+    step.
 
-    On several CUDA devices it finds that of the step before, so that no device waits.
+    On several CUDA devices, `largest` returns the result for the numbers of the previous step, so
+    that no device waits.
     """
 
     def __init__(self, run: Run) -> None:
@@ -409,8 +435,8 @@ class StopPoll:
 def clip(run: Run, limit: float) -> torch.Tensor:
     """Scale the gradients so that their norm over all parameters and devices is at most `limit`.
 
-    Returns the norm before scaling. Offloaded gradients are scaled when they are copied to the
-    device for their updates.
+    Returns the norm before scaling, a scalar tensor. Offloaded gradients are scaled later, when
+    they are copied to the device for the update.
     """
     weights = [weight for weight in _weights(run) if weight.grad is not None]
     comes = run.store is not None and optimizer_states.uploads_for_update(run.plan, kind_of(run.device))
@@ -428,9 +454,10 @@ def clip(run: Run, limit: float) -> torch.Tensor:
 
 
 def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
-    """Norm of the full gradient, over all parameters and devices."""
+    """Return the norm of the full gradient over all parameters and devices, a scalar tensor. All
+    devices must call this."""
     elsewhere = set(optimizer_weights_named(run, run.executor.replicated)) if run.executor is not None else set()
-    squares = torch.zeros(2, device=run.device)  # weights sharded, and replicated, over tp
+    squares = torch.zeros(2, device=run.device)  # of weights sharded over tp, and of all others
     cut = tp_shards_of(run)
     for weight in _weights(run):
         if weight.grad is None or weight in elsewhere:
@@ -442,11 +469,11 @@ def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
         ).square()
     squares[1] /= mesh.size("tp")
     sharded_over = run.reduction.shard_axes if run.reduction is not None else ()
-    if run.plan.servers:  # the server has all gradients, the workers none
+    if run.plan.servers:  # the server has all gradients, and the workers have none
         sharded_over = (*sharded_over, "dp_replicate")
     return mesh.all_reduce(squares, (*sharded_over, "tp", "pp")).sum().sqrt()
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This device's shard of a DTensor; any other tensor as it is."""
+    """Return this device's shard of a DTensor, and any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,13 +1,13 @@
-"""Watch: detects ranks that hang or fail, so that a distributed training ends instead of waiting
-for ever.
+"""Detect ranks that hang or fail, so that a distributed training ends instead of waiting forever.
 
-The training itself may be blocked inside a collective, so two threads run beside it. One writes
-this process's heartbeat to the store that all ranks share, and reads whether another process has
-failed. The other checks the time: if the training has been in one operation for too long, it reads
-all heartbeats, reports which rank does not answer, and ends this process.
+The training itself may be blocked inside a collective, so two threads run beside it. One thread
+writes this process's heartbeat to the store that all ranks share, and reads from the store whether
+another process has failed. The other thread checks the time: if the training has been in one
+operation for too long, it reads all heartbeats, reports which rank does not answer, and ends this
+process.
 
-The first process that fails prints the reason. The others, whose connections to it break, exit
-silently with its exit code.
+The first process that fails prints the reason. All other processes, whose connections to it break,
+exit silently with the same exit code.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ from tightfit.errors import TightfitError
 from tightfit.runtime.activity import Activity, recording_activity
 
 TIMEOUT_S = 600.0
-FIRST_TIMEOUT_S = 3600.0  # until the first step is done: planning, loading and compiling
-NORMAL = 5  # an operation may take this many times as long as the longest one so far
-BEAT_S = 5.0  # between two heartbeats
+FIRST_TIMEOUT_S = 3600.0  # until the first step is done: planning, loading, compiling
+NORMAL = 5  # an operation may take this many times as long as the longest operation so far
+BEAT_S = 5.0  # time between two heartbeats
 GRACE_S = 20.0  # how long a process may take to end by itself after another has failed
-LOST_S = 10.0  # how long to wait for the reason of a broken connection
+LOST_S = 10.0  # how long to wait for another process to report why a connection broke
 LINGER_S = 3.0  # how long the host of the store stays alive after it has failed
 FAILED = "failed"
 
 
 @dataclass(frozen=True)
 class ProgressNote:
-    """A process's heartbeat: its number, the step and operation under way, the seconds since that
-    operation began, and the place in the code."""
+    """A process's heartbeat.
+
+    beat       number of the heartbeat; it increases while the process runs
+    step       number of the step under way, from 0; None before the first step
+    operation  what the training does now, such as "reading data"
+    seconds    time since this operation began
+    where      the place in tightfit's code: see `code_location`
+    """
 
     beat: int
     step: int | None
@@ -54,7 +60,12 @@ class ProgressNote:
 class Watch:
     """Watches the other ranks through the store that all of them share.
 
-    timeout_s  how long one operation may take after the first step, in seconds
+    store      the store
+    rank       rank of this process
+    world      number of processes
+    progress   the step and operation of this process's training
+    timeout_s  how long one operation may take after the first step, in seconds. Before, it may take
+               longer
     """
 
     def __init__(
@@ -78,13 +89,14 @@ class Watch:
             thread.join(2 * self.beat_s)
 
     def fail(self, code: int, wait_s: float = 0.0) -> int | None:
-        """Report that this process fails. Returns None if it is the first, else the first one's
-        exit code.
+        """Report to the store that this process fails. Return None if it is the first process that
+        fails, or if the store does not answer; else the exit code of the process that failed first.
 
-        wait_s  how long to wait first for another process's report
+        code    exit code of this process
+        wait_s  how long to wait for another process's report before this process reports
         """
         store = _ask(lambda: _another(self.store))
-        if store is None:  # the process that hosts it is gone, so there is nowhere to report
+        if store is None:  # the process that hosts the store is gone
             return None
         until = time.monotonic() + wait_s
         while time.monotonic() < until and _failed(store) is None:
@@ -94,8 +106,8 @@ class Watch:
         return None if first is None or first.decode() == mine else _code(first)
 
     def _tell(self) -> None:
-        """Write heartbeats. End this process if another has failed and this one does not end by
-        itself, or if its parent process is gone."""
+        """Write heartbeats to the store. End this process if another process has failed and this
+        process does not end by itself within GRACE_S, or if its parent process is gone."""
         store = None
         while not self.ended.wait(self.beat_s):
             store = store or _ask(lambda: _another(self.store))
@@ -115,7 +127,7 @@ class Watch:
             if seconds > self._limit_s():
                 message = self._verdict(seconds)
                 if self.ended.is_set() or time.monotonic() - self.progress.since < seconds:
-                    continue  # it has made progress meanwhile
+                    continue  # the training has made progress meanwhile
                 code = self.fail(1)
                 if code is None:
                     exit_now(1, f"tightfit: {TightfitError.__name__}: {message}")
@@ -132,14 +144,17 @@ class Watch:
         return ProgressNote(self.beats, progress.step, progress.operation, round(seconds, 1), code_location(self.main))
 
     def _verdict(self, seconds: float) -> str:
-        """The message: which rank does not answer or is behind, and where this process waits for
-        it."""
+        """Return the error message: which rank does not answer or is behind, and in which operation
+        this process waits for it. Takes at least the time of a few heartbeats.
+
+        seconds  how long this process has been in its operation
+        """
         before = _ask(lambda: self._notes(_another(self.store)), 30.0)
         time.sleep(max(3 * self.beat_s, BEAT_S))
         after = _ask(lambda: self._notes(_another(self.store)), 30.0)
         if after is None or before is None:
             return _said(
-                f"the process that hosts the store of all ranks ({os.environ.get('MASTER_ADDR')}) has not answered",
+                f"the process that hosts the store of all ranks (on {os.environ.get('MASTER_ADDR')}) has not answered",
                 seconds,
                 self._note(),
                 self.rank,
@@ -155,11 +170,11 @@ class Watch:
         if late:
             there = notes[late[0]]
             why = f"still in {_step(there)}, {there.operation}{there.where}"
-            return _said(f"{_ranks(late)} {_have(late)} not come along", seconds, mine, self.rank, why)
-        return _said("no rank goes on", seconds, mine, self.rank, "each of them waits for another")
+            return _said(f"{_ranks(late)} {_have(late)} not made progress", seconds, mine, self.rank, why)
+        return _said("no rank has made progress", seconds, mine, self.rank, "all ranks wait for each other")
 
     def _notes(self, store: dist.Store) -> dict[int, ProgressNote | None]:
-        """The last heartbeat of each rank; None for a rank without one."""
+        """Return the last heartbeat of each rank; None for a rank that has written no heartbeat."""
         there = [rank for rank in range(self.world) if store.check([_key(rank)])]
         found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in there])]
         notes = {rank: ProgressNote(**note) for rank, note in zip(there, found, strict=True)}
@@ -167,19 +182,21 @@ class Watch:
 
 
 def _another(store: Any) -> dist.Store:
-    """The same store over its own connection: a connection that waits for an answer blocks all
-    others."""
+    """Open a new connection to the same store. A call that waits for an answer blocks its
+    connection for all threads.
+    """
     clone: dist.Store = store.clone()
     return clone
 
 
 def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
-    """An answer of the store; None if there is none in time: the process that hosts it may have
+    """Call `what`, which asks the store, and return its result. Return None if it fails or does not
+    return within `within_s` seconds, for example because the process that hosts the store has
     failed."""
     found: list[Any] = []
 
     def ask() -> None:
-        with suppress(Exception):  # torch raises several kinds for a connection that is gone
+        with suppress(Exception):  # torch raises errors of several classes for a broken connection
             found.append(what())
 
     asking = threading.Thread(target=ask, daemon=True)
@@ -189,7 +206,7 @@ def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
 
 
 def _failed(store: dist.Store) -> int | None:
-    """The exit code of the process that failed first; None if none has failed."""
+    """Return the exit code of the process that failed first; None if no process has failed."""
     found = _ask(lambda: store.get(FAILED) if store.check([FAILED]) else None)
     return None if found is None else _code(found)
 
@@ -199,8 +216,11 @@ def _code(said: bytes) -> int:
 
 
 def ranks_behind(notes: dict[int, ProgressNote]) -> list[int]:
-    """The ranks that the others wait for, if all answer: those in an earlier step, else those in
-    another operation than most."""
+    """Return the ranks for which the other ranks wait: the ranks in an earlier step than the
+    others. If all are in the same step, return the ranks in another operation than most. Empty if
+    all are in the same operation.
+
+    notes  the last heartbeat of each rank"""
     steps = {rank: -1 if note.step is None else note.step for rank, note in notes.items()}
     late = [rank for rank, step in steps.items() if step < max(steps.values())]
     if late:
@@ -212,7 +232,10 @@ def ranks_behind(notes: dict[int, ProgressNote]) -> list[int]:
 
 
 def code_location(thread: int | None) -> str:
-    """Where in tightfit a thread is, and what it has called there: " (all_reduce, step.py:180)"."""
+    """Return where in tightfit's code a thread is, and which function of torch.distributed it is
+    in, such as " (all_reduce, engine/step.py:180)". Empty if the thread is not in tightfit.
+
+    thread  the thread's identifier"""
     frame = sys._current_frames().get(thread or 0)
     called = ""
     while frame is not None:
@@ -228,7 +251,8 @@ def code_location(thread: int | None) -> str:
 def _said(who: str, seconds: float, mine: ProgressNote, rank: int, why: str) -> str:
     return (
         f"{who} for {_minutes(seconds)}: {why}; rank {rank} waits in {_step(mine)}, {mine.operation}{mine.where}\n"
-        "  fix: look there for the cause; --resume continues from the newest checkpoint, --timeout MINUTES waits longer"
+        "  fix: remove the cause, then continue from the newest checkpoint with --resume; if the operation only needs more "
+        "time, set --timeout MINUTES"
     )
 
 
@@ -258,8 +282,8 @@ def _key(rank: int) -> str:
 
 
 def exit_now(code: int, message: str = "") -> None:
-    """Exit at once, whatever other threads wait for, even if the message cannot be printed any
-    more."""
+    """Print `message` and exit at once, whatever other threads wait for. Exit even if the message
+    cannot be printed."""
     with suppress(OSError):
         if message:
             print(message, file=sys.stderr)
@@ -270,10 +294,12 @@ def exit_now(code: int, message: str = "") -> None:
 
 @contextmanager
 def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Iterator[Watch]:
-    """Within, this process watches the other ranks and they watch it.
+    """Inside this context, this process watches the other ranks, and they watch this process.
 
-    An error is raised only in the first process that fails; the others exit with its exit code.
-    Raises TightfitError if a connection broke and no process has reported why.
+    Only the first process that fails raises its error. All other processes exit with the exit code
+    of the first. If a connection breaks and no process reports why, TightfitError is raised.
+
+    store, rank, world, timeout_s  see `Watch`
     """
     with recording_activity() as progress:
         watch = Watch(store, rank, world, progress, timeout_s)
@@ -285,11 +311,11 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
             if code is not None:
                 raise SystemExit(code) from None
             if hosts_store():
-                time.sleep(LINGER_S)  # the others read there that this one has failed
+                time.sleep(LINGER_S)  # the others read from the store that this process has failed
             if is_lost_connection(error):
                 mine = watch._note()
                 raise TightfitError(
-                    f"rank {rank} lost its connection to another, which ended without a word, in {_step(mine)}, {mine.operation} "
+                    f"rank {rank} lost its connection to a rank that ended without a report, in {_step(mine)}, {mine.operation} "
                     f"({' '.join(str(error).split())[-200:]})\n  the saved checkpoints are kept: --resume continues from the newest"
                 ) from error
             raise
@@ -298,7 +324,7 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether an error only says that another process is gone."""
+    """Whether an error is only the consequence of another process's end: a broken connection."""
     if isinstance(error, TightfitError) or not isinstance(error, RuntimeError):
         return False
     said = str(error).lower()

@@ -1,1 +1,3 @@
-"""What the methods that use several processes are made of: gradient buckets, sharding, pipelines, rings and servers."""
+"""What the methods that use several processes are made of: gradient buckets, sharding, pipelines,
+rings and servers.
+"""

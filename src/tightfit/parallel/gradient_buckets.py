@@ -1,9 +1,10 @@
-"""Buckets of gradients: many gradients in one flat buffer, reduced while backward still computes.
+"""Reduce gradients in buckets, while backward still computes: a bucket is one flat buffer for many
+gradients.
 
 A bucket fills in the order in which backward computes gradients. When it is full, its reduction
-begins. `AllReducedGradients` all-reduces it (data parallelism). `ReduceScatteredGradients` reduce-scatters it, so that each
-device gets the sum of its own shards (ZeRO-1 and ZeRO-2). Buckets are reduced in the same order on
-all devices, because collectives match by their order.
+begins. `AllReducedGradients` all-reduces the bucket (data parallelism). `ReduceScatteredGradients`
+reduce-scatters it, so that each device gets the sum of its own shards (ZeRO-1 and ZeRO-2). All
+devices reduce their buckets in the same order, because collectives match by their order.
 
 Example: ten blocks, each with one parameter of 10 MiB, on four devices. A bucket holds at most 25
 MiB, so there are five buckets of two gradients, 20 MiB each.
@@ -12,14 +13,15 @@ MiB, so there are five buckets of two gradients, 20 MiB each.
     bucket that fills    0          | 1        | 2        | 3        | 4
     reduction begins                  of 0       of 1       of 2       of 3       of 4
 
-With `AllReducedGradients` all buckets may be in flight. Their buffers become the gradients, so all five exist at
-the end of backward: 100 MiB. With `ReduceScatteredGradients` one bucket is in flight: when the reduction of bucket
-1 has begun, the device waits for bucket 0 and frees its buffer. So at most two buffers exist at a
-time (one in flight and one that fills): 40 MiB. What stays of each bucket is this device's shard of
-its gradients, 5 MiB, 25 MiB in all.
+With `AllReducedGradients`, all buckets may be in flight at once. Their buffers become the
+gradients, so all five buffers exist at the end of backward: 100 MiB. With
+`ReduceScatteredGradients`, at most two buffers exist at a time, one in flight and one that fills:
+40 MiB. When the reduction of bucket 1 has begun, the device waits for bucket 0 and frees its
+buffer. Of each bucket the device keeps its shard of the reduced gradients, 5 MiB, which makes 25
+MiB for the five buckets.
 
 Source  Li et al. 2020, arXiv:2006.15704 (buckets and overlap); Rajbhandari et al. 2020,
-        arXiv:1910.02054 (shards); Megatron-LM, whose buckets also grow with the number of devices.
+        arXiv:1910.02054 (shards); Megatron-LM (buckets that grow with the number of devices).
 """
 
 from __future__ import annotations
@@ -39,14 +41,17 @@ from tightfit.errors import InputError
 from tightfit.optim.gradient_hooks import on_gradient_ready
 
 BUCKET_BYTES = 25 * 2**20
-# The least that each device sends in one step of a ring: far more than the network transfers
-# within its latency.
+# The least bytes that each device sends in one step of a ring. Sending them takes much longer than
+# the network's latency.
 MIN_BYTES_PER_DEVICE = 2**20
 
 
 def bucket_bytes(devices: int) -> int:
-    """The largest size of a bucket in bytes for this many devices. A ring of n devices takes about
-    n steps, each with 1/n of the bucket: with 64 devices, buckets have 64 MiB.
+    """Return the largest size of a bucket, in bytes, for this number of devices.
+
+    A collective over a ring of n devices takes about n steps, and each step sends 1/n of the
+    bucket. So that a step sends at least 1 MiB, buckets have 64 MiB on 64 devices. Up to 25 devices
+    they have 25 MiB.
     """
     return max(BUCKET_BYTES, devices * MIN_BYTES_PER_DEVICE)
 
@@ -56,9 +61,11 @@ class Bucket:
     """Parameters whose gradients are reduced together.
 
     parameters  the parameters, in the order in which backward computes their gradients
-    buffer      the flat buffer, from the first gradient until the reduction or the step ends
+    buffer      the flat buffer of the gradients, from the first gradient until the end of the
+                reduction (`ReduceScatteredGradients`) or of the step (`AllReducedGradients`); else
+                None
     ready       indices of the parameters whose gradients are in the buffer
-    work        the reduction in flight, or None
+    work        the reduction in flight; None if there is none
     """
 
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -68,17 +75,18 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether all its gradients are in the buffer."""
+        """Whether the gradients of all parameters of the bucket are in the buffer."""
         return len(self.ready) == len(self.parameters)
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]:
     """Divide parameters into buckets, last parameter first, as backward computes their gradients.
 
-    Each bucket has parameters of one dtype and one device. A parameter larger than `limit` has its
-    own.
+    Each bucket has parameters of one dtype and one device. A parameter larger than `limit` gets a
+    bucket of its own.
 
-    limit  the largest size of a bucket in bytes
+    parameters  the parameters, in the order in which the forward uses them
+    limit       the largest size of a bucket in bytes
     """
     found: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
@@ -94,17 +102,19 @@ def make_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]
 
 
 class Reducer:
-    """Watches the gradients of `parameters`, and begins each bucket's reduction when it is full, in
-    order.
+    """Collects the gradients of `parameters` in buckets, and begins the reduction of each bucket
+    when it is full. Buckets are reduced in order.
 
-    devices     the number of devices that take part
-    allocate    bucket -> its buffer, before the first gradient is written
-    write       (bucket, index, gradient or None) -> writes the gradient into the buffer. None: this
-                device's backward has computed no gradient for it
-    send        bucket -> begins the reduction and sets `bucket.work`
-    on_reduced  bucket -> called after its work has been waited for
-    in_flight   how many reductions may be in flight before the oldest is waited for; None: any
-                number
+    devices     the number of devices that take part in the reduction
+    allocate    a function of a bucket that returns a new buffer for it. Called before the first
+                gradient is written
+    write       a function of (bucket, index, gradient) that writes the gradient of the bucket's
+                parameter `index` into the buffer. The gradient is None if this device's backward
+                has computed none for the parameter
+    send        a function of a bucket that begins the reduction and sets `bucket.work`
+    on_reduced  a function of a bucket, called when its reduction is complete
+    in_flight   how many reductions stay in flight after a new one has begun: the older ones are
+                waited for. None: no reduction is waited for before `finish`
     """
 
     def __init__(
@@ -127,17 +137,17 @@ class Reducer:
         on_gradient_ready(parameters, self._on_gradient)
 
     def begin(self, reduces: bool) -> None:
-        """Call before each micro-batch.
+        """Prepare for a micro-batch. Call this before its forward.
 
-        reduces  whether the gradients that its backward completes are reduced. False: they
-                 accumulate in `.grad`
+        reduces  whether the gradients that the micro-batch's backward completes are reduced. False:
+                 they accumulate in `.grad`
         """
         self._sending = reduces
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._sending:
             bucket, place = self._slot[parameter]  # type: ignore[index]
-            if place in bucket.ready:  # the reduction of the first one may have begun
+            if place in bucket.ready:  # the reduction of its first gradient may have begun
                 raise _completed_twice(parameter)
             self._write_gradient(bucket, place, parameter.grad)
             parameter.grad = None
@@ -164,11 +174,15 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce the remaining buckets, with None for missing gradients, and wait for all of them."""
+        """Reduce the remaining buckets, and wait for the reductions of all buckets.
+
+        For a parameter that got no gradient in this backward, the gradient that earlier
+        micro-batches have accumulated is reduced, or None.
+        """
         for bucket in self.buckets[self._next :]:
             for place, parameter in enumerate(bucket.parameters):
                 if place not in bucket.ready:
-                    # accumulated by earlier micro-batches, or None
+                    # the gradient that earlier micro-batches have accumulated, or None
                     self._write_gradient(bucket, place, parameter.grad)
                     parameter.grad = None
             self._send()
@@ -179,24 +193,24 @@ class Reducer:
 
 
 class AllReducedGradients:
-    """All-reduces gradients. Afterwards each `.grad` is a view of its bucket's buffer.
+    """All-reduces gradients. Afterwards the `.grad` of each parameter is a view of a bucket's
+    buffer.
 
-    Behind the gradients, each bucket has one number for each parameter: how many devices computed
-    its gradient. If no device did, the parameter has no gradient, as on one device.
+    After the gradients, each buffer has one number for each parameter: how many devices computed
+    the parameter's gradient. If no device did, the parameter has no gradient, as on one device.
 
     parameters  the parameters whose gradients are reduced
-    group       the devices
-    narrow      a dtype in which gradients are sent (`compressed_gradients`), if they are wider;
-                None: their own
+    group       the process group of the devices that take part
+    narrow      the dtype in which gradients of a wider dtype are sent (`compressed_gradients`).
+                None: gradients are sent in their own dtype
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, narrow: torch.dtype | None = None):
         self.group, self.narrow = group, narrow
         devices = dist.get_world_size(group)
         self._reducer = Reducer(parameters, devices, self._allocate, self._write, self._send)
-        self._views: dict[
-            int, tuple[Tensor, ...]
-        ] = {}  # id of a bucket -> views of its buffer: the gradients, then the counts
+        # id of a bucket -> views of its buffer: one for each gradient, then one for the counts
+        self._views: dict[int, tuple[Tensor, ...]] = {}
         self._missing: list[tuple[Bucket, int]] = []
         self.begin = self._reducer.begin
 
@@ -226,7 +240,9 @@ class AllReducedGradients:
             bucket.work = _CastBack(dist.all_reduce(narrowed, group=self.group, async_op=True), narrowed, wide)
 
     def finish(self) -> None:
-        """Wait for all reductions and set the gradients. Call after the last backward of a step."""
+        """Wait for all reductions and set each `.grad`. Call this after the last backward of a
+        step.
+        """
         self._reducer.finish()
         for bucket in self._reducer.buckets:
             for parameter, slot in zip(bucket.parameters, self._views[id(bucket)], strict=False):
@@ -244,8 +260,12 @@ class AllReducedGradients:
 
 @dataclass
 class _CastBack:
-    """An all-reduce in flight of a narrow copy. `wait` waits for it and copies the result back into
-    the buffer.
+    """An all-reduce in flight that sends a copy of the buffer in a narrower dtype. `wait` waits for
+    it and copies the result back into the buffer.
+
+    work      the all-reduce
+    narrowed  the copy that is reduced
+    buffer    the bucket's buffer
     """
 
     work: Any
@@ -258,25 +278,27 @@ class _CastBack:
 
 
 class ReduceScatteredGradients:
-    """Reduce-scatters gradients: each device gets the sum of its shards, in the `.grad` of
-    `shards`.
+    """Reduce-scatters gradients: each device gets the summed gradients of its shards, in the
+    `.grad` of each of `shards`.
 
-    `shards` maps each parameter to this device's shard of it, as Shard(0) of a DTensor. The
-    optimizer updates these shards. They are views of the parameters, so it updates the model
-    itself. `WeightGathers` then all-gathers the updated shards.
+    The dict `shards` maps each parameter to this device's shard of it along dimension 0, divided as
+    a DTensor's Shard(0) divides. The optimizer updates these shards. They are views of the
+    parameters, so their updates change the model. `WeightGathers` then all-gathers the updated
+    shards.
 
     Example: a parameter of shape (10, 3) over 4 devices has ceil(10 / 4) = 3 rows in each shard but
-    the last: rows 0-2, 3-5, 6-8 and 9. A bucket's buffer has one row for each device. In it the
-    parameter takes 3 x 3 = 9 numbers; in the row of device 3, six of them are padding (zeros). With
-    5 rows the shards have 2, 2, 1 and 0 rows.
+    the last: rows 0-2, 3-5, 6-8 and 9. A bucket's buffer has one row for each device. In each row
+    the parameter takes 3 x 3 = 9 elements. In the row of device 3, six of the nine elements are
+    padding (zeros). A parameter of 5 rows has shards of 2, 2, 1 and 0 rows.
 
-    Behind the gradients, each row of a buffer has one number for each parameter: how many devices
-    computed its gradient. If no device did in the whole step, the parameter has no gradient, as on
-    one device.
+    After the gradients, each row of a buffer has one number for each parameter: how many devices
+    computed the parameter's gradient. If no device did in the whole step, the parameter has no
+    gradient, as on one device.
 
     parameters  the parameters whose gradients are reduced
-    group       the devices over which they are sharded
-    replicas    the devices that hold the same shard; None: there are no replicas
+    group       the process group of the devices over which the parameters are sharded
+    replicas    the process group of the devices that hold the same shards. None: there are no
+                replicas
     """
 
     def __init__(
@@ -290,7 +312,7 @@ class ReduceScatteredGradients:
         self._reducer = Reducer(
             parameters, self.count, self._allocate, self._write, self._send, self._on_reduced, in_flight=1
         )
-        # id of a bucket -> offsets in a row: of each parameter, the counts, the end
+        # id of a bucket -> offsets in a row of its buffer: each parameter's, the counts', the end's
         self._offsets = {id(b): self.offsets(b.parameters, len(b.parameters)) for b in self._reducer.buckets}
         self.shards = {parameter: self._share(parameter, self.rank) for parameter in parameters}
         self._parts: dict[int, Tensor] = {}
@@ -301,17 +323,26 @@ class ReduceScatteredGradients:
         self.begin = self._reducer.begin
 
     def shard_rows(self, parameter: Tensor) -> int:
-        """Rows (along dimension 0) of each shard. The last shards may have fewer, or none."""
+        """Return the number of rows (along dimension 0) of each shard of a parameter. The last
+        shards may have fewer rows, or none.
+        """
         return -(-_height(parameter) // self.count)
 
     def offsets(self, parameters: Sequence[Tensor], *more: int) -> list[int]:
-        """Offsets of the parameters' shards in a row of a buffer, then of fields with `more`
-        elements each, then of the row's end.
+        """Return offsets, in elements, in a row of a buffer: of each parameter's shard, of each
+        additional field, and of the row's end.
+
+        more  the number of elements of each additional field after the shards
+
+        Example: two parameters of shape (10, 3) over 4 devices, and a field of 2 elements:
+        offsets([p, q], 2) gives [0, 9, 18, 20].
         """
         return _offsets([*(self.shard_rows(p) * _width(p) for p in parameters), *more])
 
     def shard_range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
-        """(begin, end) along dimension 0 of a device's shard; end is exclusive."""
+        """Return (begin, end), the rows along dimension 0 of the shard of device `rank`. `end` is
+        exclusive.
+        """
         rows, height = self.shard_rows(parameter), _height(parameter)
         return min(rank * rows, height), min((rank + 1) * rows, height)
 
@@ -352,7 +383,9 @@ class ReduceScatteredGradients:
 
     @torch.no_grad()
     def _on_reduced(self, bucket: Bucket) -> None:
-        """Set the shards' gradients, or add this micro-batch's to them."""
+        """Add the bucket's reduced gradients to the `.grad` of the shards, or set it if it is None.
+        Free the bucket's buffer.
+        """
         bucket.buffer = None
         part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
         for place, parameter in enumerate(bucket.parameters):
@@ -366,12 +399,12 @@ class ReduceScatteredGradients:
             self._counts[id(bucket)] = counts.clone()
 
     def finish(self) -> None:
-        """Wait for all reductions of a micro-batch."""
+        """Reduce the remaining buckets of a micro-batch, and wait for all its reductions."""
         self._reducer.finish()
 
     def complete(self) -> None:
-        """Call once a step: all-reduce the shards' gradients over the replicas, and remove
-        gradients that no device has computed.
+        """All-reduce the shards' gradients over the replicas, and set to None the gradients that no
+        device has computed. Call this once a step, after the last backward.
         """
         self._sum_replicas()
         for bucket in self._reducer.buckets:
@@ -394,23 +427,25 @@ class ReduceScatteredGradients:
 
 
 def _completed_twice(parameter: Tensor) -> InputError:
-    """The error when one backward computes a parameter's gradient twice, as nested backwards do."""
+    """Return the error for a backward that computes a parameter's gradient twice, as a backward
+    within a backward does.
+    """
     return InputError(
         "plan: several devices",
-        f"one backward completes the gradient of a parameter of shape {tuple(parameter.shape)} twice: the model's code runs a "
+        f"one backward completes the gradient of a parameter of shape {tuple(parameter.shape)} twice: the model runs a second "
         "backward within the backward, as torch.utils.checkpoint does with use_reentrant=True",
-        "use use_reentrant=False in the model, or one device",
+        "pass use_reentrant=False to torch.utils.checkpoint in the model, or train on one device",
     )
 
 
 def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
-    """Of `missing`, those at which no device computed a gradient.
+    """Return those indices of `missing` at which no device computed a gradient.
 
-    Nothing is read if this device has computed all of them. A dry run assumes that the other
-    devices are like this one, and returns all of `missing`.
+    If `missing` is empty, `counts` is not read, so the host does not wait for the device. A dry run
+    assumes that the other devices do the same as this one, and returns all of `missing`.
 
-    counts   (parameters): how many devices computed each gradient
-    missing  the indices at which this device computed none
+    counts   shape (number of parameters): how many devices computed each parameter's gradient
+    missing  the indices of the parameters for which this device computed no gradient
     """
     if not missing or active_fake_mode() is not None:
         return missing
@@ -420,11 +455,11 @@ def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
 
 @contextmanager
 def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], object]) -> Iterator[None]:
-    """Within the context, each weight has a gradient: zeros where this device has computed none.
-    Afterwards, gradients that no device has computed are removed.
+    """Inside this context, each weight has a gradient: zeros if this device has computed none.
+    After it, the gradients that no device has computed are None again. All devices must enter the
+    context with the same weights.
 
-    all_reduce  all-reduces (sums) a tensor over the devices in place. All of them must enter the context
-           with the same weights
+    all_reduce  a function that all-reduces (sums) a tensor over the devices in place
     """
     missed = [place for place, weight in enumerate(weights) if weight.grad is None]
     counts = torch.ones(len(weights), device=weights[0].device)
@@ -438,18 +473,21 @@ def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], o
 
 
 def _height(parameter: Tensor) -> int:
-    """Rows of a parameter; a scalar has one."""
+    """Return the number of rows (size of dimension 0) of a parameter. A scalar has one row."""
     return parameter.shape[0] if parameter.dim() else 1
 
 
 def _width(parameter: Tensor) -> int:
-    """Elements in a row of a parameter."""
+    """Return the number of elements in one row of a parameter; 0 if it has no rows."""
     height = _height(parameter)
     return parameter.numel() // height if height else 0
 
 
 def _offsets(sizes: list[int]) -> list[int]:
-    """Where each of several consecutive fields begins, and where the last one ends."""
+    """Return where each of several consecutive fields begins, and where the last field ends.
+
+    Example: fields of 9, 9 and 2 elements give [0, 9, 18, 20].
+    """
     found = [0]
     for size in sizes:
         found.append(found[-1] + size)
@@ -457,7 +495,7 @@ def _offsets(sizes: list[int]) -> list[int]:
 
 
 def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Tensors grouped by dtype."""
+    """Group tensors by dtype. Each list in the result has tensors of one dtype."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)

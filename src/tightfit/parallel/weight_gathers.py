@@ -1,10 +1,11 @@
-"""All-gathers of updated weights that overlap with the next forward.
+"""All-gather updated weights (ZeRO-1 and ZeRO-2) while the next forward computes.
 
-In ZeRO-1 and ZeRO-2 each device updates its shards of the parameters (see `ReduceScatteredGradients`). After an
-update, the all-gathers of all shards begin at once, in the order in which a forward needs them, and
-the step ends. Each of the model's blocks waits for its own weights when it is called. The forward
-waits at its start for weights outside of the blocks, such as embeddings. All gathers begin in one
-place, so their order is the same on all devices, whichever blocks a device calls.
+In ZeRO-1 and ZeRO-2 each device updates its shards of the parameters (see
+`ReduceScatteredGradients`). After an update, the all-gathers of all shards begin at once, in the
+order in which a forward needs the weights, and the step ends. The next forward waits at its start
+for weights outside of the blocks, such as embeddings. Each block waits for its own weights when it
+is called. `begin` starts all gathers, so their order is the same on all devices, whichever blocks a
+device calls.
 
 Example: an embedding and three blocks are gathered in two buckets: 0 (embedding, block 0) and 1
 (blocks 1 and 2). The forward waits for bucket 0 at its start. Bucket 1 arrives while block 0
@@ -35,13 +36,16 @@ from tightfit.distributed.collectives import all_gather
 from tightfit.models.objective import Batch
 from tightfit.parallel.gradient_buckets import ReduceScatteredGradients, bucket_bytes, make_buckets
 
-# From this size of a shard on, gloo takes longer to send it than to begin a message.
+# gloo takes longer to send a shard of this size than to begin a message.
 MIN_IN_PLACE_BYTES = 2**17
 
 
 def gathers_in_place(size: float, devices: int) -> bool:
-    """Whether a CPU receives a parameter of `size` bytes directly in its memory, and not in a
-    buffer that it shares with other parameters.
+    """Whether a CPU receives a parameter directly in the parameter's memory. A smaller parameter is
+    received in a buffer with other parameters, and then copied.
+
+    size     bytes of the full parameter
+    devices  the number of devices over which it is sharded
     """
     return size / devices >= MIN_IN_PLACE_BYTES
 
@@ -51,13 +55,14 @@ class _Bucket:
     """Parameters that are gathered together.
 
     parameters  the parameters
-    buffered    those that are gathered through `buffer`; the others are received in place
-    offsets     where each buffered parameter's shard begins in a row of the buffer, and where the
-                last ends
-    buffer      (devices, elements of a row) while a gather on a CPU is in flight
+    buffered    the parameters that are gathered through `buffer`. All other parameters are received
+                directly in their own memory
+    offsets     where each buffered parameter's shard begins in a row of the buffer, in elements,
+                and where the last shard ends
+    buffer      shape (devices, elements of a row), while a gather on a CPU is in flight; else None
     works       the broadcasts in flight, on a CPU
-    event       on a GPU, recorded when the parameters are complete
-    pending     whether a gather has begun that nobody has waited for
+    event       a CUDA event, recorded when the parameters are complete; None on a CPU
+    pending     whether a gather has begun that `wait` has not waited for yet
     """
 
     parameters: list[nn.Parameter]
@@ -72,13 +77,13 @@ class _Bucket:
 class WeightGathers:
     """All-gathers the shards that each device has updated.
 
-    sharding  how the parameters are sharded
-    blocks    the model's blocks in forward order, each of which waits for its own weights. If there
-              are none, `begin` waits for all
-    group     the devices that share the parameters
-    in_place  whether each device's shards are broadcast one by one into the parameters, which suits
-              gloo. Otherwise the shards of a bucket are all-gathered through a buffer; on a GPU
-              this runs on a stream of its own, and one bucket after another uses the same memory
+    rows      how the parameters are sharded
+    blocks    the model's blocks in forward order. Each block waits for its own weights when it is
+              called. If this is empty, `begin` waits for all weights
+    group     the process group of the devices over which the parameters are sharded
+    in_place  True: broadcast large shards one by one directly into the parameters, which is faster
+              on gloo. False: all-gather the shards of a bucket through a buffer. On a GPU the
+              buckets are gathered one after another on a separate stream, and reuse the same memory
     device    this process's device
     """
 
@@ -93,7 +98,7 @@ class WeightGathers:
         self.sharding, self.group, self.in_place, self.device = rows, group, in_place, device
         self.overlaps = bool(blocks)
         self._are_fake = any(map(is_fake, rows.shards))
-        # True within a training forward, whose blocks wait for their own weights
+        # True during a training forward, in which each block waits for its own weights
         self.is_running = False
         owned = {block: [p for p in block.parameters() if p in rows.shards] for block in blocks}
         inside = dict.fromkeys(parameter for own in owned.values() for parameter in own)
@@ -105,7 +110,7 @@ class WeightGathers:
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.overlaps else None
         self._pending = 0  # number of pending buckets
-        # until the first training forward has ended
+        # None once the first training forward has ended
         self._reads = _ReadTracker(owned) if owned else None
         for block, own in owned.items():
             self._wait_before_calls(block, own)
@@ -119,7 +124,9 @@ class WeightGathers:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Call after an update: begin to send this device's shards and to receive all others."""
+        """Begin to send this device's updated shards, and to receive the shards of the other
+        devices. Call this after an update.
+        """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self._stream):
@@ -138,8 +145,8 @@ class WeightGathers:
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Wait until these parameters (None: all) have their updated values.
 
-        On a GPU the host does not wait: kernels that are launched afterwards on the current stream
-        do.
+        On a GPU the host does not wait. The kernels that are launched on the current stream after
+        this call wait.
         """
         if not self._pending:
             return
@@ -151,13 +158,15 @@ class WeightGathers:
                 self._pending -= 1
 
     def with_waits(self, loss_sum: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """`loss_sum`, which first waits for the weights outside of blocks. In evaluation it waits
-        for all weights.
+        """Return a function that waits for weights and then runs `loss_sum`.
+
+        In training it waits for the weights outside of blocks, because each block waits for its own
+        weights. In evaluation it waits for all weights.
         """
 
         def computed(batch: Batch) -> Tensor:
-            # an evaluation, which may read weights in another order than training; or a forward on fake
-            # tensors in the place of the weights, which reads none of them
+            # Two cases wait for all weights: an evaluation, which may read weights in another order
+            # than training, and a forward that uses fake tensors in place of the real weights.
             other_weights = active_fake_mode() is not None and not self._are_fake
             if not torch.is_grad_enabled() or other_weights:
                 self.wait()
@@ -178,10 +187,12 @@ class WeightGathers:
         return computed
 
     def _wait_before_calls(self, block: nn.Module, own: list[nn.Parameter]) -> None:
-        """Make calls of `block` wait for its weights first.
+        """Make each call of `block` wait for the block's weights first.
 
-        The wait precedes the call and is no forward hook: the hooks of a compiled block are
-        compiled with it, and a wait would break its graph. Copies of a model do not wait.
+        The wait is not a forward hook: the hooks of a compiled block are compiled with the block,
+        and a wait would break its graph. Copies of the model do not wait.
+
+        own  the block's parameters
         """
         is_compiled, call = compiled_in_place(block), call_of(block)
 
@@ -195,14 +206,16 @@ class WeightGathers:
         replace_call(block, arrived_first)
 
     def _gather(self, bucket: _Bucket) -> None:
-        """All-gather a bucket through a buffer, and wait (on a GPU: in the current stream)."""
+        """All-gather a bucket through a buffer, and wait for it. On a GPU only the current stream
+        waits.
+        """
         buffer = self._pack(bucket)
         all_gather(buffer, self.group)
         self._unpack(bucket, buffer)
 
     def _begin_broadcasts(self, bucket: _Bucket) -> None:
-        """Begin one broadcast from each device for the buffer, and one for each parameter that is
-        received in place.
+        """Begin broadcasts from each device: one of its row of the buffer, and one of its shard of
+        each parameter that is received directly in the parameter's memory.
         """
         pieces = []
         if bucket.buffered:
@@ -222,9 +235,9 @@ class WeightGathers:
 
     @torch.no_grad()
     def _end(self, bucket: _Bucket) -> None:
-        """Wait for a bucket's gather and complete its parameters."""
-        # outside of a FakeTensorMode that is active around a run with real weights, such as that of counting FLOPs:
-        # it would lose the copies
+        """Wait for a bucket's gather, and copy its buffer, if it has one, into the parameters."""
+        # A run with real weights may be called under a FakeTensorMode, for example to count FLOPs.
+        # The copies below must run outside of that mode, which would drop them.
         with nullcontext() if self._are_fake else without_dispatch_modes():
             for work in bucket.works:
                 work.wait()
@@ -234,11 +247,13 @@ class WeightGathers:
             if bucket.buffer is not None:
                 self._unpack(bucket, bucket.buffer)
                 bucket.buffer = None
-        # so that autograd rejects a backward through activations of the weights before the update
+        # so that autograd raises an error in a backward that needs the weights before the update
         torch.autograd.graph.increment_version(bucket.parameters)
 
     def _pack(self, bucket: _Bucket) -> Tensor:
-        """A buffer with one row for each device; this device's row holds its updated shards."""
+        """Return a new buffer with one row for each device. This device's row holds its updated
+        shards, and the other rows are uninitialized.
+        """
         like = bucket.parameters[0]
         buffer = torch.empty(self.sharding.count, bucket.offsets[-1], dtype=like.dtype, device=like.device)
         mine = buffer[self.sharding.rank]
@@ -262,24 +277,25 @@ class WeightGathers:
 
 
 class _ReadTracker(TorchDispatchMode):
-    """Finds, in the first training forward, weights of blocks that are read before their block is
-    called or outside of any block. Examples are weights that are tied, normalized or multiplied
-    elsewhere. The next forwards wait for these weights at their start.
+    """Finds, in the first training forward, the blocks whose weights the model reads outside of
+    blocks or before it calls the block. An example is a weight that is tied to the output head.
+    Later forwards wait for the weights of these blocks at their start.
 
-    It does not look into compiled blocks, because torch compiles nothing under such a mode.
+    The tracker leaves compiled blocks alone: torch compiles nothing under a dispatch mode.
+
+    owned  block -> the block's parameters
     """
 
     def __init__(self, owned: dict[nn.Module, list[nn.Parameter]]) -> None:
         super().__init__()
         self._owned = owned
-        self._blocks_by_storage: dict[int, set[nn.Module]] = defaultdict(
-            set
-        )  # a storage, which views share -> the blocks
+        # id of a storage, which views share -> the blocks with parameters in it
+        self._blocks_by_storage: dict[int, set[nn.Module]] = defaultdict(set)
         for block, parameters in owned.items():
             for parameter in parameters:
                 self._blocks_by_storage[storage_id(parameter)].add(block)
         self._called: set[nn.Module] = set()
-        self._depth = 0  # of calls of blocks
+        self._depth = 0  # how many calls of blocks are under way, one inside the other
         self._read_early: set[nn.Module] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -292,7 +308,10 @@ class _ReadTracker(TorchDispatchMode):
 
     @contextmanager
     def within(self, block: nn.Module, is_compiled: bool) -> Iterator[None]:
-        """The context of one call of a block."""
+        """The context in which a block is called. A compiled block runs outside of this mode.
+
+        is_compiled  whether the block was compiled
+        """
         self._called.add(block)
         self._depth += 1
         leaves = is_compiled and current_dispatch_modes()[-1:] == [self]
@@ -306,13 +325,15 @@ class _ReadTracker(TorchDispatchMode):
             self._depth -= 1
 
     def found(self) -> list[nn.Parameter]:
-        """The parameters of blocks that other code reads."""
+        """Return the parameters of all blocks whose weights were read early: see the class."""
         return [parameter for block, own in self._owned.items() if block in self._read_early for parameter in own]
 
 
 class WaitForWeights:
-    """A model hook that waits for all of the model's weights: before a forward outside of training,
-    and before its state_dict. The hook of a copy of the model waits for nothing.
+    """A hook of the model that waits for all weights before a forward outside of training and
+    before `state_dict`. In a copy of the model, the hook does nothing.
+
+    gathers  the gathers in flight; None: there is nothing to wait for
     """
 
     def __init__(self, gathers: WeightGathers | None = None) -> None:

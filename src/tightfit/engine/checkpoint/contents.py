@@ -1,5 +1,6 @@
-"""The tensors of a run that a checkpoint saves, under names that do not depend on how they are
-sharded."""
+"""Collect the tensors of a run that a checkpoint saves, under names that do not depend on how the
+tensors are sharded.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from tightfit.runtime.run import Run, unshard
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """The tensors of one kind of file (model or optimizer) of this device's stages.
+    """The tensors of one kind of file (model or optimizer) that belong to this device's stages.
 
-    sizes   by name: bytes of the full tensor
-    fetch   name -> the full tensor. A collective: all ranks with a shard of it call it
-    counts  by parameter: optimizer states that are no tensors, such as step counts
+    sizes   name -> bytes of the full tensor
+    fetch   a function of a name that returns the full tensor. If the tensor is sharded, the shards
+            are all-gathered, so all ranks with a shard must call this
+    counts  parameter name -> state name -> value, for optimizer states that are not tensors, such
+            as step counts. Empty for the model
     """
 
     sizes: dict[str, int]
@@ -33,7 +36,7 @@ class SavedTensors:
 
 
 def model_of(run: Run) -> SavedTensors:
-    """The model's parameters and persistent buffers; tied ones once."""
+    """Return the model's parameters and persistent buffers. A tied parameter is in it once."""
     persistent = run.model.state_dict().keys()
     named = {name: tensor.detach() for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers())}
     stale = run.executor.stale_buffers if run.executor is not None else frozenset()
@@ -51,15 +54,20 @@ def model_of(run: Run) -> SavedTensors:
 
 
 def unsharded_shape(run: Run, name: str, tensor: Tensor) -> torch.Size:
-    """The parameter's shape before tensor parallelism sharded it."""
+    """Return the full shape of a parameter or buffer, from before tensor parallelism sharded it.
+
+    name    its name in the model
+    tensor  the tensor that this device has
+    """
     return run.tp_shards[name].shape if name in run.tp_shards else tensor.shape
 
 
 def states_of(run: Run) -> SavedTensors:
-    """The optimizer's states, under names such as "exp_avg:layers.0.weight".
+    """Return the optimizer's states, under names such as "exp_avg:layers.0.weight".
 
-    States that are stored packed, in 8 or 4 bits, are saved as their parts, such as
-    "exp_avg.codes:layers.0.weight". If they are sharded they are saved in fp32.
+    A state that is quantized to 8 or 4 bits consists of several tensors, and each of them is saved,
+    such as "exp_avg.codes:layers.0.weight". If parameters are sharded, such a state is saved in
+    fp32.
     """
     states, sharded = run.optimizer.state_dict()["state"], is_sharded(run)
     shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
@@ -94,7 +102,7 @@ def _unsharded(run: Run, weight: Tensor, name: str, value: Tensor | dict[str, Te
 
 
 def names_of(run: Run) -> list[tuple[str, Tensor]]:
-    """(parameter's name, weight) for each weight of the optimizer, in the optimizer's order."""
+    """Return (parameter name, weight) for each weight of the optimizer, in the optimizer's order."""
     names = {
         id(run.optimizer_weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()
     }

@@ -1,5 +1,6 @@
-"""Resume: load the newest checkpoint into a run. Each device takes its own shards of the
-tensors."""
+"""Resume a run: load the newest checkpoint into it. Each device loads its own shards of the
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +33,21 @@ SHARED = "name a folder that all hosts share with --out"
 
 
 def resume(run: Run, folder: str | Path) -> int:
-    """Load the newest checkpoint under `folder` into `run`; returns the step to continue from.
+    """Load the newest checkpoint under `folder` into `run`, and return the step to continue from.
 
-    Every file is verified against its checksum before it is used. On several devices all of them
-    call it. Raises InputError, on all devices, if there is no checkpoint, if it is damaged, or if
-    it is another job's.
+    Every file is verified against its checksum before it is used. All devices must call this. If
+    there is no checkpoint, if it is damaged or if another job wrote it, all devices raise
+    InputError.
     """
     note_activity("reading a checkpoint")
-    wait_for_weights(run)  # which would overwrite what is read
+    wait_for_weights(run)  # weights that arrive later would overwrite the loaded ones
     path, state, needed = _agreed(run, lambda: _begin(run, folder))
     paths = all_gather_values(run, path.name)
     if len(set(paths)) > 1:
         raise InputError(
-            f"resume from {folder}", f"hosts see different checkpoints ({', '.join(sorted(set(paths)))})", SHARED
+            f"resume from {folder}",
+            f"the newest checkpoint is not the same on all hosts ({', '.join(sorted(set(paths)))})",
+            SHARED,
         )
     share = _share(run, needed)
     _agreed(run, lambda: _hold(path, share))
@@ -57,8 +60,9 @@ def resume(run: Run, folder: str | Path) -> int:
 
 
 def _agreed(run: Run, act: Callable[[], Any]) -> Any:
-    """What `act` returns on this device. If it raises InputError on one device, all raise that
-    error."""
+    """Call `act` on all devices, and return its result on this device. If `act` raises InputError
+    on one device, all devices raise this error.
+    """
     found, said = None, None
     try:
         found = act()
@@ -71,13 +75,17 @@ def _agreed(run: Run, act: Callable[[], Any]) -> Any:
 
 
 def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str]]:
-    """(the newest checkpoint, its state, the files with this device's tensors)."""
+    """Find and verify the newest checkpoint under `folder`. Return (its path, the content of its
+    state.json, names of the files that this device has to verify).
+
+    These are the files with this device's tensors. Rank 0 also gets the files without tensors.
+    """
     path = newest(folder)
     if (path / EARLIER).exists() and not (path / STATE).exists():
         raise InputError(
             f"resume from {path}",
-            "was written by an earlier version of tightfit, whose checkpoints have no checksums",
-            "resume with that version, or start afresh with another --out",
+            "an earlier version of tightfit wrote this checkpoint, in a format that is not read any more",
+            "resume with that version of tightfit, or start afresh with another --out",
         )
     known = _known(path)
     _hold(path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}})
@@ -91,7 +99,7 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
                 needed |= saved.files_of([key for key in saved.names if key.partition(":")[2] in names or key in names])
         else:
             needed.add(file_name(kind, 0, 1))
-    if is_rank_zero():  # files that no rank reads here, such as config.json, are verified, too
+    if is_rank_zero():  # verify files that no rank reads here, too, such as config.json
         needed |= {name for name in known if not name.endswith(".safetensors")}
     return path, state, sorted(needed)
 
@@ -106,8 +114,9 @@ def _known(path: Path) -> dict[str, str]:
 
 
 def _share(run: Run, needed: list[str]) -> list[str]:
-    """The files that this device verifies. Each file that a device of this host needs is verified
-    once per host."""
+    """Return the files that this device verifies, so that each file is verified once per host.
+
+    needed  the files that this device needs"""
     here = socket.gethostname()
     others = [
         (number, files) for number, (host, files) in enumerate(all_gather_values(run, (here, needed))) if host == here
@@ -121,7 +130,10 @@ def _share(run: Run, needed: list[str]) -> list[str]:
 
 
 def _hold(path: Path, names: Iterable[str]) -> None:
-    """Raise InputError for a file that is missing or whose checksum differs."""
+    """Raise InputError for a file that is missing, that cannot be read, or whose checksum differs.
+
+    path   the checkpoint's folder
+    names  names of files in it"""
     known = _known(path)
     for name in names:
         note_activity(f"reading a checkpoint, {name}")
@@ -139,7 +151,7 @@ def _altered(path: Path, found: str) -> InputError:
     if before:
         return InputError(f"resume from {path}", found, f"delete {path}: the run then continues from {before[-1]}")
     return InputError(
-        f"resume from {path}", found, "start afresh with another --out: there is no checkpoint before this one"
+        f"resume from {path}", f"{found}, and there is no earlier checkpoint", "start afresh with another --out"
     )
 
 
@@ -157,27 +169,33 @@ def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
         lines = " ".join(str(error).split())
         raise InputError(
             f"resume from {path}",
-            f"does not fit this model ({lines[:200]})",
-            "use the code that the run was started with",
+            f"the checkpoint does not fit this model ({lines[:200]})",
+            "resume with the model's code from the time when the run was started",
         ) from error
 
 
 @torch.no_grad()
 def _load_model(run: Run, saved: Reader) -> None:
-    """Copy the saved tensors, or this device's shards of them, into the model's."""
+    """Copy the saved tensors into the model's parameters and buffers; of a sharded tensor only this
+    device's shard.
+
+    saved  the files of the kind "model"
+    """
     parameters = dict(run.model.named_parameters())
     tensors = {**parameters, **dict(run.model.named_buffers())}
     missing = sorted(parameters.keys() - saved.names)
     if missing:
-        raise RuntimeError(f"no {missing[0]} in it")
+        raise RuntimeError(f"it has no {missing[0]}")
     unknown = sorted(saved.names - run.model.state_dict().keys())
     if unknown and run.executor is None:
-        raise RuntimeError(f"{unknown[0]} is in it")
+        raise RuntimeError(f"it has {unknown[0]}, which the model does not have")
     for name in sorted(saved.names & tensors.keys()):
         tensor, value = tensors[name].detach(), saved.get(name)
         shape = unsharded_shape(run, name, tensor)
         if value.shape != shape:
-            raise RuntimeError(f"{name} has shape {tuple(value.shape)} there and {tuple(shape)} here")
+            raise RuntimeError(
+                f"{name} has shape {tuple(value.shape)} in the checkpoint and {tuple(shape)} in the model"
+            )
         value = run.tp_shards[name].shard(value) if name in run.tp_shards else value
         if isinstance(tensor, DTensor):
             assert run.reduction is not None
@@ -186,8 +204,12 @@ def _load_model(run: Run, saved: Reader) -> None:
 
 
 def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The saved states in the form of the optimizer's state_dict, by number; this device's shards
-    of sharded states."""
+    """Return the saved optimizer states in the form of the optimizer's state_dict: number of the
+    weight -> state name -> value. Of a sharded state only this device's shard is in it.
+
+    saved   the files of the kind "optimizer"
+    counts  parameter name -> state name -> value, for states that are not tensors
+    """
     sharded, names = is_sharded(run), names_of(run)
     shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
     found: dict[str, dict[str, Any]] = {owner: dict(counts.get(owner, {})) for owner, _ in names}
@@ -217,8 +239,8 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
 
 
 def _set_random_states(run: Run, state: dict[str, Any]) -> None:
-    """Restore the random generators. With another number of devices than before, seed them by the
-    job's seed, the step and the rank."""
+    """Restore the states of the random number generators. If the run has another number of devices
+    than the saved run, seed the generators from the job's seed, the step and the rank."""
     states, number = state["random"], rank()
     if len(states) == (dist.get_world_size() if run.mesh is not None else 1):
         set_random_states(states[number])
@@ -238,8 +260,11 @@ _MAY_CHANGE = {
 
 
 def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
-    """Raise InputError if the mathematics differs from the checkpoint's job. The training's length
-    and the plan may differ."""
+    """Raise InputError if `job` differs from the checkpoint's job in a field that changes the
+    mathematics. Fields such as the number of steps may differ.
+
+    saved  the checkpoint's job, as JSON values
+    where  the checkpoint's folder"""
     asked = json.loads(job.to_json())
     for section in ("model", "data", "loss", "train"):
         before, now = saved.get(section) or {}, asked.get(section) or {}
@@ -248,7 +273,7 @@ def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
                 raise InputError(
                     f"resume from {where}",
                     f"{section}.{name} was {before.get(name)!r} and is now {now.get(name)!r}",
-                    f"set {section}.{name} back, or start afresh with another --out",
+                    f"set {section}.{name} to its old value, or start afresh with another --out",
                 )
 
 

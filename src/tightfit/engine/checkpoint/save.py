@@ -1,18 +1,20 @@
-"""Checkpoints: everything that a run needs to continue as if it had not stopped.
+"""Write checkpoints: everything that a run needs to continue as if it had not stopped.
 
-`report/run_folder.py` calls `save`; `engine/checkpoint/resume.py` reads what it wrote. A checkpoint is a folder
-such as `step-00000120` with
+`report/run_folder.py` calls `save`, and `engine/checkpoint/resume.py` reads checkpoints. A
+checkpoint is a folder such as `step-00000120` with
 
-    model.safetensors      parameters and persistent buffers; with config.json and the tokenizer's
-                           files where model and data have them, so that transformers can load it
+    model.safetensors      parameters and persistent buffers
+    config.json            the config of a transformers model, so that transformers can load it;
+                           also the tokenizer's files, if the data has a tokenizer
     optimizer.safetensors  optimizer states
     state.json             step, loss scale, states of the random number generators
     checksums.json         the SHA-256 of every other file
 
-A large checkpoint has several files of each kind, which the devices write together: see `files`.
-Tensors are saved unsharded, so any number of devices, sharded in any way, can resume from it. The
-folder is written under another name and renamed at the end, so a folder with this name is complete.
-It contains tensors and JSON, and nothing that is executed when it is read.
+A large checkpoint has several files of tensors, which the devices write together: see
+`tensor_files.py`. Tensors are saved unsharded, so a run can resume on any number of devices and
+with any sharding. The folder is written under another name and renamed at the end, so a folder
+named like `step-00000120` is complete. It contains only tensors, JSON and text, and no code that
+would be executed when it is read.
 """
 
 from __future__ import annotations
@@ -50,18 +52,20 @@ from tightfit.tensor_files import (
 )
 
 STATE = "state.json"
-EARLIER = "state.pt"  # the state's file in earlier versions, which pickled it
+EARLIER = "state.pt"  # a pickle in place of state.json, written by earlier versions
 
 
 def save(run: Run, folder: str | Path, step: int) -> Path:
-    """Write the checkpoint of a run that has done `step` steps under `folder`; returns its folder.
+    """Write a checkpoint of the run into a new folder under `folder`, and return the new folder.
 
-    Then deletes the oldest checkpoints beyond the job's `keep_checkpoints`. On several devices all
-    of them call it: sharded tensors are gathered one by one, and each device writes some of the
-    files. An asynchronous pipeline is drained first, and the steps that it took beyond `step`
-    count.
+    step  how many steps the run has done
 
-    Raises TightfitError if it cannot be written; earlier checkpoints are kept.
+    Afterwards, the oldest checkpoints are deleted, so that the job's `keep_checkpoints` newest ones
+    are left. All devices must call this: sharded tensors are gathered one by one, and each device
+    writes some of the files. An asynchronous pipeline first finishes the steps that are in flight,
+    and they are added to `step`.
+
+    Raises TightfitError if the checkpoint cannot be written. Earlier checkpoints are then kept.
     """
     drain(run)
     step += len(run.executor.losses) if run.executor is not None else 0
@@ -115,7 +119,7 @@ def _begin(folder: Path, unfinished: Path) -> None:
 
 
 def _unseen(folder: Path) -> None:
-    raise OSError(f"a stage of the pipeline is on hosts that do not see {folder}")
+    raise OSError(f"the hosts of a pipeline stage cannot see {folder}")
 
 
 def _raise_first(errors: list[Exception]) -> None:
@@ -124,8 +128,12 @@ def _raise_first(errors: list[Exception]) -> None:
 
 
 def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfinished: Path | None = None) -> None:
-    """Call `act`, which may fail on files, and wait for all devices. If it fails on one of them,
-    all raise TightfitError."""
+    """Call `act`, which may raise an I/O error, on all devices. If it fails on one device, all
+    devices raise TightfitError.
+
+    step        number of steps that the run has done, for the error message
+    folder      folder of the checkpoints, for the error message
+    unfinished  a folder that is deleted if `act` fails; None: there is no such folder yet"""
     said = ""
     try:
         act()
@@ -137,12 +145,12 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
             shutil.rmtree(unfinished, ignore_errors=True)
         raise TightfitError(
             f"the checkpoint of step {step} could not be written to {folder}: {found[0]}\n"
-            "  fix: make room there, keep fewer with train.keep_checkpoints, or name another --out"
+            "  fix: free disk space, set a smaller train.keep_checkpoints, or name another folder with --out"
         )
 
 
 def all_gather_values(run: Run, value: Any) -> list[Any]:
-    """All-gather a small Python object: the values of all devices, by global rank."""
+    """All-gather a small Python object. Return a list of the values of all devices, by global rank."""
     if run.mesh is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -151,7 +159,9 @@ def all_gather_values(run: Run, value: Any) -> list[Any]:
 
 
 def _stages(run: Run, value: Any) -> list[Any]:
-    """All-gather a Python object over the pipeline: the values of its ranks, in order."""
+    """All-gather a Python object over the pipeline. Return a list of the values of its ranks, in
+    order.
+    """
     if run.executor is None or run.mesh is None or run.mesh.size("pp") == 1:
         return [value]
     found: list[Any] = [None] * run.mesh.size("pp")
@@ -160,8 +170,9 @@ def _stages(run: Run, value: Any) -> list[Any]:
 
 
 def _writers(run: Run, folder: Path) -> list[int]:
-    """Global ranks that can write this device's stages: those with the same stages that see the
-    folder."""
+    """Return the global ranks that can write the tensors of this device's stages: the ranks that
+    hold the same stages and whose file system has `folder`. Empty if there is no such rank.
+    """
     if run.mesh is None or run.mesh.servers:
         return [0]
     sees, each = all_gather_values(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
@@ -170,9 +181,8 @@ def _writers(run: Run, folder: Path) -> list[int]:
 
 
 def check_folder(run: Run, folder: Path) -> None:
-    """Raise InputError for a folder that no device with some stage of the model can see.
-
-    All devices call it.
+    """Raise InputError if, for some stage of the model, no device that holds the stage can see
+    `folder`. All devices must call this.
     """
     if run.mesh is None:
         return
@@ -180,15 +190,18 @@ def check_folder(run: Run, folder: Path) -> None:
     if not all(all_gather_values(run, bool(_writers(run, folder)))):
         raise InputError(
             f"--out {folder}",
-            "a stage of the pipeline is on hosts that do not see it",
+            "the hosts of a pipeline stage cannot see this folder",
             "name a folder that all hosts share",
         )
 
 
 def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], Layout, int]:
-    """(numbers of this device's stages' files, all files, bytes of all files).
+    """Divide the tensors of all stages among files. Return (numbers of the files with the tensors
+    of this device's stages, names of the tensors in each file, bytes of all files together).
 
-    A tensor that two pipeline ranks have is in the first one's files.
+    A tensor that two pipeline ranks have is in a file of the first of them.
+
+    writers  how many ranks write the files of this device's stages
     """
     found: Layout = []
     seen: set[str] = set()
@@ -208,7 +221,9 @@ def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], L
 
 
 def _describe(run: Run, folder: Path) -> None:
-    """Write what transformers needs to load the model."""
+    """Write the files that transformers needs to load the model: its config and the tokenizer's
+    files.
+    """
     if is_transformers_model(run.model):
         config: Any = copy.deepcopy(run.model.config)
         config.architectures = [_plain_name(run.model)]
@@ -220,32 +235,32 @@ def _describe(run: Run, folder: Path) -> None:
 
 
 def _plain_name(model: nn.Module) -> str:
-    """The name of the model's class: fully_shard derives a class of its own from it."""
+    """Return the name of the model's class. fully_shard has replaced the class by a subclass."""
     from torch.distributed.fsdp import FSDPModule  # here, because a plan without ZeRO-3 does not need it
 
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The complete checkpoints under `folder`, oldest first."""
-    files = (STATE, CHECKSUMS, EARLIER)  # one is enough: resume reports those that are missing
+    """Return the folders of the complete checkpoints under `folder`, oldest first."""
+    files = (STATE, CHECKSUMS, EARLIER)  # one of them is enough: resume reports files that are missing
     return sorted(path for path in Path(folder).glob("step-*") if any((path / name).exists() for name in files))
 
 
 def newest(folder: str | Path) -> Path:
-    """The newest checkpoint under `folder`. Raises InputError."""
+    """Return the newest checkpoint under `folder`. Raises InputError if there is no checkpoint."""
     found = checkpoints(folder)
     if not found:
         raise InputError(
             f"resume from {folder}",
-            "no checkpoint there",
+            "no checkpoint in this folder",
             "leave out --resume, or name the folder of an earlier run with --out",
         )
     return found[-1]
 
 
 def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
-    """The content of state.json: all that is no tensor."""
+    """Return the content of state.json: everything in a checkpoint that is not a tensor."""
     counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
     return {
         "step": step,

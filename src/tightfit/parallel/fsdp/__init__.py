@@ -1,1 +1,1 @@
-"""Parameters that are sharded over devices, and gathered while a block runs."""
+"""ZeRO-3 and parameter offloading: parameters are gathered only while their block runs."""

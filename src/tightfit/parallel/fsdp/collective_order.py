@@ -1,19 +1,19 @@
-"""A check, before each collective of ZeRO-3, that all devices are about to run the same one.
+"""Check, before each collective of ZeRO-3, that all devices are about to run the same collective.
 
-fully_shard's collectives match only if all devices call the same layers in the same order. Layers
-that are dropped at random, or that the samples choose, break this. Then a device waits forever, or
-takes one layer's weights for another's of equal size. So before each all-gather and each
-reduce-scatter, all devices that share the layers exchange three integers in host memory: the kind
-of the collective, the layer, and its parameters. If the integers differ, all devices raise the same
-error.
+fully_shard's collectives match only if all devices call the same layers in the same order. A model
+that drops layers at random, or that chooses layers by the samples, breaks this. Then a device waits
+forever, or takes one layer's weights for those of another layer of equal size. So before each
+all-gather and each reduce-scatter, all devices that share the layers exchange three integers in
+host memory: the kind of the collective, the number of the layer, and a hash of which parameters are
+reduced. If the integers differ, all devices raise the same error.
 
-CPUs do this for the whole run. On GPUs it would let the queue of kernels run empty, so they do it
-only in the first backward passes. After those, each device keeps a checksum of its collectives, and
-the checksums are compared once a step, before the update. The watch (engine/watchdog.py) finds a
-device that waits for another one.
+On CPUs the check runs for the whole run. On GPUs it would make the host wait for the other devices,
+so that the queue of kernels runs empty. There the check runs only in the first 16 backward passes.
+After those, each device keeps a checksum of its collectives, and the checksums are compared once a
+step, before the update. `engine/watchdog.py` finds a device that waits forever for another device.
 
-Costs   one all-gather of three integers, a round trip between hosts, before each gather and each
-        reduction; later one round trip a step
+Costs   one all-gather of three integers (a round trip between hosts) before each gather and each
+        reduction; on GPUs, after the first 16 backward passes, one such all-gather a step
 Source  our own. For what it checks: Zhao et al. 2023, arXiv:2304.11277, section 3.3 (the order of
         collectives).
 """
@@ -41,7 +41,7 @@ _EVENTS = {
     _SUM: "gradients of {} are summed",
     _FORWARD: "the forward ends",
     _BACKWARD: "the backward ends",
-    _CHECKSUM: "the step ends, after other layers",
+    _CHECKSUM: "the step ends, after different layers",
 }
 
 
@@ -49,9 +49,11 @@ class CollectiveOrder:
     """Checks that all devices run fully_shard's collectives in the same order.
 
     model   the sharded model
-    groups  fully_shard's parameter groups: the parameters of each are gathered together
-    group   the process group, for host memory, of all devices that share these parameters
-    first   in how many backward passes each collective is checked; None: in all
+    groups  fully_shard's parameter groups. The parameters of one group are gathered together
+    group   the process group, for tensors in host memory, of all devices that share these
+            parameters
+    first   the number of backward passes in which each collective is compared as soon as it
+            happens. After them only a checksum is compared, once a step. None: all backward passes
     """
 
     def __init__(
@@ -63,12 +65,16 @@ class CollectiveOrder:
         self.names: list[str] = []
         for number, sharded in enumerate(groups):
             found = [names[module] for module in modules_of(sharded)]
-            self.names.append(" and ".join(name for name in found[:2] if name) or "what is in no layer")
+            self.names.append(" and ".join(name for name in found[:2] if name) or "parameters outside of all layers")
             wrap_all_gather(sharded, partial(_CheckedAllGather, agreement=self, number=number))
         model.register_forward_hook(lambda *_: self._check(_FORWARD))
 
     def end_backward(self, last: bool) -> None:
-        """Call after each backward. last: whether it is the step's last one, before the update."""
+        """Check that all devices have ended a backward. Call this after each backward.
+
+        last  whether this was the last backward of the step, before the update. Then the checksum
+              is compared, too
+        """
         self._check(_BACKWARD)
         self.passes += 1
         if last and self.checksum:
@@ -76,19 +82,25 @@ class CollectiveOrder:
             self._compare(_CHECKSUM, which=checksum)
 
     def check_reduce(self, number: int, parameters_hash: int) -> None:
-        """Check a reduction of gradients.
+        """Check a reduce-scatter of gradients.
 
-        number           the parameter group's number
-        parameters_hash  a hash of which of its parameters have gradients
+        number           the parameter group's number, counted from 0
+        parameters_hash  a hash of which of the group's parameters have gradients
         """
         self._check(_SUM, number, parameters_hash)
 
     def check_gather(self, number: int) -> None:
-        """Check an all-gather of the parameter group `number`."""
+        """Check an all-gather of the parameter group `number`, counted from 0."""
         self._check(_GATHER, number)
 
     def _check(self, kind: int, place: int = 0, which: int = 0) -> None:
-        """Compare this event with the other devices', or add it to the checksum."""
+        """Check one event. In the first `first` backward passes, compare it at once with the event
+        of the other devices. Later, add it to the checksum that `end_backward` compares.
+
+        kind   _GATHER, _SUM, _FORWARD or _BACKWARD
+        place  the number of the parameter group; 0 for an event without a group
+        which  for _SUM, a hash of which of the group's parameters have gradients; otherwise 0
+        """
         if active_fake_mode() is not None or dist.get_backend(self.group) == "fake":
             return
         if kind in (_GATHER, _SUM):
@@ -102,7 +114,10 @@ class CollectiveOrder:
                 self.checksum = (self.checksum * 1_000_003 + number + 1) % (2**61 - 1)
 
     def _compare(self, kind: int, place: int = 0, which: int = 0) -> None:
-        """Exchange an event with all devices. Raises InputError, on all of them, if they differ."""
+        """Exchange an event with all devices. If the events differ, all devices raise InputError.
+
+        The parameters are those of `_check`. For kind _CHECKSUM, `which` is the checksum.
+        """
         mine = torch.tensor([kind, place, which], device="cpu")
         said = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(said, mine, group=self.group)
@@ -110,7 +125,10 @@ class CollectiveOrder:
             raise self._mismatch([one.tolist() for one in said])
 
     def _mismatch(self, said: Sequence[list[int]]) -> InputError:
-        """The error that says which ranks are about to do what."""
+        """Return the error that names, for each rank, the collective that it is about to run.
+
+        said  for each rank of the group: [kind, place, which], as `_check` describes them
+        """
         ranks: dict[str, list[int]] = {}
         for number, (kind, place, *_) in enumerate(said):
             says = _EVENTS[kind].format(self.names[place])
@@ -120,22 +138,28 @@ class CollectiveOrder:
         )
         places = [place for kind, place, *_ in said if kind in (_GATHER, _SUM)]
         if not places:
-            where = f"in this step ({told})"
+            where = f"they differ in this step ({told})"
         elif len(ranks) == 1:
-            where = f"they first differ at {self.names[min(places)]} ({told}, and not of the same parameters in it)"
+            where = (
+                f"they first differ at {self.names[min(places)]} ({told}, but of different parameters in that layer)"
+            )
         else:
             where = f"they first differ at {self.names[min(places)]} ({told})"
         return InputError(
             "plan: zero=3",
-            f"the ranks do not call the same layers, in the same order: {where}, and a layer's parameters are gathered "
-            "from all ranks",
+            "each layer's parameters are gathered from all ranks, so all ranks must call the same layers in the same "
+            f"order, and they do not: {where}",
             "use zero: 2, which keeps all layers on each rank",
         )
 
 
 class _CheckedAllGather:
-    """fully_shard's all-gather of a parameter group, after the check that all devices gather this
-    one.
+    """Wraps fully_shard's all-gather of one parameter group: first checks that all devices are
+    about to gather this group.
+
+    inner      the object of fully_shard that does the all-gather
+    agreement  the check
+    number     the number of the parameter group
     """
 
     def __init__(self, inner: Any, agreement: CollectiveOrder, number: int) -> None:

@@ -1,16 +1,19 @@
-"""Parameters that are unsharded only while their block computes, by torch's fully_shard (FSDP2).
+"""Shard a model with torch's fully_shard (FSDP2), which gathers parameters only while their block
+computes.
 
 ZeRO-3 (`zero: 3`) and parameter offloading from a GPU use this module. Each block's parameters are
 all-gathered from the other devices, or copied from host memory, before its forward and its
-backward. Meanwhile the block before it computes. Afterwards they are freed.
+backward, while the block before it still computes. After the forward and after the backward they
+are freed.
 
 Example: a parameter of shape (10, 3) over 4 devices. fully_shard shards along dimension 0 as
 torch's `chunk` does, in shards of ceil(10 / 4) = 3 rows:
 
     rank 0: rows 0, 1, 2    rank 1: rows 3, 4, 5    rank 2: rows 6, 7, 8    rank 3: row 9
 
-An all-gather needs shards of equal size, so rank 3 pads its own to 3 rows. It gathers 12 rows, of
-which the last two are ignored. With 5 rows, the shards have 2, 2, 1 and 0 rows.
+An all-gather needs shards of equal size, so rank 3 pads its shard to 3 rows. The all-gather
+returns 12 rows, of which the last two are ignored. If the parameter had 5 rows, the shards would
+have 2, 2, 1 and 0 rows.
 
 Source  Zhao et al. 2023, arXiv:2304.11277; Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840.
 """
@@ -65,8 +68,9 @@ from tightfit.target_device import has_own_memory
 def _keep_dtype(module: nn.Module) -> None:
     """Make `module.to(dtype)` do nothing while the module's parameters are gathered.
 
-    Some models convert a module in their forward, such as `router.to(torch.float32)`. Autocast
-    decides in which dtype a product runs. A converted weight would not be gathered again.
+    Some models convert a module in their forward, for example with `router.to(torch.float32)`. The
+    conversion is not needed, because autocast decides in which dtype a product runs. It would also
+    do harm: fully_shard would not gather a converted weight again.
     """
 
     def unless_gathered(convert: Conversion) -> Conversion:
@@ -80,11 +84,13 @@ def _keep_dtype(module: nn.Module) -> None:
 
 
 def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Modules with parameters that are not of the model's most common dtype, such as fp32 norms
-    among 16-bit weights. They are gathered apart, because parameters that are gathered together
-    must have one dtype.
+    """Return the modules that have parameters of another dtype than most of the model's parameters.
 
-    Raises InputError when the model itself, or a block itself, has such parameters beside others.
+    An example are fp32 norms in a model of 16-bit weights. fully_shard gathers each of these
+    modules apart, because parameters that are gathered together must have one dtype.
+
+    Raises InputError when the model or a block has such a parameter directly (not in a child
+    module) beside parameters of the common dtype.
     """
     types = Counter(parameter.dtype for parameter in model.parameters())
     most = types.most_common(1)[0][0]
@@ -94,19 +100,20 @@ def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> li
             if len({parameter.dtype for parameter in whole.parameters()}) > 1:
                 raise InputError(
                     "plan: zero=3",
-                    f"{type(whole).__name__} has parameters of its own that are not {str(most).removeprefix('torch.')}, beside "
-                    "others; parameters that are gathered together must have one dtype",
-                    "use zero: 2, or put them into a module of their own",
+                    f"{type(whole).__name__} has both {str(most).removeprefix('torch.')} parameters and parameters of another "
+                    "dtype, and parameters that are gathered together must have one dtype",
+                    "use zero: 2, or put the parameters of the other dtype into a submodule",
                 )
             found.remove(whole)
     return found
 
 
 def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
-    """Replace fully_shard's parameters, which are on the meta device, by the values that were
-    sharded when the model was created.
+    """Give fully_shard's parameters, which are still on the meta device, their values: the shards
+    that were made when the model was created.
 
-    rows  a parameter's name -> this device's shard
+    rows  parameter name -> this device's shard of the parameter. Empty if the model was not created
+          in shards
     """
     filled: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
@@ -116,13 +123,13 @@ def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
     names = {name: filled[id(p)] for name, p in model.state_dict(keep_vars=True).items() if id(p) in filled}
     model.load_state_dict(names, strict=False, assign=True)
     for held in model_records(model):
-        # now, because it may replace the tensors that the optimizer gets next
+        # before the optimizer is made, because this may replace the tensors that it updates
         take_new_shard(held)
 
 
 def compute_weights(model: nn.Module) -> Iterator[Tensor]:
-    """The tensors that a model computes with: its parameters, and the buffers in which sharded
-    parameters are gathered.
+    """Yield the tensors that a model computes with: the parameters that are not sharded, and the
+    buffers into which fully_shard gathers the sharded parameters.
     """
     yield from (parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
     for held in model_records(model):
@@ -131,7 +138,7 @@ def compute_weights(model: nn.Module) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _move_to_store(model: nn.Module, store: Store) -> None:
-    """Move this device's shards of all trained parameters to the store."""
+    """Move this device's shards of all trainable parameters to the store (host memory or disk)."""
     for held in model_records(model):
         parameter: Any = sharded_parameter(held)
         if parameter.requires_grad:
@@ -143,9 +150,9 @@ def _move_to_store(model: nn.Module, store: Store) -> None:
 
 
 def apply_fully_shard(run: Run, plan: Plan) -> Run:
-    """`run` with its model sharded by fully_shard.
+    """Shard the model of `run` with fully_shard, and return the changed run.
 
-    Raises InputError for a model that fully_shard cannot shard.
+    Raises InputError if fully_shard cannot shard the model.
     """
     assert run.mesh is not None
     named = find_blocks(run.model, run.job.blocks_name)
@@ -161,13 +168,18 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
 
 
 def _is_running(module: FSDPModule) -> bool:
-    """Whether fully_shard has gathered a module's parameters for its forward."""
+    """Whether fully_shard has gathered a module's parameters for its forward or its backward.
+
+    Also True while torch.compile traces the module.
+    """
     return torch.compiler.is_compiling() or is_running(module)
 
 
 def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callable[[Batch], Tensor]:
-    """`loss_sum`, which raises InputError when the model uses a layer's sharded parameters without
-    calling the layer.
+    """Return a function that runs `loss_sum`, and raises InputError when the model uses a layer's
+    sharded parameters without calling the layer.
+
+    asked  the plan field that the error names, such as "plan: zero=3"
     """
 
     def computed(batch: Batch) -> Tensor:
@@ -178,16 +190,21 @@ def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Call
                 raise
             raise InputError(
                 asked,
-                f"{describe_line(innermost_model_line(error))} uses parameters of a layer that is not called there: they are "
-                "gathered for its call only",
-                "use zero: 2, or call the layer with what is to be computed",
+                f"{describe_line(innermost_model_line(error))} uses a layer's parameters without calling the layer, and they "
+                "are gathered only while the layer is called",
+                "use zero: 2, or let the model call the layer",
             ) from error
 
     return computed
 
 
 def _offload_policy(store: Store | None) -> OffloadPolicy:
-    """Where fully_shard keeps the shards of a run with this store."""
+    """Return the policy that tells fully_shard where to keep the shards.
+
+    store  where the run keeps offloaded tensors. None, or a store of a CPU device: fully_shard does
+           not offload. Otherwise it offloads the shards to host memory, which is page-locked unless
+           the store is on disk
+    """
     if store is None or store.device.type == "cpu":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=not store.on_disk)
@@ -198,9 +215,10 @@ def _shard_modules(
 ) -> None:
     """Apply fully_shard to each block, and then to the rest of the model.
 
-    gather_dtype  the dtype in which weights of products are gathered; None: their own
+    gather_dtype  the dtype in which the weights of matrix products are gathered. None: the dtype in
+                  which they are stored
     """
-    # the warning concerns the logits, which nobody writes to
+    # the warning concerns writes in place to the logits, and no code writes to them
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
     devices = mesh.axes[DATA if mesh.size("dp_replicate") > 1 else "dp_shard"]
     narrow = any(parameter.dtype.itemsize < 4 for parameter in model.parameters())
@@ -213,7 +231,7 @@ def _shard_modules(
         if gather_dtype is None or not products or block in others:
             shard(block, reshard_after_forward=True, mp_policy=policy)
             continue
-        if others:  # such as norms: parameters that are gathered together must have one dtype
+        if others:  # such as norms: a group of parameters that are gathered together has one dtype
             shard(others, reshard_after_forward=True, mp_policy=policy)
         for module in products:
             _keep_dtype(module)
@@ -223,8 +241,10 @@ def _shard_modules(
 
 
 def _sum_gradients(model: nn.Module, mesh: Mesh) -> None:
-    """Make fully_shard sum gradients instead of averaging them: the step divides by the count of
-    targets over all devices. gloo gets collectives that send whole rows.
+    """Make fully_shard sum gradients instead of averaging them.
+
+    The step divides the loss by the number of targets on all devices, so the sum is right. On gloo,
+    fully_shard also gets the collectives of `distributed/collectives.py`, which send fewer bytes.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -236,7 +256,7 @@ def _sum_gradients(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _shards_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """For each trained parameter, this device's shard of it, which the optimizer updates."""
+    """Return, for each trainable parameter, this device's shard, which the optimizer updates."""
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -246,15 +266,17 @@ def _shards_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 class FullyShardReduction:
-    """The `Reduction` of a model that fully_shard shards. fully_shard gathers the parameters and
-    reduce-scatters the gradients.
+    """The `Reduction` of a run whose model fully_shard shards: fully_shard gathers the parameters
+    and reduce-scatters the gradients.
 
-    model        the model; sharded in place
-    blocks       its blocks, each of which is gathered on its own
-    mesh         the devices: sharded over dp_shard, replicated over dp_replicate (HSDP)
-    gather_dtype  the dtype in which weights of products are gathered; None: their own
-    store        where this device's shards are stored; None: in the device's memory
-    offloads_gradients  whether their gradients are offloaded to the store too
+    model         the model, which is sharded in place
+    blocks        the model's blocks. Each block is gathered on its own
+    mesh          the devices. Parameters are sharded over dp_shard and replicated over dp_replicate
+                  (HSDP)
+    gather_dtype  the dtype in which the weights of matrix products are gathered. None: the dtype in
+                  which they are stored
+    store         where this device's shards are kept. None: in the device's memory
+    offloads_gradients  whether the gradients of the shards are offloaded to the store, too
     """
 
     def __init__(
@@ -277,7 +299,7 @@ class FullyShardReduction:
                 run_hooks_on_direct_calls(module, partial(_is_running, module))
         self.statistics = ReplicatedBuffers(model, mesh)
         _load_shards(model, rows)
-        # fully_shard itself offloads shards and gradients to page-locked memory
+        # if the host memory is page-locked, fully_shard itself offloads shards and gradients
         in_store = store is not None and not (isinstance(policy, CPUOffloadPolicy) and policy.pin_memory)
         if store is not None and in_store:
             _move_to_store(model, store)
@@ -297,15 +319,19 @@ class FullyShardReduction:
             self.offloaded_gradients = OffloadedGradients(self.weights, store)
 
     def begin(self, last: bool) -> None:
-        """Call before a micro-batch. last: whether it is the step's last one, after which HSDP's
-        replicas all-reduce.
+        """Prepare for a micro-batch. Call this before its forward.
+
+        last  whether this is the step's last micro-batch. Only after the last one do the replicas
+              (HSDP) all-reduce their gradients
         """
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_all_reduce(last)
 
     def end(self, last: bool) -> None:
-        """Call after a micro-batch's backward. After the last one, the gradients are set on the
-        optimizer's weights.
+        """Finish a micro-batch. Call this after its backward.
+
+        last  whether this is the step's last micro-batch. If so, set the step's gradients on the
+              weights that the optimizer updates
         """
         if self.collective_order is not None:
             self.collective_order.end_backward(last)
@@ -328,26 +354,31 @@ class FullyShardReduction:
                 weights[place][1].grad = None
 
     def updated(self) -> None:
-        """Nothing to do: the next forward gathers the updated shards."""
+        """Do nothing after an update: the next forward gathers the updated shards."""
         pass
 
     def wait(self) -> None:
-        """Nothing to wait for: each block gathers its parameters when it needs them."""
+        """Do nothing: each block gathers its parameters when it is called, so there is no gather to
+        wait for.
+        """
         pass
 
     def states(self) -> list[Tensor]:
-        """No state of its own to save in a checkpoint."""
+        """Return an empty list: this reduction has no state that a checkpoint must save."""
         return []
 
     def unshard(self, weight: Tensor, value: Tensor) -> Tensor:
-        """The full tensor of `value`, this device's shard of a tensor like `weight`. All devices
-        must call it.
+        """All-gather a sharded tensor and return the full tensor. All devices must call this.
+
+        weight  this device's shard of a parameter, as the optimizer updates it
+        value   this device's shard of a tensor with the parameter's shape, such as an optimizer
+                state of `weight`
         """
         owner: Any = self.owner[weight]  # type: ignore[index]
         return on_mesh_device(sharded_like(value, owner)).full_tensor()
 
     def shard(self, weight: Tensor, value: Tensor) -> Tensor:
-        """This device's shard of `value`, a tensor of the full parameter's shape."""
+        """Return this device's shard of `value`, a tensor with the full shape of a parameter."""
         size, rank = self.mesh.size("dp_shard"), self.mesh.rank("dp_shard")
         rows = value if value.dim() else value.view(1)
         pieces = list(rows.chunk(size))

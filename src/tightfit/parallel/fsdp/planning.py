@@ -1,7 +1,8 @@
-"""What a plan needs to know about fully_shard (FSDP2), without importing it.
+"""What planning needs to know about fully_shard (FSDP2): which parameters are gathered, in which
+dtype, and how many bytes that takes.
 
-The methods and the planner read from here which parameters are gathered, in which dtype, and how
-many bytes that takes. `fully_shard.py` shards the model.
+The methods and the planner use this module, which does not import fully_shard. `fully_shard.py`
+shards the model.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from tightfit.runtime.run import Run
 
 
 def low_precision_names(ledger: Ledger) -> set[str]:
-    """Names of the parameters that are gathered in a narrower dtype than they are stored in, with *
-    for a block's number. In the recorded step, their gradients have fewer bytes than they have.
+    """Return the names of the parameters that are gathered in a narrower dtype than they are stored
+    in, with * in place of a block's number.
+
+    They are the parameters whose gradient in the recorded step has fewer bytes than the parameter.
+    Example: {"blocks.*.attn.weight"}, if that weight is stored in fp32 and computed with in bf16.
     """
     kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
@@ -37,18 +41,25 @@ def low_precision_names(ledger: Ledger) -> set[str]:
 
 
 def _wildcard_name(name: str) -> str:
-    """A parameter's name with * for the numbers of blocks, as "blocks.*.weight"."""
+    """Replace the numbers in a parameter's name: "blocks.3.weight" gives "blocks.*.weight"."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
-    """Bytes of a full parameter when it is gathered. `narrow`: see `low_precision_names`."""
+    """Return the bytes of a full parameter in the dtype in which it is gathered.
+
+    narrow  the names of parameters that are gathered in 16 bits: see `low_precision_names`
+    """
     return parameter.bytes / 2 if _wildcard_name(parameter.name) in narrow else parameter.bytes
 
 
 def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedParameters:
-    """The entry of sharded parameters in the ledger: bytes of the largest block, and of the
-    parameters outside of blocks. A parameter's block is recognized by the number in its name.
+    """Return the ledger's entry for sharded parameters: the bytes of the largest block, and of the
+    parameters outside of blocks.
+
+    A parameter belongs to a block if its name has a number: "blocks.3.weight" is in block 3.
+
+    narrow  the names of parameters that are gathered in 16 bits: see `low_precision_names`
     """
     blocks: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
@@ -60,56 +71,65 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
         else:
             blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
             reduced[found.group(1)] += parameter.bytes
-    # 1/devices of a gradient stays on this device
+    # after the reduce-scatter, 1/devices of each gradient stays on this device
     devices = math.inf if "gradients" in plan.offload else plan.shards
     block = float(max(blocks.values(), default=0))
     as_kept = float(max(reduced.values(), default=0))
-    # then blocks are copied in their stored dtype, and prefetched in forward too
+    # with one shard, blocks are copied from host memory in their stored dtype, and prefetched in
+    # forward, too
     alone = plan.shards == 1
     return ShardedParameters(devices, block, rest, as_kept, as_kept if alone else block, alone)
 
 
 def uses_fully_shard(plan: Plan, kind: str) -> bool:
-    """Whether parameters are on a device of this kind ("cpu" or "cuda") only while their block
-    computes. A CPU computes with offloaded parameters where they are mapped, so it needs no copy of
-    them.
+    """Whether the plan uses fully_shard, so that parameters are gathered only while their block
+    computes.
+
+    Offloaded parameters need it on a GPU only. A CPU computes directly with the memory-mapped
+    parameters.
+
+    kind  the kind of device: "cpu" or "cuda"
     """
     return plan.zero == 3 or (kind == "cuda" and "parameters" in plan.offload)
 
 
 def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
-    """Raise InputError for parameters that fully_shard cannot shard along dimension 0, or cannot
-    gather for one block at a time.
+    """Raise InputError for a parameter that fully_shard cannot shard: one without dimensions, or
+    one that several blocks use.
 
-    described  (name, number of dimensions, positions of the modules that use it: see
-               `parameter_uses`) of each parameter
+    described  for each parameter: (name, number of dimensions, positions of the modules that use
+               the parameter: see `parameter_uses`)
     blocks     the number of blocks
     """
     asked, fix = (
-        ("plan: zero=3", "use zero: 2") if plan.zero == 3 else ("plan: offload=parameters", "leave them out of it")
+        ("plan: zero=3", "use zero: 2")
+        if plan.zero == 3
+        else ("plan: offload=parameters", "leave parameters out of offload")
     )
     for name, dims, places in described:
         if dims == 0:
-            raise InputError(asked, f"{name} is a single number, without rows", f"make it torch.ones(1), say, or {fix}")
+            raise InputError(
+                asked, f"{name} is a single number, which cannot be sharded", f"give it the shape (1,), or {fix}"
+            )
         if len(places) > 1 and any(0 <= place < blocks for place in places):
-            raise InputError(asked, f"{name} is used by several blocks, of which one is there at a time", fix)
+            raise InputError(asked, f"{name} is used by several blocks, and is gathered for one block at a time", fix)
 
 
 def model_blocks(run: Run) -> list[nn.Module]:
-    """The model's blocks, or in a pipeline those of this device's stages."""
+    """Return the model's blocks, or in a pipeline the blocks of this device's stages."""
     return list(run.blocks or [block for _, block in find_blocks(run.model, run.job.blocks_name)])
 
 
 def gather_dtype(plan: Plan) -> torch.dtype | None:
-    """The dtype in which weights of matrix products are gathered: in mixed precision the 16-bit
-    one. None: the parameters' own.
+    """Return the dtype in which the weights of matrix products are gathered: bf16 or fp16 in mixed
+    precision. None: the dtype in which they are stored.
     """
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
 
 
 def split_by_autocast(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Modules of a block with parameters of their own: those whose weights autocast converts
-    (linear and convolution), and the others.
+    """Return two lists of the modules of `block` that have parameters of their own: the modules
+    whose weights autocast converts (linear and convolution), and the other modules.
     """
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
     kinds = (nn.Linear, Convolution)

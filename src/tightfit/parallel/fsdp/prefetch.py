@@ -1,10 +1,10 @@
-"""Prefetch of offloaded parameters: the next block's are copied to the device while the block
-before it computes.
+"""Prefetch offloaded parameters: copy each block's parameters to the device while the block before
+it computes.
 
-With several devices, fully_shard begins the all-gather of the next block early, and the copy from
-host memory is part of it. One device has nothing to gather, so fully_shard would begin the copy
-only when the block begins. This module begins the copy where the all-gather would begin, on a
-stream of its own. fully_shard still decides which memory is used and when it is freed.
+With several devices, fully_shard begins the all-gather of the next block early, and this all-gather
+includes the copy from host memory. One device gathers nothing, so fully_shard would begin the copy
+only when the block begins. This module begins the copy at the moment when an all-gather would
+begin, on a separate stream. fully_shard still decides which memory is used and when it is freed.
 
 Source  Rajbhandari et al. 2021 (ZeRO-Infinity), arXiv:2104.07857, section 6.2 (overlap by
         prefetching).
@@ -38,9 +38,9 @@ def prefetch_blocks(
     backward.
 
     blocks  the model's blocks in forward order
-    groups  fully_shard's parameter groups of the whole model. Their order in backward is
-            fully_shard's own, the reverse of forward
-    device  the device that they are copied to
+    groups  fully_shard's parameter groups of the model, the blocks' groups included. In backward
+            fully_shard prefetches them in the reverse order of forward
+    device  the device to which the parameters are copied
     """
     stream = torch.get_device_module(device).Stream()
     for group in groups:
@@ -53,8 +53,14 @@ def prefetch_blocks(
 
 
 class _Prefetch:
-    """Adds a copy to each gather of one of fully_shard's parameter groups. The copy begins with the
-    gather. The gather then ends with the copy in place of the shard in host memory.
+    """Adds an early copy to each gather of one of fully_shard's parameter groups.
+
+    The copy from host memory to the device begins when fully_shard begins the gather. When
+    fully_shard ends the gather, it uses this copy in place of the shard in host memory.
+
+    group   the parameter group
+    device  the device to which its parameters are copied
+    stream  the stream on which the copies run
     """
 
     def __init__(self, group: ParameterGroup, device: torch.device, stream: Any) -> None:
@@ -64,10 +70,12 @@ class _Prefetch:
         add_to_gather(group, self.begin, self.using_copies)
 
     def begin(self) -> None:
-        """Begin the copy, after fully_shard has begun the gather."""
+        """Begin the copy. Called after fully_shard has begun the gather. Does nothing if no gather
+        is in flight, or if the copy has begun already.
+        """
         if not has_pending_gather(self.group) or self.prefetched:
             return
-        # a copy of updated weights to the host may be in flight
+        # the current stream may still copy updated weights to the host
         self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
             for held in records(self.group):
@@ -77,7 +85,7 @@ class _Prefetch:
 
     @contextmanager
     def using_copies(self) -> Iterator[None]:
-        """Inside, fully_shard ends the gather with the copies in place of the shards."""
+        """Inside this context, fully_shard uses the copies on the device in place of the shards."""
         current = self.streams.current_stream()
         current.wait_stream(self.stream)
         there = {held: padded_shard(held) for held in self.prefetched}

@@ -1,15 +1,15 @@
 """ZeRO-3 for parameters that only some devices use, such as those of an expert without tokens.
 
-After a block's backward, fully_shard reduce-scatters the gradients of those of its parameters that
-have one. If devices used different experts, these are different parameters, and the tensors that
-they send do not match. So every device sends all of a block's gradients, with zeros for missing
-ones.
+After a block's backward, fully_shard reduce-scatters the gradients that this device has computed.
+If the devices used different experts, they have computed the gradients of different parameters, and
+the tensors that they send do not match. So with this module every device sends the gradients of all
+of a block's parameters, with zeros for gradients that it has not computed.
 
 Example: a block has experts A and B. Rank 0 routed tokens to A only, rank 1 to B only. Rank 0 sends
 (gradient of A, zeros) and rank 1 sends (zeros, gradient of B).
 
 Source  find_unused_parameters of Li et al. 2020, arXiv:2006.15704, applied to parameters that are
-        gathered by blocks: Zhao et al. 2023, arXiv:2304.11277.
+        gathered block by block: Zhao et al. 2023, arXiv:2304.11277.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from tightfit.parallel.gradient_buckets import missing_everywhere
 
 
 class UsedParameters:
-    """Gives zero gradients to parameters of a block that got none in its backward, since all
-    devices must send the same tensors. It remembers which gradients of a step are real.
+    """Gives a zero gradient to each parameter of a block that got no gradient in the block's
+    backward, because all devices must send the same tensors. It remembers which parameters got a
+    computed gradient in this step.
 
     groups     fully_shard's parameter groups
-    agreement  checks that the devices reduce the same parameters
+    agreement  the check that all devices reduce the same parameters
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], agreement: CollectiveOrder) -> None:
@@ -51,7 +52,11 @@ class UsedParameters:
             before_reduction(group, partial(self._after_backward, number, group))
 
     def _after_backward(self, number: int, group: ParameterGroup) -> None:
-        """Fill a group's missing gradients, and check the order, before they are reduced."""
+        """Give the group's parameters without a gradient a zero gradient, and check that all
+        devices are about to reduce this group. Called before the group's gradients are reduced.
+
+        number  the number of the group, counted from 0
+        """
         which = 0
         for place, record in enumerate(records(group)):
             parameter = sharded_parameter(record)
@@ -71,10 +76,12 @@ class UsedParameters:
     def missing_everywhere(
         self, parameters: list[nn.Parameter], all_reduce: Callable[[Tensor], object], device: torch.device
     ) -> list[int]:
-        """Indices of the parameters that no device computed a gradient for in this step.
+        """Return the indices of the parameters for which no device computed a gradient in this
+        step. All devices must call this.
 
-        parameters  the parameters, the same on all devices
-        all_reduce  all-reduces (sums) a tensor over the devices, in place
+        parameters  the parameters, in the same order on all devices
+        all_reduce  a function that all-reduces (sums) a tensor over the devices, in place
+        device      this process's device
         """
         counts = copy_to_device([float(parameter in self.made) for parameter in parameters], device)
         missed = [place for place, parameter in enumerate(parameters) if parameter not in self.made]
