@@ -1,1 +1,1 @@
-"""What a run is made of while it trains, whatever its plan."""
+"""The parts of a run that trains: the `Run` itself, and what methods add to it."""

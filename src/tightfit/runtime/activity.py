@@ -1,4 +1,4 @@
-"""What this process is doing now, and since when. A watcher uses it to notice that a run hangs.
+"""Records what this process is doing and since when, so that a watcher can notice a run that hangs.
 
 The training loop, checkpointing and reports call `note_activity` as they begin an operation.
 `engine/watchdog.py` reads the `Activity` from another thread.
@@ -18,10 +18,11 @@ class Activity:
     """The operation that a process is executing, and since when.
 
     operation  its name, such as "forward"; "starting" before the first one
-    step       number of the optimizer step, from 0; None before the first
+    step       number of the optimizer step, from 0; None before the first step
     steps      how many steps this process has begun
     since      time.monotonic() when the operation began
-    longest_s  seconds of the longest operation since the first step ended: what is normal here
+    longest_s  seconds of the longest operation since the first step ended. The watcher lets an
+               operation take a multiple of this
     """
 
     operation: str = "starting"
@@ -31,7 +32,8 @@ class Activity:
     longest_s: float = 0.0
 
     def note(self, operation: str, step: int | None) -> None:
-        """Begin `operation` now. step: the step it belongs to; None for the same step as before."""
+        """Record that `operation` begins now. step: the number of its step; None if the step is the
+        same as before."""
         now = time.monotonic()
         if self.steps > 1:
             self.longest_s = max(self.longest_s, now - self.since)
@@ -44,9 +46,10 @@ _progress: ContextVar[Activity | None] = ContextVar("progress", default=None)
 
 
 def note_activity(operation: str, step: int | None = None) -> None:
-    """Note that this process begins `operation` now. step: None for the same step as before.
+    """Record that this process begins `operation` now. step: the number of its step; None if the
+    step is the same as before.
 
-    Does nothing unless `recording_activity` is active in this context.
+    Does nothing outside of `recording_activity`.
     """
     progress = _progress.get()
     if progress is not None:
@@ -55,8 +58,8 @@ def note_activity(operation: str, step: int | None = None) -> None:
 
 @contextmanager
 def recording_activity() -> Iterator[Activity]:
-    """Within the context, `note_activity` records what this thread does in the Activity yielded
-    here."""
+    """Yield an Activity, in which `note_activity` records what this thread does within the
+    context."""
     progress = Activity()
     token = _progress.set(progress)
     try:

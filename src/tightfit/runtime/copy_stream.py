@@ -1,8 +1,8 @@
-"""Copies micro-batches to a CUDA device on a stream of their own, while the device computes.
+"""Copies micro-batches to a CUDA device on a separate copy stream, while the device computes.
 
-`loader` puts a `BatchPrefetcher` into the Run where the plan asks for one. A step then takes its
-micro-batches from `BatchPrefetcher.prefetch`: the next one is copied while the device computes
-the present one.
+If the plan prefetches batches, `loader` puts a `BatchPrefetcher` into the Run. A step then takes its
+micro-batches from `BatchPrefetcher.prefetch`, which copies the next micro-batch while the device
+computes the present one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Copy = Callable[[Tensor], Tensor]
 
 @dataclass
 class _ReservedMemory:
-    """Device memory that is reserved for a micro-batch's tensors, in their order.
+    """Device memory that is reserved for the tensors of a micro-batch.
 
-    tensors  one empty tensor for each tensor of the batch
-    since    an event after which the compute stream uses this memory for nothing else; None on a
-             device without streams
+    tensors  one empty tensor for each tensor of the batch, in order
+    since    an event on the compute stream: after it, that stream uses this memory for nothing
+             else. None on a device without streams
     """
 
     tensors: list[Tensor]
@@ -34,8 +34,8 @@ class _ReservedMemory:
 
 @dataclass(frozen=True)
 class _PendingCopy:
-    """A micro-batch whose copy has begun. arrived: the event of its last copy; None without
-    streams."""
+    """A micro-batch whose copy has begun. arrived: the event at the end of its last copy; None on a
+    device without streams."""
 
     batch: Batch
     arrived: Any
@@ -44,10 +44,11 @@ class _PendingCopy:
 class BatchPrefetcher:
     """Keeps two micro-batches on the device: the present one, and the next, which is being copied.
 
-    Memory for the next one is allocated on the compute stream before the present one's computation
-    begins. This holds for the first micro-batch of the next step too, whose samples come later. So
-    this memory is reused in the order of the compute stream, like all other memory, no matter who
-    holds on to a batch. The copy stream waits only for what was launched before the allocation.
+    The memory for the next micro-batch is allocated on the compute stream before the computation of
+    the present one is launched. During the last micro-batch of a step, memory is reserved in this
+    way for the first micro-batch of the next step, whose samples are not known yet. So all batches
+    are allocated and freed in the order of the compute stream, like all other memory. The copy
+    stream waits only for the work that was launched before the allocation.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -59,7 +60,8 @@ class BatchPrefetcher:
         """Yield the micro-batches of a step, each on the device.
 
         batches  the step's micro-batches, on the host
-        place    (a batch on the host, how to copy a tensor) -> the batch on the device
+        place    (a batch on the host, a function that copies one tensor to the device) -> the batch
+                 on the device
         """
         reserved, self._reserved = self._reserved, None
         shapes: list[Tensor] = []  # meta tensors like those of the step's first micro-batch
@@ -76,7 +78,7 @@ class BatchPrefetcher:
                 self._wait_on_stream(pending[0])
                 yield pending.pop(0).batch
         finally:
-            # where the step ended early, the memory may be reused once its copies are done
+            # if the step ended early, the memory may be reused once the pending copies are done
             for one in pending:
                 self._wait_on_stream(one)
 
@@ -87,8 +89,9 @@ class BatchPrefetcher:
         reserved: _ReservedMemory | None,
         shapes: list[Tensor],
     ) -> _PendingCopy:
-        """Start to copy a batch, into `reserved` where its tensors fit. Appends their shapes to
-        `shapes`."""
+        """Begin to copy a batch to the device. A tensor of the batch is copied into its tensor of
+        `reserved` if the shapes agree, else into new memory. Appends to `shapes` a meta tensor of
+        the same shape for each tensor that is copied."""
         left = iter(reserved.tensors if reserved is not None else [])
         if self._stream is not None:
             since = reserved.since if reserved is not None else self._compute_event()
@@ -123,8 +126,8 @@ class BatchPrefetcher:
             torch.cuda.current_stream(self.device).wait_event(pending.arrived)
 
     def _compute_event(self) -> Any:
-        """An event of the compute stream: everything launched on it until now is done. None on a
-        CPU."""
+        """Return an event that is reached when the compute stream has done all work launched until
+        now. None on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()

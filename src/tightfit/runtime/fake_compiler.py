@@ -1,12 +1,11 @@
-"""Predicts what torch.compile will save and allocate, on fake tensors and without generating code.
+"""Predicts on fake tensors what torch.compile will save and allocate, without generating code.
 
 `compile` uses `fake_backend` as the backend of torch.compile in a dry run.
 
-torch's own tracing, decompositions and partitioner run as they do in training, so what is saved
-for backward is what will be saved. The code generator's effect is then predicted by its rule:
-element-wise operations and reductions are fused. Only a tensor that leaves the graph, or that
-enters an operation with a kernel of its own (a product, a convolution, attention), ever gets a
-buffer.
+torch's own tracing, decompositions and partitioner run as they do in training, so the same tensors
+are saved for backward. The code generator does not run. Its effect follows from its rule: it fuses
+element-wise operations and reductions. So a tensor gets a buffer only if it leaves the graph, or if
+it is an input of an operation with a kernel of its own (a matrix product, a convolution, attention).
 
 Example: y = gelu(x @ w + b) * m. The product x @ w has a kernel of its own, so its result is a
 buffer. The addition, gelu and the multiplication are fused into one generated kernel, which reads
@@ -44,7 +43,7 @@ from tightfit.models.tensors import tensors_in
 
 
 def fake_backend() -> Callable[..., Any]:
-    """A backend for torch.compile that allocates and frees buffers as generated code does, and
+    """Return a backend for torch.compile that allocates and frees buffers as generated code does, and
     computes nothing.
     """
     decompositions = inductor_decompositions()
@@ -57,11 +56,11 @@ def fake_backend() -> Callable[..., Any]:
 
 @cache
 def can_generate_kernels() -> bool:
-    """Whether torch.compile can generate kernels for CUDA devices on this machine.
+    """Return whether torch.compile can generate kernels for CUDA devices on this machine.
 
-    That takes Triton, a GPU that Triton supports (Volta, compute capability 7.0, or newer), and a C
-    compiler for the code that launches kernels. On a machine without a GPU, which predicts another
-    machine, the answer is True.
+    It needs Triton, a GPU that Triton supports (Volta, compute capability 7.0, or newer), and a C
+    compiler for the code that launches kernels. On a machine without a GPU, where only runs of
+    another machine are predicted, the answer is True.
     """
     if not torch.cuda.is_available():
         return True
@@ -70,7 +69,8 @@ def can_generate_kernels() -> bool:
 
 
 def _importing_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """A decomposition that imports the code generator's lowerings first, to ask what they support.
+    """Return `decomposition` with an import before each call: of the code generator's lowerings, in
+    which it looks up what they support.
 
     Nothing else needs that import.
     """
@@ -86,9 +86,9 @@ def _importing_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any
 class _BufferPlan:
     """Which nodes of a graph have buffers, and when each buffer is used for the last time.
 
-    kernels  generated kernels: node -> the buffers that it reads
-    inlined  nodes that are computed within the kernels that use them
-    last     node -> the buffers that it is the last to use
+    kernels  generated kernels: node -> the buffers that its kernel reads
+    inlined  nodes without a buffer, which are computed within the kernels that use them
+    last     node -> the buffers that no later node uses
     """
 
     kernels: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -112,7 +112,7 @@ _FUSED_NAMES = frozenset(
 )  # fmt: skip
 
 
-_COSTLY = {  # on a CPU, computing these takes longer than reading and writing their elements
+_COSTLY = {  # on a CPU, these operations take longer to compute than to read and write their elements
     "compiled random": (
         "aten.rand", "aten.rand_like", "aten.bernoulli", "aten.randn", "aten.randn_like", "prims.inductor_random",
     ),
@@ -127,11 +127,11 @@ _COSTLY_KIND = {name: kind for kind, names in _COSTLY.items() for name in names}
 
 
 def _use_seeds(graph: fx.Graph) -> None:
-    """Replace torch's wrappers around operations that draw the same random numbers in forward and
+    """Replace torch's wrappers around random operations, which draw the same numbers in forward and
     again in backward.
 
-    torch's partitioner makes the wrappers save the generator's state. The code generator saves a
-    seed instead, and fuses the drawing with the operations that use the numbers.
+    The wrappers of torch's partitioner save the random generator's state. The code generator saves a
+    seed instead, and fuses the random operation with those that use the numbers.
     """
     run_and_save_rng_state, run_with_rng_state = rng_state_wrappers()
     for node in list(graph.nodes):
@@ -155,7 +155,7 @@ def _seed() -> Tensor:
 def _replace(
     node: fx.Node, operation: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    """Replace `node` by a call of `operation`, whose output on fake tensors becomes the node's
+    """Replace `node` by a call of `operation`, which runs on fake tensors to find the call's output
     value."""
     graph = node.graph
     known = [one.meta["val"] for one in graph.nodes if one.op == "placeholder" and "val" in one.meta]
@@ -177,7 +177,8 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _costly_nodes(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
-    """Nodes with costly arithmetic -> the kind of arithmetic, and the number of elements."""
+    """Return the nodes with costly arithmetic -> (kind of arithmetic, number of elements that it
+    reads or computes)."""
     found = {}
     for node in nodes:
         kind = _COSTLY_KIND.get(str(node.target).rsplit(".", 1)[0])
@@ -189,11 +190,11 @@ def _costly_nodes(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
 
 
 def _needs_full_read(node: fx.Node) -> bool:
-    """Whether a node is the largest magnitude of a whole tensor, or of its columns, as float8
-    needs.
+    """Return whether a node computes the largest magnitude of a full tensor or of each of its
+    columns, as scaling to float8 does.
 
-    Its kernel must have read the full tensor before the scaled values can be computed, so it is a
-    kernel of its own. The largest magnitude of a row is computed within the fused kernel.
+    The scaled values can be computed only after the full tensor was read, so such a node is a
+    kernel of its own. The largest magnitude of each row is computed within the fused kernel.
     """
     if str(node.target) not in ("aten.max.default", "aten.amax.default"):
         return False
@@ -237,8 +238,8 @@ def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
 
 
 def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]) -> set[fx.Node]:
-    """The nodes whose values have to be in memory: operations that are not fused, and the graph's
-    output, read them."""
+    """Return the nodes whose values must be in memory, because operations that are not fused or the
+    graph's output read them, or because `_needs_full_read` holds."""
     stored = {node for node in fused if _needs_full_read(node)}
     for node in nodes:
         is_kernel = node.op == "call_function" and node not in fused and node not in views
@@ -248,14 +249,15 @@ def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]
 
 
 def _view_base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
-    """The node whose buffer a view refers to."""
+    """Return the node whose buffer a view refers to. A node that is not a view is returned itself."""
     while node in views:
         node = node.all_input_nodes[0]
     return node
 
 
 def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[fx.Node]:
-    """The buffers that the generated kernel of `node` reads, through inlined nodes and views."""
+    """Return the buffers that the generated kernel of `node` reads, also through inlined nodes and
+    views."""
     found: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
@@ -272,8 +274,8 @@ def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> 
 
 
 def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
-    """A function that runs the graph on fake tensors with the buffers that generated code would
-    have."""
+    """Return a function that runs the graph on fake tensors with the buffers that generated code
+    would allocate. example: example inputs, which every backend of torch.compile gets; not used."""
     _use_seeds(module.graph)
     graph, plan = module.graph, _plan_buffers(module.graph)
     nodes = list(graph.nodes)
@@ -315,7 +317,8 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
 
 
 def _can_run(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-    """Whether all inputs of a node are in memory. A view of an inlined node has none."""
+    """Return whether all inputs of a node are in memory. For a view of an inlined node they are
+    not."""
     return all(source in values for source in node.all_input_nodes)
 
 
@@ -330,7 +333,7 @@ def _reuse(
     holders: dict[fx.Node, list[fx.Node]],
     own: set[fx.Node],
 ) -> None:
-    """Free an input that nobody needs afterwards and that has an output's size.
+    """Free the input buffers that no later node uses and that have the size of an output of `node`.
 
     A generated kernel writes its output over such an input.
     """
@@ -355,9 +358,8 @@ def _release(
 
 
 def _run_generated(node: fx.Node, moved: int) -> Any:
-    """The output buffers of a generated kernel: empty, with the node's shapes and strides.
-
-    moved: bytes that the kernel has read.
+    """Allocate the outputs of a generated kernel, with the node's shapes and strides, and report the
+    kernel. moved: bytes that the kernel reads.
     """
     made = node.meta["val"]
     outputs = _empty(made) if isinstance(made, Tensor) else tree_map_only(Tensor, _empty, made)
@@ -367,13 +369,14 @@ def _run_generated(node: fx.Node, moved: int) -> Any:
 
 
 def see_kernel(bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
-    """Report a generated kernel, which dispatches no operation, to the active dispatch modes.
+    """Report a generated kernel to the active dispatch modes, because it dispatches no operation.
 
-    Modes that record kernels have a method `see_kernel`.
+    Only modes with a method `see_kernel` are called: those that record kernels.
 
-    bytes_accessed  bytes that the kernel reads and writes, or that take as long as its arithmetic
-    dtype           of the output
-    kind            "compiled" for memory traffic, else the kind of arithmetic, such as "compiled
+    bytes_accessed  bytes that the kernel reads and writes; for costly arithmetic, the bytes in fp32
+                    of the elements that it computes
+    dtype           the dtype of the kernel's output
+    kind            "compiled" for memory traffic; for costly arithmetic its kind, such as "compiled
                     exp"
     """
     for mode in current_dispatch_modes():

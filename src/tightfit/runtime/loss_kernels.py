@@ -1,17 +1,21 @@
-"""The kernels that compute one chunk of the loss: its products and its softmax, per kind of device.
+"""The kernels that compute one chunk of the loss, its matrix products and its softmax, for each kind
+of device.
 
-`loss` uses them for the plan's `chunked_loss`. On a CUDA device, rows of 16-bit logits begin at
-multiples of 128 bytes; the gradient of the head's weight is accumulated in fp32 within its
-product; and the softmax, the loss and the gradient of the logits are one generated kernel. On a
-CPU the operations are torch's own: there a generated kernel for the softmax is no faster.
+`loss` uses them for the plan's `chunked_loss`. On a CUDA device:
 
-Example: a vocabulary of 50257 classes in bf16 has rows of 100514 bytes. That is no multiple of 16,
-and cuBLAS would use its slow kernels. The logits are made as a view of a tensor with 50304
-columns, a multiple of 64 classes or 128 bytes. For a chunk of 1024 rows that adds 94 KiB.
+- Rows of 16-bit logits begin at multiples of 128 bytes.
+- The product that computes the gradient of the output head's weight accumulates it in fp32.
+- One generated kernel computes the softmax, the loss and the gradient of the logits.
+
+On a CPU the operations are torch's own, because a generated softmax kernel is no faster there.
+
+Example: with 50257 classes in bf16, a row of logits has 100514 bytes. That is no multiple of 16, so
+cuBLAS would use its slow kernels. The logits are therefore a view of a tensor with rows of 50304
+classes, a multiple of 64 classes or 128 bytes. For a chunk of 1024 rows this adds 94 KiB.
 
 Source  Hsu et al. 2024, arXiv:2410.10989 (loss and gradient in one kernel); NVIDIA, "Matrix
-        Multiplication Background", on alignment. Liger's kernel does the same; compiling our own
-        needs no other package, and its rows may be padded.
+        Multiplication Background", on alignment. Liger's kernel does the same. A generated kernel
+        needs no other package, and accepts padded rows.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from tightfit.errors import InputError
 from tightfit.models.objective import IGNORED
 from tightfit.runtime.fake_compiler import can_generate_kernels, see_kernel
 
-ROWS_IN_CACHE = 64
-# Rows on a CUDA device without a fused kernel: bounds the memory of an evaluation's fp32 softmax.
+ROWS_IN_CACHE = 64  # rows whose fp32 softmax stays in a CPU's cache
+# rows of the fp32 softmax on a CUDA device without a fused kernel: limits the memory of evaluations
 MAX_ROWS = 1024
 PADDED_TO = 64  # classes of 2 bytes each: a cache line of 128 bytes
 ALIGNED_TO = 8  # classes of 2 bytes each: cuBLAS's fast kernels need rows of a multiple of 16 bytes
@@ -45,14 +49,14 @@ FusedLoss = Callable[[Tensor, Tensor], Tensor]
 class LossKernels:
     """How a chunk of the loss is computed.
 
-    rows      rows whose softmax is in fp32 at a time, without a fused kernel; few on a CPU, so that
-              they stay in the cache
-    pads      whether rows of logits begin at multiples of PADDED_TO classes, where the number of
+    rows      without a fused kernel: how many rows are cast to fp32 for the softmax at a time. On a
+              CPU it is small, so that these rows stay in the cache
+    pads      whether rows of logits are padded to a multiple of PADDED_TO classes, if the number of
               classes is no multiple of ALIGNED_TO
-    accumulates_fp32  whether the weight's gradient, a 16-bit product, is added to the fp32 sum
-              as it is computed
-    fused     loss and gradient of the logits as one kernel; None: one operation after another
-    row_multiple  the number of rows that count is rounded up to a multiple of this, so that
+    accumulates_fp32  whether the 16-bit product that computes the weight's gradient adds its result
+              to an fp32 sum itself
+    fused     one kernel for the loss and the gradient of the logits; None: separate operations
+    row_multiple  rows without an ignored label are padded to a multiple of this number, so that
               shapes repeat
     """
 
@@ -64,13 +68,13 @@ class LossKernels:
 
 
 def kernels_for(kind: str, narrow: bool, chunk: int) -> LossKernels:
-    """The kernels for a kind of device (cpu, cuda).
+    """Return the kernels for a kind of device (cpu, cuda).
 
-    narrow  whether products take 16-bit numbers
-    chunk   rows of a chunk
+    narrow  whether the inputs of the matrix products have 16 bits
+    chunk   rows per chunk
 
-    Call it when the run is built. On fake tensors it is for a prediction. That leaves out the
-    rounding of rows, because shapes then grow in proportion to the batch.
+    Call it when the run is built. Under a fake mode, it returns the kernels for a prediction. These
+    do not pad the number of rows, so that shapes grow in proportion to the batch.
     """
     if kind == "cpu":
         return LossKernels()
@@ -88,11 +92,11 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> LossKernels:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
-    """rows (n, width) @ weight^T + bias -> (n, classes).
+    """Compute rows (n, width) @ weight^T + bias, of shape (n, classes).
 
-    pads: where a row of `classes` numbers is not aligned, the result is a view of a wider tensor.
-    So no product receives unaligned rows, which it would have to read piecewise. The weight is not
-    padded, and no product and no softmax reads the padding.
+    pads: if `classes` is no multiple of ALIGNED_TO, return a view of a tensor with longer, aligned
+    rows. Matrix products read aligned rows with faster kernels. The weight is not padded, and no
+    product and no softmax reads the padding.
     """
     classes = len(weight)
     if not pads or classes % ALIGNED_TO == 0:
@@ -105,12 +109,13 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Ten
 
 @torch.library.custom_op("tightfit::add_product", mutates_args=("total",))
 def add_product(left: Tensor, right: Tensor, total: Tensor, first: bool) -> None:
-    """total += left @ right; or total = left @ right where `first`: then `total` is not
-    initialised.
+    """Add left @ right to `total` in place. If `first`, overwrite `total`, which may be
+    uninitialised.
 
-    left (n, k) and right (k, m) in 16 bits, total (n, m) in fp32: no product is rounded to 16 bits.
+    left (n, k) and right (k, m) have 16 bits, total (n, m) is fp32. The product is never rounded to
+    16 bits.
     """
-    if not left.is_cuda:  # a CPU has no such product: this path tests what CUDA devices run
+    if not left.is_cuda:  # a CPU has no such product; this replacement lets tests run on a CPU
         left, right = left.to(total.dtype), right.to(total.dtype)
         total.addmm_(left, right, beta=0 if first else 1)
     elif first:
@@ -130,13 +135,14 @@ def _flops(left: Any, right: Any, *rest: Any, out_shape: Any = None, **named: An
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed cross entropy in fp32; overwrites the logits with their gradient.
+    """Return the summed cross entropy, a scalar in fp32, and overwrite the logits with their
+    gradient.
 
     logits (rows, classes); labels (rows,). Rows whose label is IGNORED add no loss, and their
-    gradient is zero. Returns a scalar in fp32.
+    gradient is zero.
 
-    Written to be compiled: the kernel then reads the logits twice, writes them once, and makes no
-    other tensor of their size.
+    torch.compile fuses the operations: the kernel reads the logits twice, writes them once, and
+    allocates no other tensor of their size.
     """
     counts = (labels != IGNORED).unsqueeze(1)
     safe = labels.unsqueeze(1).where(counts, 0)
@@ -153,9 +159,9 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def compiled_loss(backend: str | Callable[..., Any] = "inductor") -> FusedLoss:
-    """`loss_and_gradient` as generated kernels, which take any number of rows.
+    """Return `loss_and_gradient` compiled for any number of rows.
 
-    The kernel raises InputError at its first call where it cannot be generated.
+    The first call raises InputError if the kernel cannot be generated.
     """
     kernel = torch.compile(loss_and_gradient, backend=backend)
 
@@ -169,15 +175,15 @@ def compiled_loss(backend: str | Callable[..., Any] = "inductor") -> FusedLoss:
                 raise
             raise InputError(
                 "plan: chunked_loss",
-                f"torch.compile fails on its softmax ({str(error).strip().partition(chr(10))[0]})",
-                "leave out chunked_loss, or install a working C compiler and Triton, which it needs",
+                f"torch.compile cannot compile the softmax of the chunked loss ({str(error).strip().partition(chr(10))[0]})",
+                "install a working C compiler and Triton, which chunked_loss needs, or leave out chunked_loss",
             ) from error
 
     return fused
 
 
 def predicted_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """What `compiled` allocates and accesses, on fake tensors: the logits are read twice, written
-    once."""
+    """Predict on fake tensors what `compiled_loss` allocates, and report what it accesses: it reads
+    the logits twice and writes them once. Returns a zero in place of the loss."""
     see_kernel(3 * logits.numel() * logits.element_size(), logits.dtype)
     return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,30 +1,31 @@
 """The interface of a method module: what each module in methods/ provides.
 
-The planner and the engine know a method only through its module. The planner calls `cost`,
-`defaults`, `candidates` and `leanest`; the engine calls `apply`.
+The planner and the engine use a method only through this interface. The planner calls `cost`,
+`defaults`, `candidates` and `leanest`. The engine calls `apply`.
 
 A module always has
 
     FIELDS      the plan fields that belong to the method; each plan field belongs to exactly one
                 method
-    VARIANTS    plan fields that turn the method on; the contract tests try them alone and in pairs
+    VARIANTS    values of plan fields that turn the method on, such as {"zero": 2}. The contract
+                tests try each variant alone and with those of other methods
     enabled     plan -> whether the plan uses the method
     cost        (ledger, plan, machine) -> the ledger with the method's changes
     apply       (run, plan) -> the run with the method's changes
     docstring   a summary paragraph, then the parts Saves, Costs, When, Order and Source
 
-and, where it needs them,
+A module may also have
 
     TRACED_FIELDS  the subset of FIELDS that changes which operations a forward and backward run.
                    The profiler applies such a method before it traces the model, and traces again
                    for each value of these fields.
     defaults       (job, machine) -> values that can be chosen without a prediction, each with its
                    reason. They are applied in the order in which they are yielded, as far as the
-                   rules and the job permit.
+                   rules and the job permit them.
     candidates     (start, job, facts) -> for each field, the values that search tries; `start` is
                    the plan with all defaults
-    leanest        like candidates, for the values that may take the least memory. Search combines
-                   these where no candidate fits.
+    leanest        like `candidates`, but the values that may take the least memory. Search combines
+                   these if no plan made of the candidates fits.
 """
 
 from __future__ import annotations
@@ -49,12 +50,11 @@ class Default(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchFacts:
-    """What search knows about a job when it asks a method for candidates.
+    """What search knows about a job when it calls a method's `candidates`.
 
     is_complex   whether the model has complex parameters, which cannot be stored in fewer bits
-    narrow_pays  whether 16-bit weights may be the better choice: the plan does not fit without
-                 them, or they are estimated to be faster. It needs an estimate, so it is a
-                 function.
+    narrow_pays  a function that returns whether 16-bit weights may be the better choice: the plan
+                 does not fit without them, or they are estimated to be faster
     """
 
     is_complex: bool
@@ -62,29 +62,29 @@ class SearchFacts:
 
 
 def name_of(method: ModuleType) -> str:
-    """The method's name: the last part of its module's name, such as "zero"."""
+    """Return the method's name: the last part of its module's name, such as "zero"."""
     return method.__name__.rpartition(".")[2]
 
 
 def traced_fields(methods: Iterable[ModuleType]) -> tuple[str, ...]:
-    """The plan fields that change which operations run, in the order of the methods."""
+    """Return the TRACED_FIELDS of all methods, in the order of the methods."""
     return tuple(field for method in methods for field in getattr(method, "TRACED_FIELDS", ()))
 
 
 def defaults(methods: Iterable[ModuleType], job: Job, machine: Machine) -> Iterator[Default]:
-    """The defaults of all methods, in the order of the methods."""
+    """Yield the defaults of all methods, in the order of the methods."""
     for method in methods:
         if hasattr(method, "defaults"):
             yield from method.defaults(job, machine)
 
 
 def candidates(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """For each plan field, the values that search combines."""
+    """Return, for each plan field, the values that search combines, as all methods propose them."""
     return _proposed(methods, "candidates", start, job, facts)
 
 
 def leanest(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """For each plan field, the values that may take the least memory."""
+    """Return, for each plan field, the values that may take the least memory."""
     return _proposed(methods, "leanest", start, job, facts)
 
 

@@ -10,8 +10,8 @@ copies in do not wait for copies out. Events order the three streams. An optimiz
 parameters one after another. While update k runs, the states of update k + 1 are copied in, and
 those of update k - 1 are copied out.
 
-torch's allocator of page-locked memory reuses a freed buffer for one of the same size, but not
-before the copies that it knows of have ended. All copies here are of that kind.
+torch's allocator of page-locked memory reuses a freed buffer for a new one of the same size, but not
+before the copies that `Tensor.copy_` began for it have ended. This module copies with `copy_` only.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ MAX_PREFETCH_BYTES = 2**28
 
 
 class Store:
-    """The memory that a plan offloads to.
+    """Allocates tensors in the memory that a plan offloads to, and copies tensors to and from it.
 
-    plan          `offload_to` and `offload_folder` say where it is
+    plan          its `offload_to` and `offload_folder` say which memory that is
     device        the device that computes
     stored_bytes  bytes that the store holds
 
-    Raises InputError when offload_folder is not a folder.
+    Raises InputError if offload_folder is not a folder.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -61,30 +61,28 @@ class Store:
         self.stored_bytes = 0
         self._out_stream: torch.cuda.Stream | None = None  # the stream of copies to the store
         self._in_stream: torch.cuda.Stream | None = None  # the stream of copies to the device
-        # id of a storage here -> the end of the last copy into it
+        # id of a storage in the store -> the event at the end of the last copy into it
         self._copies_out: dict[int, torch.cuda.Event] = {}
-        # key of a tensor here -> its copy, prefetched
+        # `_storage_key` of a tensor in the store -> its prefetched copy on the device
         self._prefetched: dict[tuple[int, int], PendingFetch] = {}
-        # of the previous update, and of this one
+        # the copies to the store that the previous update began, and those that this update began
         self._pending_sends: tuple[list[PendingSend], list[PendingSend]] = [], []
-        self.note: Callable[[Tensor], None] | None = (
-            None  # called with each tensor allocated here, for the memory watch
-        )
+        # called with each tensor that the store allocates, for the memory watch
+        self.note: Callable[[Tensor], None] | None = None
         self.factor: Tensor | None = None  # scales gradients when they are fetched for an update
         self.states: dict[tuple[Tensor, str], Tensor] = {}
         self.gradients: dict[Tensor, Tensor] = {}
-        self.owners: dict[
-            Tensor, nn.Parameter
-        ] = {}  # stub weight -> its parameter on the device, whose gradient is here
+        # stub weight -> its parameter on the device, whose gradient is in the store
+        self.owners: dict[Tensor, nn.Parameter] = {}
         if self.on_disk and not self.folder.is_dir():
             raise InputError(
                 f"plan: offload_folder={self.folder}",
                 "it is not a folder",
-                "create it, or name a folder on a disk with free space",
+                "create this folder, or name another one on a disk with free space",
             )
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """An uninitialized tensor in the store. Raises DoesNotFit when the disk is full."""
+        """Allocate an uninitialized tensor in the store. Raises DoesNotFit if the disk is full."""
         made = self._allocate(shape, dtype)
         if self.note is not None:
             self.note(made)
@@ -95,7 +93,7 @@ class Store:
         count = shape.numel()
         size = count * dtype.itemsize
         self.stored_bytes += size
-        # a dry run counts it in stored_bytes, not in the device's memory
+        # a dry run counts the tensor in stored_bytes, not in the device's memory
         if active_fake_mode() is not None:
             return torch.empty(shape, dtype=dtype)
         if not self.on_disk or size == 0:
@@ -107,31 +105,36 @@ class Store:
             mapped = torch.from_file(str(path), shared=True, size=count, dtype=dtype)
         except OSError as error:
             raise DoesNotFit(
-                f"offload to {self.folder}: no room for {format_bytes(size)} more; {format_bytes(self.stored_bytes - size)} are "
-                f"stored already ({error.strerror})\n  fix: name a folder on a larger disk with plan.offload_folder"
+                f"offload to {self.folder}: the disk has no space for {format_bytes(size)} more "
+                f"({error.strerror}); {format_bytes(self.stored_bytes - size)} are offloaded already\n"
+                "  fix: name a folder on a larger disk with plan.offload_folder"
             ) from error
         finally:
-            path.unlink(
-                missing_ok=True
-            )  # the mapping keeps the data until the process ends, and no file is left behind
+            # the mapping keeps the data until the process ends, and then no file is left to delete
+            path.unlink(missing_ok=True)
         return mapped.view(shape)
 
     def stored_tensors(self, model: nn.Module) -> Iterator[Tensor]:
-        """Tensors that stay in the store between steps: optimizer states, gradients, and offloaded
-        parameters of `model`.
+        """Yield the tensors that stay in the store between steps: optimizer states, gradients, and
+        the offloaded parameters of `model`.
         """
         yield from self.states.values()
         yield from self.gradients.values()
         yield from (parameter for parameter in model.parameters() if getattr(parameter, "stored", False))
 
     def put(self, value: Tensor) -> Tensor:
-        """A copy of `value` in the store. The copy may still be in flight."""
+        """Begin to copy `value` to the store. Returns the stored tensor, whose values may not have
+        arrived yet.
+        """
         kept = self.empty(value.shape, value.dtype)
         return kept.copy_(value, non_blocking=True)
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Store an optimizer state of a parameter, always in the same memory. Returns the tensor in
-        the store.
+        """Begin to copy an optimizer state of a parameter to the store, each time into the same
+        memory. Returns the stored tensor.
+
+        name   the state's name, such as "exp_avg"
+        value  the state's values; if this is the stored tensor itself, nothing is copied
         """
         key = parameter, name
         kept = self.states.get(key)
@@ -143,20 +146,25 @@ class Store:
         return kept
 
     def fetch_ahead(self, value: Tensor) -> None:
-        """Begin to fetch a tensor that `fetch` is called for soon. Nobody may change it until then."""
+        """Begin to fetch a stored tensor before `fetch` is called for it. Do not change the tensor
+        in between.
+        """
         if has_own_memory(self.device) and value.device.type == "cpu":
             self._prefetched[_storage_key(value)] = self.begin_fetch(value)
 
     def fetch(self, value: Tensor) -> Tensor:
-        """A stored tensor as the device computes with it: a copy on a GPU; on a CPU the tensor
-        itself.
+        """Return a stored tensor for the device to compute with: a copy on a GPU, the tensor itself
+        on a CPU.
         """
         coming = self._prefetched.pop(_storage_key(value), None) if self._prefetched else None
         return (coming or self.begin_fetch(value)).wait()
 
     def next_update(self) -> None:
-        """Call before each update. The copies out of the update before the last one must have
-        ended, because their device memory is freed here.
+        """Call before each parameter's update. Frees the device memory of the states that the
+        update before the last one copied to the store, after these copies have ended.
+
+        The compute stream waits for the copies, not the host. Example: called before update 5, it
+        frees the states of update 3, while those of update 4 are still being copied.
         """
         before, last = self._pending_sends
         if before and before[-1].done is not None:  # copies end in order, so the last one is enough
@@ -164,18 +172,19 @@ class Store:
         self._pending_sends = last, []
 
     def end_updates(self) -> None:
-        """Call after the last update: the device's stream waits for all copies out. The host does
-        not.
+        """Call after a step's last update: makes the compute stream wait for all copies to the
+        store. The host does not wait.
         """
         self.next_update()
         self.next_update()
 
     def begin_fetch(self, value: Tensor) -> PendingFetch:
-        """Begin to fetch a stored tensor while the device computes.
+        """Begin to fetch a stored tensor while the device computes. Returns the pending copy.
 
-        The copy's memory is allocated on the compute stream, as all other memory is. So the copy
-        waits for the work that is on that stream now, which may still use that memory. It also
-        waits for a pending copy into the stored tensor, but not for other copies out.
+        The copy's memory is allocated on the compute stream, like all other memory. The work that
+        was launched on that stream before may still use this memory, so the copy waits for that
+        work. It also waits for a pending copy into the stored tensor, but for no other copy to the
+        store.
         """
         if not has_own_memory(self.device) or value.device.type != "cpu":
             return PendingFetch(value)
@@ -195,17 +204,19 @@ class Store:
         return PendingFetch(here, arrived, current)
 
     def send(self, value: Tensor, kept: Tensor) -> None:
-        """Copy `value`, on the device, into `kept`, in the store, while the device computes."""
+        """Begin to copy `value` (on the device) into `kept` (in the store) while the device
+        computes.
+        """
         with self._on_copy_stream(kept):
             kept.copy_(value, non_blocking=True)
         self._hold_for_copy(value)
 
     def _begin_store(self, value: Tensor, kept: Tensor) -> None:
-        """As `send`, for the results of an update.
+        """Begin to copy `value`, the result of an update, into `kept` (in the store).
 
-        Their device memory is held until the compute stream has waited for the copy, so that later
-        updates can reuse it. With `record_stream` the allocator would have to ask the copy stream
-        when the memory is free.
+        Unlike `send`, it keeps a reference to `value` until `next_update` has made the compute
+        stream wait for the copy. Later updates can then reuse the memory at once. With
+        `record_stream`, as in `send`, the allocator would first have to query the copy stream.
         """
         if not has_own_memory(self.device):
             kept.copy_(value)
@@ -215,7 +226,9 @@ class Store:
         self._pending_sends[1].append(PendingSend(value, self._copies_out.get(_storage_key(kept)[0])))
 
     def add(self, value: Tensor, kept: Tensor) -> None:
-        """Add `value`, on the device, to `kept`, in the store, while the device computes."""
+        """Begin to add `value` (on the device) to `kept` (in the store) while the device
+        computes.
+        """
         if not has_own_memory(self.device):
             kept.add_(value)
             return
@@ -239,26 +252,32 @@ class Store:
         self._copies_out[_storage_key(kept)[0]] = left
 
     def _hold_for_copy(self, value: Tensor) -> None:
-        """The allocator must not reuse the memory of `value` before its copy has ended."""
+        """Keep the allocator from reusing the memory of `value` before its copy has ended."""
         if self._out_stream is not None:
             value.record_stream(self._out_stream)
 
     def release(self, kept: Tensor) -> None:
-        """Release a tensor of the store: nobody fetches it again."""
+        """Stop counting a stored tensor that is not fetched again."""
         self.stored_bytes -= kept.nbytes
         self._copies_out.pop(_storage_key(kept)[0], None)
 
     def bring_ahead(self, weight: Tensor) -> None:
-        """Begin to fetch what `bring` is called for soon."""
+        """Begin to fetch a weight and its gradient, as far as they are stored, before `bring` is
+        called for that weight.
+        """
         if weight not in self.owners:
             self.fetch_ahead(weight.detach())
         if weight.grad is not None:
             self.fetch_ahead(weight.grad)
 
     def bring(self, weight: Tensor) -> Tensor:
-        """A weight on the device with its gradient, one or both of which are stored here.
+        """Return a weight on the device, with its gradient as its `grad`. Fetches the gradient, and
+        the weight if it is stored, too.
 
         The gradient is multiplied by `factor`, if that is set.
+
+        weight  as the optimizer has it: a stored weight, or a stub (see `make_stub`), for which the
+                parameter on the device is returned
         """
         here = self.owners.get(weight)
         if here is None:
@@ -270,15 +289,18 @@ class Store:
         return here
 
     def take_back(self, weight: Tensor, here: Tensor) -> None:
-        """Call after the update of a weight that `bring` has returned: stores the weight and frees
-        its gradient.
+        """Call after the update of a weight: frees its gradient on the device, and copies the weight
+        to the store if that is its place.
+
+        weight  as it was given to `bring`
+        here    the weight on the device that `bring` returned
         """
         here.grad = None
         if weight not in self.owners:
             self._begin_store(here.detach(), weight.detach())
 
     def settle(self) -> None:
-        """Wait until all copies to the host have ended, because the host reads the data next."""
+        """Make the host wait until all copies to the store have ended, before it reads the data."""
         if self._out_stream is not None:
             self._out_stream.synchronize()
         if self.device.type == "cuda":
@@ -286,8 +308,8 @@ class Store:
         self._copies_out.clear()
 
     def make_stub(self, parameter: nn.Parameter) -> nn.Parameter:
-        """A stub weight for the optimizer, in place of a parameter on the device whose gradient is
-        stored here. It has the parameter's shape, but takes no memory.
+        """Return a stub weight for the optimizer, in place of a parameter on the device whose
+        gradient is stored. The stub has the parameter's shape, but takes no memory.
         """
         nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         weight = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
@@ -295,9 +317,10 @@ class Store:
         return weight
 
     def offload_saved(self, parameters: set[int]) -> saved_tensors_hooks:
-        """Within the returned context, tensors that a forward saves for backward are stored here.
+        """Return a context in which the tensors that a forward saves for backward are offloaded to
+        the store. Tensors of at most MIN_OFFLOAD_BYTES stay on the device.
 
-        parameters  ids of the storages of parameters, which are not offloaded
+        parameters  ids of the storages of parameters, which stay on the device, too
         """
 
         order = _SaveOrder(self)
@@ -317,8 +340,8 @@ class Store:
 class PendingSend:
     """A tensor on the device that is being copied to the store.
 
-    value  the tensor, held until the copy has ended
-    done   the end of the copy; None: no copy is in flight
+    value  the tensor, referenced until the copy has ended
+    done   the event at the end of the copy; None if no copy is in flight
     """
 
     value: Tensor
@@ -326,7 +349,7 @@ class PendingSend:
 
 
 def _storage_key(value: Tensor) -> tuple[int, int]:
-    """An id of a tensor's storage, and the tensor's offset in it."""
+    """Return (an id of the tensor's storage, the tensor's offset in its storage)."""
     return storage_id(value), int(value.storage_offset())
 
 
@@ -334,7 +357,7 @@ class PendingFetch:
     """A tensor that is being copied to the device.
 
     here     the tensor on the device, allocated on `stream`
-    arrived  the end of the copy; None: no copy is in flight
+    arrived  the event at the end of the copy; None if no copy is in flight
     stream   the compute stream
     """
 
@@ -342,7 +365,9 @@ class PendingFetch:
         self.here, self.arrived, self.stream = here, arrived, stream
 
     def wait(self) -> Tensor:
-        """The tensor. The current stream waits for the copy; the host does not."""
+        """Return the tensor on the device. The current stream waits for the copy; the host does
+        not.
+        """
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.here.device)
             current.wait_event(self.arrived)
@@ -352,19 +377,19 @@ class PendingFetch:
         return self.here
 
     def __del__(self) -> None:
-        # unused: its memory must not be reused before the copy has ended
+        # `wait` was not called: the memory must not be reused before the copy has ended
         if self.arrived is not None:
             self.stream.wait_event(self.arrived)
 
 
 class _SavedTensor:
-    """A tensor that a forward saved, until the autograd graph drops it.
+    """A tensor that a forward saved. It lives until the autograd graph drops it.
 
     kept    the copy in the store
-    order   the forward's saved tensors
-    place   its index in `order`
-    coming  its prefetched copy on the device, or None
-    asked   whether it was fetched before, at its use or ahead of it
+    order   all saved tensors of the forward
+    place   the tensor's index in `order`
+    coming  the prefetched copy on the device, or None
+    asked   whether a fetch has begun before, at the tensor's use or ahead of it
     """
 
     def __init__(self, kept: Tensor, order: _SaveOrder, place: int) -> None:
@@ -381,16 +406,16 @@ class _SavedTensor:
 class _SaveOrder:
     """The tensors that one forward saves, in order. Backward uses them in about the reverse order.
 
-    When backward uses a tensor, those saved just before it are prefetched: at least one, and as
-    many as fit in MAX_PREFETCH_BYTES and in the size of the largest one. Each is prefetched once. A
-    tensor of a retained graph, which is used again, is then fetched at its use. Only the autograd
-    graph keeps saved tensors alive.
+    When backward uses a tensor, the tensors that were saved just before it are prefetched: at least
+    one tensor, and as many as fit in both MAX_PREFETCH_BYTES and the size of the largest saved
+    tensor. Each tensor is prefetched only once. If backward runs again through a retained graph, it
+    fetches each tensor at its use. Only the autograd graph keeps saved tensors alive.
 
     Example: a forward saves a, b, c, d of 100 MiB each, so at most max_prefetch_bytes(100 MiB) =
-    100 MiB are prefetched. When backward uses d, c is prefetched; when it uses c, b is.
+    100 MiB are prefetched. When backward uses d, c is prefetched; when it uses c, b is prefetched.
 
     largest  bytes of the largest saved tensor
-    ahead    bytes that are prefetched and not used yet
+    ahead    bytes of prefetched tensors that were not used yet
     next     index of the next tensor to prefetch
     """
 
@@ -401,7 +426,7 @@ class _SaveOrder:
         self.next = 0
 
     def put(self, value: Tensor) -> _SavedTensor:
-        """Store a tensor that the forward saves."""
+        """Begin to store a tensor that the forward saves. Returns what `fetch` takes."""
         kept = self.store.empty(value.shape, value.dtype)
         if is_dense(value):  # one contiguous copy, and kernels get the original layout
             kept = kept.as_strided(value.shape, value.stride())
@@ -412,7 +437,7 @@ class _SaveOrder:
         return saved
 
     def fetch(self, saved: _SavedTensor) -> Tensor:
-        """The saved tensor on the device. Tensors that are used next are prefetched meanwhile."""
+        """Return a saved tensor on the device, and begin to prefetch those that are used next."""
         coming, saved.coming = saved.coming, None
         if coming is None:
             coming = self.store.begin_fetch(saved.kept)
@@ -425,7 +450,7 @@ class _SaveOrder:
         return here
 
     def _fetch_ahead(self, place: int) -> None:
-        """Prefetch tensors before index `place`."""
+        """Begin to prefetch tensors that were saved before index `place`, the last saved first."""
         most = max_prefetch_bytes(self.largest)
         self.next = min(self.next, place - 1)
         while self.next >= 0:
@@ -440,7 +465,8 @@ class _SaveOrder:
 
 
 def max_prefetch_bytes(largest: float) -> float:
-    """The most bytes of saved tensors that are prefetched at a time, if they are several.
+    """Return the most bytes of saved tensors that are prefetched at a time. One tensor is always
+    prefetched, even if it is larger.
 
     largest  bytes of the largest saved tensor
     """
@@ -448,7 +474,9 @@ def max_prefetch_bytes(largest: float) -> float:
 
 
 def is_dense(value: Tensor) -> bool:
-    """Whether a tensor's elements fill its memory exactly once, in any order of its dimensions."""
+    """Return whether a tensor's elements fill its memory without gaps or overlaps, in any order of
+    its dimensions.
+    """
     count = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size != 1 and stride != count:
@@ -458,11 +486,11 @@ def is_dense(value: Tensor) -> bool:
 
 
 class OffloadedGradients:
-    """Moves each gradient to the store as soon as backward has computed it, and accumulates a
-    step's gradients there.
+    """Moves each gradient to the store as soon as backward has computed it, and accumulates the
+    gradients of a step's micro-batches in the store.
 
-    weights  a parameter -> the weight that the optimizer updates in its place, and on which it
-             finds the gradient; may be the parameter itself
+    weights  a parameter -> the weight that the optimizer updates in place of the parameter, and
+             whose `grad` it reads; may be the parameter itself
     store    the store
     """
 
@@ -474,8 +502,8 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def _offload(self, parameter: Tensor) -> None:
-        """The hook of a completed gradient: stores it, or adds it to the one of earlier
-        micro-batches.
+        """Move a completed gradient to the store, or add it to the stored gradient of earlier
+        micro-batches. This is the hook of that gradient.
         """
         gradient: Any = parameter.grad
         assert gradient is not None
@@ -492,7 +520,9 @@ class OffloadedGradients:
         parameter.grad = None
 
     def end(self) -> None:
-        """Call after a step's last backward: waits for the copies and sets the weights' gradients."""
+        """Call after a step's last backward: waits for the copies, then sets each weight's `grad` to
+        the stored gradient.
+        """
         self.store.settle()
         for parameter in self.there:
             self.weights[parameter].grad = self.kept[parameter]  # type: ignore[index]

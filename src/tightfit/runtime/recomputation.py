@@ -1,8 +1,8 @@
 """Recomputes a block's forward in backward: only its inputs are saved (activation checkpointing).
 
 The method `recompute` wraps blocks in `recomputed`, which calls torch's checkpoint. The second
-forward must be equal to the first one. So this module restores what the first one changed: buffers
-such as BatchNorm's running statistics, and autocast's cached copies of weights.
+forward must compute the same as the first one. So this module restores what the first forward
+changed: buffers such as BatchNorm's running statistics, and autocast's cached copies of weights.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]  # (module, name, buf
 
 
 def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -> Forward:
-    """`forward` of `modules`, which saves only its inputs for backward.
+    """Return `forward` with activation checkpointing: it saves only its inputs, and backward runs it
+    a second time.
 
-    selective: also save its attention, and one in this many products with weights; 0 saves neither.
+    modules    the modules that `forward` runs
+    selective  0: save nothing else. n > 0: also save the output of attention, and of every n-th
+               matrix product or convolution with weights
 
-    The second forward draws dropout's random numbers again. It starts from the buffers that the
-    first one started from, and leaves them as it found them: running statistics are updated once,
-    and a buffer on which the output depends has the same value. Raises InputError where the block
-    writes in place to its inputs.
+    The second forward draws the same random numbers for dropout, and starts with the buffer values
+    with which the first one started. Afterwards the buffers get back the values that they had before
+    the second forward. So running statistics are updated only once. Raises InputError if the block
+    modifies its inputs in place.
     """
     buffers = ChangingBuffers(modules)
     casts = AutocastCache()
@@ -62,8 +65,8 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
         if any(version_of(leaf) != version for leaf, version in given):
             raise InputError(
                 "plan: recompute",
-                f"{type(modules[0]).__name__} writes in place to its inputs, from which it would be recomputed",
-                "use recompute: none, or write to a new tensor",
+                f"{type(modules[0]).__name__} modifies its inputs in place, but would be recomputed from these inputs",
+                "use recompute: none, or let the block write to a new tensor",
             )
         buffers.track_changed(before)
         return output
@@ -84,12 +87,14 @@ class ChangingBuffers:
         self.known = False
 
     def values(self) -> SavedBuffers:
-        """(module, name, buffer, copy of its values) for each buffer that may change."""
+        """Return (module, name, buffer, copy of its values) for each buffer that may change."""
         found = [(module, name, own_buffers(module)[name]) for module, name in self.tracked]
         return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
 
     def track_changed(self, before: SavedBuffers) -> None:
-        """After the first forward: track only the buffers that it changed."""
+        """Call after each first forward. From the first call on, only the buffers that this forward
+        changed are tracked. before: what `values` returned before the forward.
+        """
         if not self.known:
             self.tracked = [
                 (module, name)
@@ -100,8 +105,8 @@ class ChangingBuffers:
 
     @contextmanager
     def rewound(self, before: SavedBuffers) -> Iterator[None]:
-        """Within, the buffers have their values from before the forward; afterwards, those from
-        before this context.
+        """Within the context, the changing buffers have the values in `before`, those from before
+        the first forward. At the end, they get back the values that they had on entry.
         """
         places = {(id(module), name) for module, name in self.tracked}
         changed = [one for one in before if (id(one[0]), one[1]) in places]
@@ -123,9 +128,10 @@ def restore_buffers(values: SavedBuffers) -> None:
 class AutocastCache:
     """Controls autocast's cached copies of a block's weights.
 
-    Autocast makes the copies once in a forward and reuses them in later calls of the block. A
-    recomputation makes its own. A later call must therefore make its own in the first forward too,
-    because both forwards must run the same operations.
+    Autocast casts a weight at the first call of the block, and reuses the copy in later calls. But
+    the recomputation of each call casts the weight anew. The first forward and its recomputation
+    must run the same operations. So later calls must cast the weight anew in their first forward,
+    too: while a recomputation is pending, the cache is disabled.
     """
 
     def __init__(self) -> None:
@@ -150,14 +156,14 @@ class AutocastCache:
 def recompute_contexts(
     buffers: ChangingBuffers, before: SavedBuffers, casts: AutocastCache, selective: int
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The context managers around the first forward and around its recomputation."""
+    """Return (the context manager around a first forward, that around its recomputation)."""
     first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
     return first, _RecomputeContext([lambda: buffers.rewound(before), casts.second_forward], second)
 
 
 class _RecomputeContext:
-    """The context manager around each recomputation. It can be entered twice: the first forward may
-    have taken gradients itself.
+    """The context manager around each recomputation of a block. It can be entered more than once: if
+    a forward computes gradients itself, it recomputes the block before backward does.
     """
 
     def __init__(
@@ -178,10 +184,11 @@ class _RecomputeContext:
 
 
 def selective_contexts(selective: int) -> Any:
-    """The contexts around one block's forward and its recomputation.
+    """Return (the context around one block's forward, the context around its recomputation).
 
-    Attention and one in `selective` matrix products and convolutions are saved; operations that are
-    cheap to recompute are not. Raises InputError where a block writes in place to a saved tensor.
+    In the forward, the outputs of attention and of every `selective`-th matrix product or
+    convolution with weights are saved. Operations that are cheap to recompute are not saved. The
+    first context raises InputError if the block writes in place to a saved tensor.
     """
     counted = {False: 0, True: 0}  # products seen in the first forward, and in the second
     saved = _SavedOutputs()
@@ -205,15 +212,15 @@ def selective_contexts(selective: int) -> Any:
     return _Nested(first, saved), second
 
 
-# up to torch 2.11, the policy is asked before the operation runs
+# up to torch 2.11, torch calls the policy before the operation runs, so without its output
 POLICY_GETS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
 
 
 class _SavedOutputs(TorchDispatchMode):
     """The storages of a block's saved tensors, which the checkpoint's contexts keep alive.
 
-    As a dispatch mode within torch's own, it sees the output of each operation after torch has
-    asked the policy about it. It is used where torch does not give the policy the output.
+    Where torch does not give the policy an operation's output, this is also a dispatch mode within
+    torch's own. It sees the output of each operation after torch has called the policy.
     """
 
     def __init__(self) -> None:
@@ -234,7 +241,7 @@ class _SavedOutputs(TorchDispatchMode):
 
 
 class _Nested:
-    """A context manager of two, the second within the first."""
+    """Enters two context managers as one: `outer` first, then `inner`."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self.outer, self.inner = outer, inner
@@ -249,10 +256,10 @@ class _Nested:
 
 
 def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an operation writes to, according to its schema.
+    """Return the tensors that an operation writes to, according to its schema.
 
-    Version counters are not enough: a write through the chunks of torch.chunk or of a recurrent
-    cell does not increment that of the full tensor.
+    Version counters do not suffice: a write to a chunk from torch.chunk or from a recurrent cell
+    does not increment the version counter of the full tensor.
     """
     if not schema_of(operation).is_mutable:
         return []
@@ -271,5 +278,5 @@ def _overwrites_saved() -> InputError:
     return InputError(
         "plan: recompute=selective",
         "a block writes in place to one of its saved tensors (relu(inplace=True), add_, the gates of a recurrent cell)",
-        "use recompute: full, or write to a new tensor",
+        "use recompute: full, or let the block write to a new tensor",
     )

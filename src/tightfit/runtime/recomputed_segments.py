@@ -1,8 +1,12 @@
-"""Recomputes several blocks as one segment (recompute: sqrt), and refuses models that do not allow
-it.
+"""Recomputes groups of consecutive blocks (recompute: sqrt), and refuses models that do not allow
+this. In this module, a segment is such a group.
 
-A segment's first block runs all of its blocks, and the others pass the result through. That is
-right only for a model that does nothing between its blocks but pass one's output to the next.
+The first block of a segment runs all blocks of the segment, and the other blocks return their input
+unchanged. So only the segment's input is saved for backward. The result is right only for a model
+that, between its blocks, does nothing but pass the output of one block to the next.
+
+Example: with blocks 0 to 3 as one segment, block 0 computes the output of block 3. The model then
+passes this output to blocks 1, 2 and 3, which return it unchanged.
 """
 
 from __future__ import annotations
@@ -24,17 +28,19 @@ from tightfit.runtime.recomputation import Forward, recomputed
 
 Result = TypeVar("Result")
 BLOCK_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
-"""Errors that a block may raise when it gets the input of another one."""
+"""Errors that a block may raise when it is called with another block's arguments."""
 
 
 def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
-    """Make the first block run the whole segment, recomputed as one, and the others pass its output
-    through.
+    """Make the first of `blocks` run all of them as one recomputed segment. The other blocks then
+    return their input unchanged.
 
-    The model calls its blocks one after another as before. That works only where each block's
-    output is the next one's first argument and the other arguments are shared; any other model is
-    refused when it runs. Returns a function to call after the model's forward: it raises InputError
-    if the model did not call all blocks of the segment.
+    The model still calls its blocks one after another. This gives the right result only if each
+    block's output is the first argument of the next block, and all blocks get the same objects as
+    their other arguments, such as a mask. Any other model raises InputError when it runs.
+
+    Returns a function to call after the model's forward. It raises InputError if the model did not
+    call all blocks of the segment.
     """
     forwards = [block.forward for block in blocks]
     is_sequential = len(forwards) == 1  # set by the first complete forward
@@ -52,7 +58,7 @@ def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
 
     def run_segment(*args: Any, **kwargs: Any) -> Any:
         first, args, kwargs = _with_first(forwards[0], args, kwargs)
-        if last_call:  # no other block took its last output: it was called by itself
+        if last_call:  # the previous output of the segment did not reach its last block
             raise _not_sequential()
         output = run_chain(first, *args, **kwargs)
         if len(forwards) > 1:
@@ -84,7 +90,7 @@ def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
 def _are_same(
     args: tuple[Any, ...], kwargs: dict[str, Any], other_args: tuple[Any, ...], other_kwargs: dict[str, Any]
 ) -> bool:
-    """Whether two calls have the same objects as arguments."""
+    """Return whether two calls have the same objects as arguments."""
     if len(args) != len(other_args) or kwargs.keys() != other_kwargs.keys():
         return False
     same = all(a is b for a, b in zip(args, other_args, strict=True))
@@ -94,8 +100,8 @@ def _are_same(
 def _with_first(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The first argument of a call of `forward`, which may have been passed by name, and the other
-    arguments.
+    """Split the arguments of a call of `forward`. Returns (first argument, other positional
+    arguments, other keyword arguments). The first argument may have been passed by name.
     """
     if args:
         return args[0], args[1:], kwargs
@@ -106,8 +112,11 @@ def _with_first(
 
 
 class _OutputUses(TorchFunctionMode):
-    """Finds out whether a model, outside its blocks, uses block outputs that would not exist inside
-    a segment.
+    """Finds out whether the model's own code, outside its blocks, uses the output of a block that is
+    not the last of its segment.
+
+    When several blocks are recomputed as one segment, only the last block's output is available.
+    Metadata such as an output's shape may be read. `used` becomes True at the first other use.
     """
 
     def __init__(self) -> None:
@@ -125,8 +134,8 @@ class _OutputUses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def call(self, forward: Forward, is_last: bool, *args: Any, **kwargs: Any) -> Any:
-        """Run a block's `forward` and track its output. is_last: the block is the last of its
-        segment, whose output may be used anywhere.
+        """Run a block's `forward` and remember its output. is_last: the block is the last of its
+        segment, so that the model may use the output anywhere.
         """
         self.inside = True
         try:
@@ -143,10 +152,10 @@ _METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device
 
 
 def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Run the model's `forward`, and raise InputError where it uses the output of a block inside a
-    segment for anything but the next block.
+    """Run the model once, and raise InputError if it uses the output of a block that is not the last
+    of its segment for anything but the next block's input.
 
-    The modules are left unchanged.
+    The modules are left unchanged. forward: calls the model.
     """
     watch = _OutputUses()
     with restoring_state(model), torch.no_grad(), watch:
@@ -159,8 +168,11 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
 
 
 def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Check on tensors without values what a run that recomputes these segments checks before its
-    first update. Raises InputError.
+    """Run the model on fake tensors to check that each of these groups of blocks can be recomputed
+    as one: each block feeds the next, and no other code uses the outputs in between. A real run
+    checks the same before its first update.
+
+    Raises InputError if a group cannot be recomputed as one. forward: calls the model.
     """
     refuse_other_uses(model, segments, forward)
     with restoring_state(model), torch.no_grad():
@@ -168,15 +180,16 @@ def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: C
 
 
 def ending_segments(ends: list[Callable[[], None]], forward: Callable[[], Result]) -> Result:
-    """Run a model's forward, then check that it called all blocks of its segments.
+    """Run a model's forward, then check that it called all blocks of its segments. Returns the
+    result of `forward`.
 
-    ends: what `recompute_segment` returned for each segment. Returns the result of `forward`.
+    ends: the functions that `recompute_segment` returned, one for each segment.
     """
     try:
         result = forward()
     except BLOCK_FAILURES as error:
         if not _is_unrelated(error):
-            # the failure may come from passing a segment's output in place of one block's
+            # the cause may be that the model got a segment's output in place of one block's output
             for end in ends:
                 end()
         raise
@@ -190,8 +203,8 @@ def _is_unrelated(error: Exception) -> bool:
 
 
 def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward with the first block's arguments, such as its mask, which may not fit this
-    block.
+    """Run a block's forward with the arguments of its segment's first block, such as the mask.
+    Raises InputError if this block fails on them.
     """
     try:
         return forward(*args, **kwargs)
@@ -204,6 +217,6 @@ def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any
 def _not_sequential() -> InputError:
     return InputError(
         "plan: recompute=sqrt",
-        "the model does more between its blocks than pass one's output to the next",
-        "use recompute: full, which allows that",
+        "between its blocks, the model does more than pass the output of one block to the next",
+        "use recompute: full, which recomputes each block alone",
     )

@@ -1,4 +1,4 @@
-"""Loops whose iterations are all alike: a trace on fake tensors need not run every one of them.
+"""Loops whose iterations are all alike, so that a trace on fake tensors runs only some of them.
 
 A method that repeats the same work, such as the chunks of a loss, writes its loop as
 `for n in repeated_iterations(range(chunks))`. In training the loop runs in full. The dry run and
@@ -17,17 +17,19 @@ _taker: ContextVar[Taker] = ContextVar("taker", default=iter)
 
 
 def repeated_iterations(indices: Sequence[int]) -> Iterator[int]:
-    """The indices that a loop goes over: all of them, unless `iterations_chosen_by` is active.
+    """Return an iterator over a loop's indices: all of them, unless `iterations_chosen_by` is
+    active.
 
-    Use it only where every iteration but the last does the same, and where no iteration leaves
-    behind a tensor that it made.
+    Use it only if every iteration but the last does the same work, and if no tensor that an
+    iteration makes exists after that iteration.
     """
     return _taker.get()(indices)
 
 
 @contextmanager
 def iterations_chosen_by(taker: Taker) -> Iterator[None]:
-    """Within the context, `taker(indices)` decides which iterations `repeated_iterations` yields."""
+    """Within the context, `repeated_iterations(indices)` returns `taker(indices)`, so that `taker`
+    chooses the iterations that run."""
     token = _taker.set(taker)
     try:
         yield
@@ -36,10 +38,11 @@ def iterations_chosen_by(taker: Taker) -> Iterator[None]:
 
 
 def representative_iterations(indices: Sequence[int]) -> Iterator[int]:
-    """The first two iterations and the last. The second one represents all that are left out.
+    """Return the first two of a loop's indices and the last. The second iteration represents those
+    that are left out.
 
-    For 8 iterations these are 0, 1 and 7. Iterations 2 to 6 find and leave the same memory as
-    iteration 1 did. Three iterations or fewer are all run.
+    Example: of 8 iterations, 0, 1 and 7 run. Iterations 2 to 6 would begin and end with as much
+    memory in use as iteration 1. With three or fewer iterations, all run.
     """
     return iter(indices if len(indices) <= 3 else (indices[0], indices[1], indices[-1]))
 

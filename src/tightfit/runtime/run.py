@@ -1,9 +1,9 @@
-"""What `build` returns: a job that a plan has fitted to a device, ready to be trained.
+"""The `Run`, which `build` returns: a job that a plan has fitted to a device, ready to be trained.
 
-A `Run` is a handful of fields and no behaviour. Each method's `apply` returns an edited copy.
-The protocols here describe what methods put into it: data, a loss scale, a reduction of
-gradients, a pipeline's step executor. The functions move batches to the device, and convert
-tensors between a device's shard and the full tensor.
+A `Run` has fields and no behaviour. Each method's `apply` returns an edited copy. The protocols in
+this module describe what methods put into a Run: data, a loss scale, a reduction of gradients, a
+pipeline's step executor. The functions move batches to the device, and convert tensors between a
+device's shard and the full tensor.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ class Data(Protocol):
     samples       number of samples in one epoch; None for an endless stream
     sample_items  tokens in a full sample (1 for images): the unit of throughput
     ragged        whether micro-batches differ in shape beyond the number of samples
-    steps         the micro-batches (on the host) of each optimizer step, beginning at the sample
-                  `consumed` and ending at the sample `until` (the last step may be short)
-    held_out      the micro-batches of the evaluation samples
-    example       a few samples as a batch, with the shapes and types of micro-batches and whole
-                  sequences
+    damaged       how many samples were left out because they are damaged
+    tokenizer     a transformers tokenizer, or None
+    steps         the micro-batches (on the host) of each optimizer step, from sample number
+                  `consumed` to sample number `until`, or without end if that is None. The last
+                  step may be short
+    held_out      the micro-batches of the first `samples` held-out samples
+    example       a few samples as a batch, with the shapes and types of micro-batches, and with
+                  sequences of full length
     """
 
     @property
@@ -70,8 +73,8 @@ class LossScale(Protocol):
 
     value    the scale as a Python number
     skipped  updates skipped so far because a gradient was not finite
-    factor   `value` in the form that the loss is multiplied by: a scalar tensor where the scale is
-             on the device
+    factor   what the loss is multiplied by: a scalar tensor if the scale is on the device, else
+             `value`
     """
 
     value: float
@@ -82,11 +85,11 @@ class LossScale(Protocol):
 
     def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
         """Divide the gradients by `value`. Returns whether all of them are finite: a scalar tensor
-        where the scale is on the device, else a bool.
+        if the scale is on the device, else a bool.
         """
 
     def update(self, finite: bool | Tensor) -> None:
-        """Adapt `value` after a step whose gradients were all finite, or were not."""
+        """Adapt `value` after a step. finite: whether all gradients of the step were finite."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -95,9 +98,11 @@ class LossScale(Protocol):
 
 @dataclass(frozen=True)
 class DummyMicroBatch:
-    """Replaces a micro-batch in a step for which this rank has no samples, while others have some.
+    """Takes the place of a micro-batch on a rank that has no samples for it, while other ranks have
+    some. Its values do not matter.
 
-    It takes part in every collective, and adds nothing to the loss, the gradients or the counts.
+    With a dummy micro-batch the rank takes part in every collective, and adds nothing to the loss,
+    the gradients or the counts.
     """
 
     batch: Batch
@@ -111,11 +116,11 @@ class Reduction(Protocol):
     end         call it after each micro-batch's backward. After the last one, the gradients that
                 the optimizer holds are complete
     updated     call it after the optimizer's update. Updated weights may still be in transit
-    wait        wait until they have arrived
-    states      the tensors that it keeps from step to step
-    unshard     a tensor as this device's optimizer holds it for `weight` -> that of the full
-                parameter, on every device. A collective: all devices take part
-    shard       the reverse: a full tensor, equal on all devices -> this device's shard
+    wait        wait until the updated weights have arrived
+    states      the tensors that the reduction keeps from step to step
+    unshard     (weight, this device's shard of a tensor that belongs to it, such as an optimizer
+                state) -> the full tensor, on every device. A collective: all devices take part
+    shard       the reverse: (weight, the full tensor, equal on all devices) -> this device's shard
     """
 
     shard_axes: tuple[str, ...]
@@ -168,18 +173,20 @@ class UnshardedReduction:
 class StepExecutor(Protocol):
     """Executes a rank's part of a pipelined step. All ranks of the pipeline take part in each call.
 
-    replicated      names of weights that another rank has too, and counts (in norms, for example)
+    replicated      names of weights that another rank has, too. That rank counts them, in the
+                    gradient norm for example
     stale_buffers   names of buffers whose correct values are on another rank
     accumulate      (run, micro-batches, factor of their losses) -> sum of the losses on this rank
-    evaluate        (run, micro-batch) -> its loss on the last rank; 0 on the others
+    evaluate        (run, micro-batch) -> its loss on the last rank; 0 on the other ranks
     loss_delay      how many steps after its forward a step's loss becomes known. Above 0,
                     `accumulate` returns NaN, and `losses` has the losses
-    losses          the losses that became known, in order: scalar tensors that nobody changes
+    losses          the losses that became known, in order: scalar tensors that are not modified
     unsynchronized  whether ranks continue without waiting for each other at each step
-    counted         items, samples and positions of the last step, where the micro-batches do not
-                    tell; staleness: by how many updates its gradients were stale
-    drain           completes earlier steps that are still in flight, and yields before each update
-                    that has to follow
+    counted         (items, samples, positions) of the last step; None if the caller can count them
+                    in the micro-batches
+    staleness       by how many updates each gradient of the last step was stale; empty if none was
+    drain           completes earlier steps that are still in flight. It yields after the backward
+                    of each, and the caller then updates the weights
     """
 
     loss_delay: int
@@ -204,27 +211,29 @@ class Run:
 
     model          set by `materialize`; its parameters keep their names, whatever wraps its blocks
     objective      the job's loss
-    loss_sum       how the loss is computed here: a micro-batch on the device -> sum of its losses
+    loss_sum       the loss with the plan's methods: a micro-batch on the device -> sum of its losses
     data           set by `loader`
     optimizer      set by `optimizer_states`
     learning_rate  number of a step -> its learning rate
     loss_scale     fp16 only
     mesh           the devices of the run; None for a single device
     reduction      set by `data_parallel` or `zero`
-    tp_shards      set by `tensor_parallel`: by name, how a parameter is sharded over the tp axis
+    tp_shards      set by `tensor_parallel`: name of a parameter -> how it is sharded over the tp
+                   axis
     tp_replicated  set by `tensor_parallel`: names of parameters that are replicated over the tp
                    axis and whose gradients have to be all-reduced over it
-    optimizer_weights  what the optimizer updates in place of a parameter: a view of its shard
+    optimizer_weights  parameter -> the weight that the optimizer updates in its place, such as a
+                   view of this device's shard
     executor       set by `pipeline`. Then `loss_sum` runs this rank's stage of the model only
-    store          memory outside of the device's, where the plan offloads
+    store          set if the plan offloads: the memory outside of the device
     blocks         set by `pipeline`: the model's blocks that this rank has
     dataflow       set by `boundaries`: what the full model does in a forward
-    count_labels   set by `loss`: a batch on the host -> how many of its labels count; None where
-                   the batch has no values
-    prefetcher     set by `loader`, where micro-batches are copied to the device during the
-                   computation of the preceding ones
-    droppable_masks  set by `loader`: names of a batch's masks that the host leaves out where they
-                   hide nothing
+    count_labels   set by `loss`: a batch on the host -> how many of its labels count; None if the
+                   batch has no values
+    prefetcher     set by `loader` if each micro-batch is copied to the device while the preceding
+                   one is computed
+    droppable_masks  set by `loader`: names of a batch's masks that are not copied to the device if
+                   they are all ones
     """
 
     job: Job
@@ -254,8 +263,10 @@ class Run:
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:
     """Copy a batch from the host to the device, with the label count that the loss needs.
 
-    Masks that hide nothing are left out. copy: how one tensor is copied; by default on the compute
-    stream, asynchronously where the plan says `non_blocking`.
+    Masks of ones, which hide nothing, are left out.
+
+    copy: copies one tensor to the device. By default, tensors are copied on the compute stream,
+    asynchronously if the plan has `non_blocking`.
     """
     batch = with_label_count(without_full_masks(batch, run), run)
     own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
@@ -265,7 +276,7 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
 def device_batches(micro_batches: Sequence[Batch | DummyMicroBatch], run: Run) -> Iterator[Batch]:
     """Yield the micro-batches of a step on the device, in order, dummy micro-batches included.
 
-    The caller has to take all of them.
+    The caller has to iterate to the end.
     """
     batches = [one.batch if isinstance(one, DummyMicroBatch) else one for one in micro_batches]
     if run.prefetcher is None:
@@ -274,7 +285,7 @@ def device_batches(micro_batches: Sequence[Batch | DummyMicroBatch], run: Run) -
 
 
 def with_label_count(batch: Batch, run: Run) -> Batch:
-    """Add the number of labels that count to a batch on the host, where the loss ignores some
+    """Return a host batch with the number of labels that count added, if the loss ignores some
     labels."""
     if run.count_labels is None or not isinstance(batch, dict) or LABEL_COUNT_KEY in batch:
         return batch
@@ -283,9 +294,10 @@ def with_label_count(batch: Batch, run: Run) -> Batch:
 
 
 def without_full_masks(batch: Batch, run: Run) -> Batch:
-    """Drop a host batch's masks that hide nothing.
+    """Return a host batch without the masks that hide nothing, because they are all ones.
 
-    A model given such a mask would ask the device whether it hides anything, and so wait for it.
+    A model with such a mask would read from the device whether the mask hides anything, and the host
+    would wait for the device.
     """
     if not isinstance(batch, dict):
         return batch
@@ -294,14 +306,14 @@ def without_full_masks(batch: Batch, run: Run) -> Batch:
 
 
 def _is_all_ones(mask: Any) -> bool:
-    """Whether the host can tell that a mask hides nothing: a 2-dimensional CPU tensor of ones."""
+    """Return whether a mask is known to hide nothing: it is a 2-dimensional CPU tensor of ones."""
     if not isinstance(mask, Tensor) or is_fake(mask) or mask.device.type != "cpu" or mask.dim() != 2:
         return False
     return bool((mask == 1).all())
 
 
 def optimizer_weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
-    """The tensors that the optimizer updates for the parameters with these names."""
+    """Return the tensors that the optimizer updates for the parameters with these names."""
     if not names:
         return []
     return [run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
@@ -310,37 +322,41 @@ def optimizer_weights_named(run: Run, names: frozenset[str]) -> list[nn.Paramete
 def wait_for_weights(run: Run) -> None:
     """Wait until the weights that other devices updated have arrived (see `parallel/weight_gathers.py`).
 
-    Call it before anything reads or writes weights between two steps. It is no collective: each
-    device waits for itself.
+    Call it before anything reads or writes weights between two steps. It is no collective: a device
+    does not wait for the others to call it.
     """
     if run.reduction is not None:
         run.reduction.wait()
 
 
 def tp_shards_of(run: Run) -> dict[nn.Parameter, ParameterSharding]:
-    """What the optimizer of `run` updates for each tp-sharded parameter -> how that is sharded."""
+    """For each parameter that is sharded over the tp axis, return the weight that the optimizer
+    updates -> how the parameter is sharded."""
     parameters = dict(run.model.named_parameters())
     return {run.optimizer_weights.get(parameters[name], parameters[name]): part for name, part in run.tp_shards.items()}
 
 
 def refuse_hooks(model: nn.Module, asked: str) -> None:
-    """Raise InputError where a parameter has a hook on its gradient.
+    """Raise InputError if a parameter has a hook on its gradient.
 
-    For methods that replace parameters by shards: the hook would be lost. asked: the plan's field.
+    Methods that replace parameters by shards call this, because they would lose the hook.
+    asked: the plan field of the method, for the message.
     """
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
             raise InputError(
                 asked,
                 f"{name} has a hook on its gradient, but a device has only a shard of that gradient",
-                "remove the hook, or this field of the plan",
+                "remove the hook, or leave out this field of the plan",
             )
 
 
 def unshard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
-    """Unshard a tensor: as this device's optimizer holds it for `weight` -> of the full parameter.
+    """Return the full tensor of which `value` is this device's shard. A collective: all devices call
+    it.
 
-    A collective: all devices call it, and all get the full tensor.
+    weight  what the optimizer updates
+    value   the shard of `weight` itself, or of its gradient or one of its optimizer states
     """
     if run.reduction is not None and run.reduction.shard_axes:
         value = run.reduction.unshard(weight, value)
@@ -349,7 +365,11 @@ def unshard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
 
 
 def shard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
-    """Shard: a full tensor -> the shard of it that this device's optimizer holds for `weight`."""
+    """Return this device's shard of a full tensor: the reverse of `unshard`.
+
+    weight  what the optimizer updates
+    value   the full weight, or its full gradient or optimizer state
+    """
     cut = tp_shards_of(run).get(weight)  # type: ignore[call-overload]
     if cut is not None:
         value = cut.shard(value)
@@ -359,15 +379,15 @@ def shard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
 
 
 def shard_axes_of(run: Run, weight: Tensor) -> tuple[str, ...]:
-    """The mesh axes along which devices hold different shards of `weight`."""
+    """Return the names of the mesh axes along which devices hold different shards of `weight`."""
     divided = run.reduction.shard_axes if run.reduction is not None else ()
     return (*divided, "tp") if weight in tp_shards_of(run) else divided  # type: ignore[operator]
 
 
 def parameter_count(run: Run) -> int:
-    """The number of parameters of the whole model, whatever shard or stage this device has.
+    """Return the number of parameters of the full model, not only of this device's shard or stage.
 
-    On several devices it is a collective: all of them call it.
+    With several devices it is a collective: all devices call it.
     """
     copies = run.executor.replicated if run.executor is not None else frozenset()
     own = [(name, parameter) for name, parameter in run.model.named_parameters() if name not in copies]
