@@ -73,8 +73,8 @@ class Estimate:
     compile_s           seconds that torch.compile takes before the first step
     samples_per_s, tokens_per_s  of all devices together; tokens_per_s is None if the job's samples
                         are not counted in tokens
-    dry_run_bytes       the peak that a dry run on fake tensors found, with the runtime and allocator
-                        rows of the estimate; None before the dry run
+    dry_run_bytes       the peak that a dry run on fake tensors found, plus the estimate's runtime
+                        and allocator rows; None before the dry run
     includes_allocator  whether the peak includes what the allocator reserves beyond the tensors
     not_confirmed       why the dry run failed, so that the estimate is not confirmed; "" if no dry
                         run failed
@@ -498,7 +498,7 @@ class Estimator:
         peak, ledger, on_cpu = estimate.peak, estimate.ledger, self.machine.device == "cpu"
         if (
             ledger.sharded_parameters is not None
-        ):  # the simulation knows full gradients only: let it free each one as soon as it is complete
+        ):  # the simulation knows full gradients only: let it free each as soon as it is complete
             ledger = replace(ledger, sharded_parameters=None, bucketed_reduction=BucketedReduction(1, 1.0, always=True))
         tensors = (
             ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]

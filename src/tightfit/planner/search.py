@@ -288,7 +288,7 @@ def estimate_candidates(
     if not found and not ruled_out and refused:
         raise refused[0]
     if any(one.fits for one in found):
-        if start.tp * start.pp * start.cp > 1:  # there are many such plans, and each would need a trace
+        if start.tp * start.pp * start.cp > 1:  # of many such plans, each would need a trace
             return found
         return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
 
@@ -316,7 +316,7 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
         return start
     work_s, prepare_s = one.time.step_s - one.time.input_s, one.ledger.seconds.get("prepare", 0.0)
     machine = estimator.machine
-    named = machine.host_memory_bytes.source == "published"  # a catalogue machine: the number of its cores is unknown
+    named = machine.host_memory_bytes.source == "published"  # the host of a catalogue machine is unknown
     most = MAX_WORKERS if named else min(MAX_WORKERS, machine.cores // machine.devices_per_node)
     return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
 
