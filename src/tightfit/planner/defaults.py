@@ -46,7 +46,7 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
         if field in pins:
             continue
         candidate = plan.replace(**{field: value})
-        admitted = all(  # a rule that the plan breaks may be kept after a later default: float8 needs bf16
+        admitted = all(  # a later default may mend a rule that is broken already: bf16 for pinned float8
             rule.holds(candidate, job, machine.device) or not rule.holds(plan, job, machine.device) for rule in RULES
         )
         if admitted and _model_supports_field(job, field, candidate):

@@ -43,7 +43,7 @@ MICRO_BATCHES = 2
 def _micro_batch_count(plan: Plan) -> int | None:
     """Return the number of micro-batches per step of a dry run; None: all of the plan's.
 
-    It is 2 without a pipeline. With a pipeline, as many run as are needed to reach the steady state.
+    Without a pipeline, 2 run. With a pipeline, as many run as are needed to reach the steady state.
     Example: 1f1b over 4 ranks with 1 stage each has at most 4 micro-batches in flight, so a dry run
     has 8. gpipe has all micro-batches in flight, so all of them run.
     """
@@ -151,7 +151,7 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
             several = range(2 * run.executor.loss_delay if run.executor is not None else 0)
 
             def take(watched: Run) -> Step:
-                for step in several:  # pipedream: until the number of micro-batches in flight no longer grows
+                for step in several:  # pipedream: until no more micro-batches get in flight
                     take_step(watched, micro_batches, step)
                 return take_step(watched, micro_batches, len(several))
 
@@ -186,8 +186,8 @@ def _with_other_batches(peak: Peak, shapes: DryRunData, device: str, ahead: bool
     """Add to `peak` the inputs of micro-batches that are in device memory but did not run in the
     dry run.
 
-    On a CPU, the inputs of all micro-batches of a step are in memory. On a GPU, those of the current
-    micro-batch are, and those of the next one if the plan copies it ahead (`ahead`).
+    On a CPU, the inputs of all micro-batches of a step are in memory. On a GPU, these are the inputs
+    of the current micro-batch and, if the plan copies it ahead (`ahead`), of the next one.
     """
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)
