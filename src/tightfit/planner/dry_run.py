@@ -130,7 +130,8 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     """
     ahead = loader.overlaps_uploads(plan, device)
     plan = _without_device_options(plan)
-    job = job.replace(train=job.train.replace(warmup=0))  # the number of steps in an epoch is unknown here, and may seem smaller than the warm-up
+    # the number of steps in an epoch is unknown here, and may seem smaller than the warm-up
+    job = job.replace(train=job.train.replace(warmup=0))
     if plan.compile != "none":
         torch.compiler.reset()  # else compilations of earlier dry runs count against the recompile limit
     batch = example_batch(job)[0]
@@ -186,8 +187,8 @@ def _with_other_batches(peak: Peak, shapes: DryRunData, device: str, ahead: bool
     """Add to `peak` the inputs of micro-batches that are in device memory but did not run in the
     dry run.
 
-    On a CPU, the inputs of all micro-batches of a step are in memory. On a GPU, these are the inputs
-    of the current micro-batch and, if the plan copies it ahead (`ahead`), of the next one.
+    On a CPU, the inputs of all micro-batches of a step are in memory. On a GPU, the inputs of the
+    current micro-batch are in memory and, if the plan copies it ahead (`ahead`), of the next one.
     """
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)

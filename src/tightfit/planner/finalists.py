@@ -60,7 +60,7 @@ class DryRunResults:
 def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> DryRunResults:
     """Dry-run plans in the given order until one fits, with the bytes that the allocator reserves.
 
-    fitting  estimates that fit without the allocator's bytes, the fastest first
+    fitting  estimates of the plans that fit, the fastest first
 
     Plans with the same precision, rounding and optimizer states need about the same allocator
     bytes. Once a plan turned out not to fit, later plans of its kind that would not fit with its

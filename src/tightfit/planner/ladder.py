@@ -1,5 +1,5 @@
-"""Predict the ladder of a job: starting from the plain training loop, each rung adds one more method
-to the rung below. Also predict each method alone.
+"""Predict the ladder of a job: it begins with the plain training loop, and each rung adds one more
+method to the rung below. Also predict each method alone.
 
 The rungs follow from METHODS: they use the values that a method proposes for its plan fields
 (`defaults`, `candidates`, VARIANTS), as far as the job's `allow`, the RULES and the machine permit.
@@ -27,8 +27,8 @@ from tightfit.planner.leanest import offloads
 from tightfit.rules import RULES, needed_permissions
 from tightfit.runtime.method import SearchFacts, name_of
 
-# the order of the rungs, by plan field. It is the order in which guides to training in little memory
-# present the methods. Other fields come after these, in the order of METHODS
+# the order of the rungs, by plan field. It is the order in which guides to training in little
+# memory present the methods. Other fields come after these, in the order of METHODS
 ORDER = (
     "micro_batch", "precision", "float8", "states", "fused_optimizer", "recompute", "chunked_loss", "attention",
     "compile", "allocator", "materialize", "pin_memory", "loader_workers", "update_in_backward", "offload",
@@ -82,7 +82,8 @@ class Rung:
 
     @property
     def verdict(self) -> str:
-        """"faster", "smaller" (less memory), "both" or "neither", compared with the plain loop."""
+        """How the rung compares with the plain loop: "faster", "smaller" (less memory), "both" or
+        "neither"."""
         return verdict(self.time_ratio, self.memory_ratio)
 
     def content(self) -> dict[str, Any]:
@@ -260,7 +261,8 @@ def _proposed(method: ModuleType, estimator: Estimator) -> list[dict[str, Any]]:
     """Return what a method proposes, each proposal as plan fields.
 
     The proposals are the method's candidates, its defaults and, for offload, the combinations of
-    offloaded tensors that search tries. Defaults of fields that only work together are one proposal.
+    offloaded tensors that search tries. Defaults of fields that work only together form one
+    proposal.
     """
     job, machine = estimator.job, estimator.machine
     found: list[dict[str, Any]] = []
