@@ -225,7 +225,7 @@ def test_a_refusal_is_printed_as_json_and_ends_with_3(
     assert lacks["needed_bytes"] + said["margin_bytes"] > lacks["available_bytes"]
     assert said["plans"][0]["plan"]["compile"] == "none"
     assert {"change", "needed", "fits", "plan"} == said["remedies"][0].keys()
-    for words in ("DoesNotFit", "at least", "safety margin", "are there", "leanest plan", "what would help"):
+    for words in ("DoesNotFit", "at least", "safety margin", "are available", "leanest plan", "what would help"):
         assert words in printed.err
 
 

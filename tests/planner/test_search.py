@@ -152,7 +152,7 @@ def test_tf32_is_chosen_if_casts_cost_more_than_they_save() -> None:
 def test_a_refusal_names_the_largest_rows_and_remedies() -> None:
     with pytest.raises(DoesNotFit, match="largest: runtime") as error:
         search(limited(1e6), GPU)
-    assert "kept free as a safety margin, 977 KiB are there" in str(error.value)
+    assert "kept free as a safety margin, 977 KiB are available" in str(error.value)
     assert "which this machine has" in str(error.value)
 
 
@@ -381,7 +381,7 @@ def test_a_plan_too_large_in_its_dry_run_says_what_it_needs(monkeypatch: pytest.
     assert chosen.plan != fastest
     reason = {one.plan: one.rejected_because for one in others}[fastest]
     assert reason.startswith("needs 84.")
-    assert reason.endswith(", 78.8 GiB are there")
+    assert reason.endswith(", 78.8 GiB are available")
 
 
 def test_results_list_faster_plans_that_do_not_fit() -> None:

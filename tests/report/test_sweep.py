@@ -81,7 +81,7 @@ def test_a_plan_that_is_not_pinned_is_searched_for(tmp_path: Path, monkeypatch: 
         asked.append(pins)
         one = estimator.estimate(Plan(recompute="full"))
         if len(asked) == 2:
-            content = {**one.content(), "rejected_because": "needs 9 GiB, 8 GiB are there"}
+            content = {**one.content(), "rejected_because": "needs 9 GiB, 8 GiB are available"}
             raise DoesNotFit("needs 9 GiB", {"plans": [content]})
         return [one]
 
@@ -91,7 +91,7 @@ def test_a_plan_that_is_not_pinned_is_searched_for(tmp_path: Path, monkeypatch: 
     fits, refused = sweep.explain_all(both, 2.0, lambda line: None)
     assert asked == [{"compile": "none"}] * 2
     assert (fits.fits, fits.why_not, fits.plan) == (True, "", Plan(recompute="full"))
-    assert (refused.fits, refused.why_not) == (False, "needs 9 GiB, 8 GiB are there")
+    assert (refused.fits, refused.why_not) == (False, "needs 9 GiB, 8 GiB are available")
     assert refused.content()["memory_bytes"] == fits.content()["memory_bytes"]
     assert sweep.reasons([fits, refused]) == [refused.why_not]
 

@@ -1,5 +1,5 @@
-"""List the legal plans among which a search chooses: they differ in the options that trade memory
-for time."""
+"""List the plans from which a search chooses: those that the job and the RULES permit. They differ
+in the options that trade memory for time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tightfit.runtime.method import candidates as methods_candidates
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
     """Yield the legal plans that differ from `start` in the options that trade memory for time.
 
-    Each list has plans that differ only in the micro-batch, sorted from the largest to the
-    smallest.
+    Each list that is yielded has plans that differ only in the micro-batch, sorted from the largest
+    micro-batch to the smallest.
 
     start  the plan with all defaults
     pins   plan fields that the user fixed: they are not varied
@@ -39,14 +39,15 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 
 def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """The data-parallel layouts (dp_replicate, dp_shard, zero) of the devices that tp, pp and cp
-    leave.
+    """Return the data-parallel layouts to try, as plan fields (dp_replicate, dp_shard, zero). A
+    layout uses all devices that tp, pp and cp do not use.
 
-    These are replicas, and ZeRO over all devices or over those of one node (hybrid sharding). With
-    a pipeline, ZeRO-3 is left out, because it would gather the parameters for every micro-batch.
+    The layouts are those of `start`, plain replicas, and each ZeRO stage over all devices or over
+    the devices of one node (hybrid sharding). With a pipeline, ZeRO-3 is left out, because it would
+    gather the parameters for every micro-batch.
 
-    Example: 2 nodes of 8 devices give 16 replicas; ZeRO-1, -2, -3 over 16; ZeRO-1, -2, -3 over 8
-    with 2 replicas.
+    Example: 2 nodes of 8 devices give 16 replicas; ZeRO-1, -2 and -3 over 16 devices; and ZeRO-1,
+    -2 and -3 over 8 devices with 2 replicas.
     """
     count = machine.devices_per_node * machine.nodes // (start.tp * start.pp * start.cp) - start.servers
     node = max(machine.devices_per_node // (start.tp * start.cp), 1)
@@ -64,7 +65,8 @@ def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -
 
 
 def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[str, list[Any]]:
-    """By plan field, the values that the methods propose; a pinned field has one value."""
+    """Return the values to try for each plan field: those that the methods propose, or only the
+    value of `start` if the field is pinned."""
     narrow_pays = lambda: "precision" not in pins and _narrow_parameters_pay(estimator, start)  # noqa: E731
     facts = SearchFacts(estimator.profiler.is_complex, narrow_pays)
     options = methods_candidates(METHODS, start, estimator.job, facts)
@@ -72,7 +74,8 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
 
 
 def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
-    """Whether bf16 parameters may win: if `start` does not fit, or if it is faster with them."""
+    """Return whether bf16 parameters may be the better choice: `start` does not fit, or its step is
+    predicted to be faster with bf16 parameters."""
     wide = estimator.estimate(start)
     if not wide.fits:
         return True
@@ -81,14 +84,18 @@ def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
 
 
 def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
-    """`plan` with the rounding that the job allows for bf16 parameters."""
+    """Return `plan` with the rounding that the job allows for bf16 parameters, unless the rounding
+    is pinned or the parameters are not in bf16."""
     if plan.precision == "bf16-true" and "rounding" not in pins:
         plan = plan.replace(rounding=rounding_of(job))
     return plan
 
 
 def is_legal(plan: Plan, job: Job, device: str) -> bool:
-    """Whether the job allows the plan and the plan keeps all RULES. device: cpu or cuda."""
+    """Return whether the job allows the plan and the plan keeps all RULES.
+
+    device  kind of device: cpu or cuda
+    """
     return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
 
 

@@ -1,7 +1,7 @@
 """Complete a plan: choose defaults for the fields that the user did not pin, each with a reason.
 
-These choices need no prediction. They stay within the job's permissions and the RULES. `search`
-starts from the result; `tightfit train` without a search uses it directly.
+The defaults need no prediction. They keep the job's permissions and the RULES. `search` starts from
+the completed plan; `tightfit train` without a search uses it directly.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from tightfit.models import task_of
 from tightfit.plan import Plan
 from tightfit.rules import RULES, check
 
-FEW_BLOCKS = 3
+FEW_BLOCKS = 3  # number of blocks of the model with which `model_supports` tries a plan
 
 
-ALLOCATOR: Literal["tuned"] = "tuned"  # the default, needed before torch is imported: a process has to start with it
+# the default of the plan field `allocator`. It is here because a process must know it when it
+# starts, before torch is imported
+ALLOCATOR: Literal["tuned"] = "tuned"
 
 
 def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
-    """Return the plan with the fields of `pins`, and the reason for each field that was chosen
-    here.
+    """Return the plan with the fields of `pins` and defaults for the other fields, and the reason
+    for each default, by field.
 
     Raises InputError if the pins break a rule or cannot be combined.
     """
@@ -44,7 +46,7 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
         if field in pins:
             continue
         candidate = plan.replace(**{field: value})
-        admitted = all(  # a rule that is broken already may be kept by a later choice: bf16 with float8
+        admitted = all(  # a later default may mend a rule that is broken already: bf16 for pinned float8
             rule.holds(candidate, job, machine.device) or not rule.holds(plan, job, machine.device) for rule in RULES
         )
         if admitted and _model_supports_field(job, field, candidate):
@@ -54,8 +56,10 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
 
 
 def data_parallel_degrees(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
-    """The data-parallel fields that use all devices of a machine, with the pins kept: replicas,
-    unless `zero` or `dp_shard` is pinned.
+    """Return the data-parallel fields (dp_replicate, dp_shard, zero) with which a plan uses all
+    devices of a machine. Pinned fields are kept.
+
+    The plan has replicas, unless `zero` or `dp_shard` is pinned. Returns {} for a single device.
 
     Example: 8 devices with pins {"tp": 2, "zero": 2} give zero=2, dp_shard=4, dp_replicate=1.
     """
@@ -74,21 +78,23 @@ def data_parallel_degrees(machine: Machine, pins: dict[str, Any]) -> dict[str, A
 
 
 def _model_supports_field(job: Job, field: str, plan: Plan) -> bool:
-    """Whether the model supports the chosen value, for fields that not every model supports."""
+    """Return whether the model supports the value of `field` in `plan`. Only attention and
+    chunked_loss are checked, because every model supports the other fields that have a default."""
     return field not in ("chunked_loss", "attention") or model_supports(job, plan)
 
 
 def model_supports(job: Job, plan: Plan) -> bool:
-    """Whether a transformers model supports the plan's attention and loss: tried with two tokens
-    on fake tensors.
+    """Return whether a transformers model supports the plan's attention and loss, by a forward of
+    two tokens on fake tensors.
 
-    A model that cannot be tried with any plan counts as supporting it. Raises InputError if the
-    model cannot be created.
+    If the forward fails with the reference plan too, it tells nothing, and True is returned. Raises
+    InputError if the model cannot be created.
     """
     return _runs_with(job, plan) or not _runs_with(job, Plan())
 
 
 def _runs_with(job: Job, plan: Plan) -> bool:
+    """Return whether a forward on fake tensors succeeds with the plan's attention and loss."""
     import torch
 
     from tightfit._torch.fake import FakeTensorMode
@@ -123,12 +129,12 @@ def _runs_with(job: Job, plan: Plan) -> bool:
     config: Any = model.config
     return (
         plan.attention == "sdpa" or config._attn_implementation == attention.NAME
-    )  # some models ignore it with a warning
+    )  # some models ignore the chosen attention and only log a warning
 
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Silence these loggers while a trial may fail."""
+    """Silence the loggers with these names inside this context, in which a trial may fail."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,8 +1,9 @@
-"""Dry run: execute a training step on fake tensors, with the engine that would train.
+"""Dry run: execute training steps on fake tensors, with the engine that would train.
 
-This is the only place where the planner uses the engine, so the dry run executes what training
-executes: it builds the same run and takes steps with it, and a tracker adds up the live storages.
-Fake tensors have shapes and no memory, so nothing is allocated.
+The dry run builds the same run as training does and takes steps with it, while a tracker adds up
+the bytes of all live storages. Fake tensors have shapes and no memory, so nothing is allocated.
+
+No other module of the planner uses the engine.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.repeated_iterations import iterations_chosen_by, representative_iterations
 from tightfit.runtime.run import Run
 
-# micro-batches per step of a dry run: the first finds no gradients, the second and all later ones
-# accumulate
+# micro-batches per step of a dry run. The first one creates the gradients; the second one adds to
+# them, as all later ones would
 MICRO_BATCHES = 2
 
 
 def _micro_batch_count(plan: Plan) -> int | None:
-    """Micro-batches per step of a dry run: 2, or as many as fill a pipeline. None: all of them.
+    """Return the number of micro-batches per step of a dry run; None: all of the plan's.
 
-    Example: 1f1b over 4 ranks with 1 stage each has at most 4 micro-batches in flight, so 8 reach
-    the steady state. gpipe keeps all micro-batches in flight, so it runs all.
+    Without a pipeline, 2 run. With a pipeline, as many run as are needed to reach the steady state.
+    Example: 1f1b over 4 ranks with 1 stage each has at most 4 micro-batches in flight, so a dry run
+    has 8. gpipe has all micro-batches in flight, so all of them run.
     """
     if plan.pp == 1:
         return MICRO_BATCHES
@@ -54,8 +56,8 @@ def _micro_batch_count(plan: Plan) -> int | None:
 class DryRunData:
     """The `Data` of a dry run: micro-batches of zeros with the shapes of the job's samples.
 
-    batch     the example batch that gives fields, dtypes and lengths
-    labelled  how many labels are not ignored, which a chunked loss needs; None otherwise
+    batch     an example batch: the micro-batches have its fields, dtypes and lengths
+    labelled  the number of labels that are not ignored, for a plan with a chunked loss; else None
     """
 
     batch: Batch
@@ -95,8 +97,9 @@ class DryRunData:
 
 
 def _without_device_options(plan: Plan) -> Plan:
-    """The plan without the options that need a real device or would change this process: tf32,
-    pinned memory, non-blocking copies, allocator settings, host offload."""
+    """Return the plan without the options that need a real device or would change this process:
+    tf32, pinned memory, non-blocking copies, allocator settings and materialization on the device.
+    Offloading goes to disk instead of to the host."""
     single = plan.replace(precision="fp32") if plan.precision == "tf32" else plan
     return single.replace(pin_memory=False, non_blocking=False, allocator="default", materialize="host").replace(
         **({"offload_to": "disk"} if plan.offload else {})
@@ -117,17 +120,18 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     job            what to train
     plan           how to train it
     device         kind of device, cpu or cuda; fake tensors behave as on a device of this kind
-    pipeline_rank  whose peak, in a pipeline
+    pipeline_rank  the pipeline rank whose peak is returned; 0 without a pipeline
 
     A compiled region runs as the kernels that the compiler is expected to generate: see
     `runtime/fake_compiler.py`.
 
-    Raises Untraceable if the model needs the values of tensors, InputError if the engine refuses
-    the plan.
+    Raises Untraceable if the model needs the values of tensors. Raises InputError if the engine
+    refuses the plan.
     """
     ahead = loader.overlaps_uploads(plan, device)
     plan = _without_device_options(plan)
-    job = job.replace(train=job.train.replace(warmup=0))  # the epochs' steps are not known here, and may seem fewer
+    # the number of steps in an epoch is unknown here, and may seem smaller than the warm-up
+    job = job.replace(train=job.train.replace(warmup=0))
     if plan.compile != "none":
         torch.compiler.reset()  # else compilations of earlier dry runs count against the recompile limit
     batch = example_batch(job)[0]
@@ -135,7 +139,7 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     values = FakeValues(is_padded(shapes.batch))
     first = (
         pipeline_rank * plan.devices // plan.pp + plan.servers
-    )  # the first rank that has this stage; not a parameter server
+    )  # the first global rank with these pipeline stages; parameter servers have the lowest ranks
     gathers = planning.uses_fully_shard(plan, device)
     with fake_process_group(plan.devices, first, gathers), FakeTensorMode(), values, emulate_device(device):
         run = build(job, plan, DRY_RUN_MACHINE, shapes)
@@ -148,7 +152,7 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
             several = range(2 * run.executor.loss_delay if run.executor is not None else 0)
 
             def take(watched: Run) -> Step:
-                for step in several:  # pipedream: until as many micro-batches are in flight as ever are
+                for step in several:  # pipedream: until no more micro-batches get in flight
                     take_step(watched, micro_batches, step)
                 return take_step(watched, micro_batches, len(several))
 
@@ -157,10 +161,10 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
 
 
 def _first_step(run: Run, micro_batches: list[Batch]) -> None:
-    """Take a first step, which creates the optimizer states and compiles.
+    """Take the first step, which creates the optimizer states and compiles.
 
-    Of each kind of repeated block, only three run; the gradients of the others are created
-    directly.
+    If possible, only three blocks of each kind of repeated block run, to save time. The gradients
+    of the skipped blocks are then created as empty tensors.
     """
     if run.reduction is not None or run.executor is not None or run.plan.update_in_backward:
         take_step(run, micro_batches, 0)
@@ -171,7 +175,7 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
     try:
         with untraceable_errors(), skip_repeated_blocks(planning.model_blocks(run) if apart else []):
             accumulate(run, micro_batches, lambda: 1)
-    except InputError:  # perhaps because a skipped block did not set something that the model uses
+    except InputError:  # perhaps the model uses something that a skipped block would have set
         accumulate(run, micro_batches, lambda: 1)
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None:
@@ -180,10 +184,11 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
 
 
 def _with_other_batches(peak: Peak, shapes: DryRunData, device: str, ahead: bool) -> Peak:
-    """Add the inputs of micro-batches that are in memory and did not run in the dry run.
+    """Add to `peak` the inputs of micro-batches that are in device memory but did not run in the
+    dry run.
 
-    On a CPU, these are all micro-batches of the step. On a GPU, it is the next one, if the plan
-    copies it ahead (`ahead`).
+    On a CPU, the inputs of all micro-batches of a step are in memory. On a GPU, the inputs of the
+    current micro-batch are in memory and, if the plan copies it ahead (`ahead`), of the next one.
     """
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)

@@ -1,8 +1,8 @@
 """Estimate what a plan costs in memory and time, without allocating a tensor.
 
 The estimate starts from the ledger that the profiler traced for the model. Every method that the
-plan enables then edits this ledger with its `cost` function. One estimate takes milliseconds once
-the model is traced. `search` ranks plans by these estimates.
+plan enables then edits this ledger with its `cost` function. Once the model is traced, an estimate
+takes milliseconds. `search` ranks plans by their estimates.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tightfit.units import format_bytes, format_seconds
 
 # device memory of a CUDA process outside of torch's allocator: the context and the loaded kernels
 CONTEXT_BYTES = 500 * 2**20
-KERNELS_BYTES = 40 * 2**20  # that kernel libraries allocate on a CPU when they are first called
-# share of the predicted bytes that stays free for what no row predicts; the runtime row, which
-# exists already, does not count
+KERNELS_BYTES = 40 * 2**20  # bytes that kernel libraries allocate on a CPU when they are first called
+# safety margin for what no row predicts, as a share of the predicted bytes without the runtime row,
+# which is known
 MARGIN = 0.03
 # host memory of a CUDA process: Python, torch and transformers 0.4 GiB (measured), the driver's
 # libraries 1 GiB (assumed)
 HOST_PROCESS_BYTES = 1.4 * 2**30
-DEFAULT_STEPS = 1000  # of a job that does not say how long it trains
+DEFAULT_STEPS = 1000  # assumed for a job without `train.steps`
 
 
 def workspace_bytes(architecture: str) -> int:
-    """Bytes of the cuBLAS and cuBLASLt workspaces (on ROCm: hipBLAS and hipBLASLt).
+    """Return the bytes of the cuBLAS and cuBLASLt workspaces (on ROCm: hipBLAS and hipBLASLt).
 
     torch allocates them in its caching allocator at the first matrix product: two cuBLAS workspaces
     (one for the thread of forward, one for that of backward) and one of cuBLASLt.
@@ -66,22 +66,24 @@ def workspace_bytes(architecture: str) -> int:
 class Estimate:
     """What a plan costs on a machine, per device: bytes by row at the peak, and seconds per step.
 
-    ledger              of the device; in a pipeline, of the rank that needs the most memory
-    peak                the largest instant of a step: its phase and its bytes by row
+    ledger              the ledger of a device; in a pipeline, of the rank with the highest peak
+    peak                the instant of a step with the most memory: its phase and its bytes by row
     limit_bytes         device memory that the plan may use
     time                seconds of one step, by kind of work
-    compile_s           seconds that torch.compile takes once
-    tokens_per_s        of the whole job; None unless its samples are counted in tokens
-    dry_run_bytes       the peak that a dry run on fake tensors found, with the same runtime row;
-                        None before the dry run
+    compile_s           seconds that torch.compile takes before the first step
+    samples_per_s, tokens_per_s  of all devices together; tokens_per_s is None if the job's samples
+                        are not counted in tokens
+    dry_run_bytes       the peak that a dry run on fake tensors found, plus the estimate's runtime
+                        and allocator rows; None before the dry run
     includes_allocator  whether the peak includes what the allocator reserves beyond the tensors
-    not_confirmed       why the dry run failed, if it did: then no dry run confirms the estimate
-    host                bytes of one host's memory, summed over its devices' processes, by purpose;
-                        on a CPU, what is allocated beside the devices' own memory
-    disk                bytes of files on a host, by purpose: offloaded tensors, checkpoints
-    limits              bytes that may be used, for each limited resource: host memory, disk
-    schedule            of a pipeline: when each rank runs which action
-    rejected_because    why a search rejected the plan; "" for the chosen one
+    not_confirmed       why the dry run failed, so that the estimate is not confirmed; "" if no dry
+                        run failed
+    host                bytes of one host's memory by purpose, summed over the processes of its
+                        devices; on a CPU, without the memory that counts as device memory
+    disk                bytes of files on a host by purpose: offloaded tensors, checkpoints
+    limits              for each limited resource (host memory, disk): the bytes that may be used
+    schedule            in a pipeline: when each rank runs each action; else empty
+    rejected_because    why a search rejected the plan; "" for the chosen plan
     """
 
     job: Job
@@ -105,14 +107,14 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        """Device bytes at the largest instant of a step, or outside of steps (materialize,
-        checkpoint) if that needs more."""
+        """Device bytes at the peak of a step, or at the peak outside of steps (materialize,
+        checkpoint), whichever is larger."""
         step = self.peak.total if self.dry_run_bytes is None else max(self.dry_run_bytes, self.peak.rows["runtime"])
         return max(step, *self.ledger.peaks_outside_steps().values())
 
     @property
     def peak_phase(self) -> str:
-        """The phase that the peak falls in: forward, backward, optimizer, materialize,
+        """The phase in which the peak occurs: forward, backward, optimizer, materialize or
         checkpoint."""
         outside = self.ledger.peaks_outside_steps()
         name = max(outside, key=lambda phase: outside[phase])
@@ -124,14 +126,17 @@ class Estimate:
 
     @property
     def margin_bytes(self) -> float:
-        """Device memory that stays free, as a safety margin: 3 % of the peak without the runtime
-        row."""
+        """The safety margin: bytes of device memory that must stay free. They are 3 % of the peak
+        without the runtime row."""
         return MARGIN * (self.peak_bytes - self.peak.rows["runtime"])
 
     def shortages(self) -> dict[str, tuple[float, float]]:
-        """The resources that are too small: (needed bytes, available bytes) by name.
+        """Return the resources that are too small for the plan: name -> (needed bytes, available
+        bytes).
 
-        Names are "memory", "host memory" and "disk". Empty if the plan fits.
+        The names are "memory" (of a device), "host memory" and "disk". The dict is empty if the
+        plan fits. It also has "memory" if only the safety margin is missing, which the needed bytes
+        do not contain.
         """
         found = {}
         if self.peak_bytes + self.margin_bytes > self.limit_bytes:
@@ -143,8 +148,8 @@ class Estimate:
 
     @property
     def fullness(self) -> float:
-        """Needed over available bytes, the largest ratio of device memory, host memory and disk. At
-        most 1 if the plan fits."""
+        """The largest ratio of needed to available bytes, of device memory, host memory and disk.
+        It is at most 1 if the plan fits."""
         needed = {"host memory": self.host_bytes, "disk": sum(self.disk.values())}
         shares = [(self.peak_bytes + self.margin_bytes) / self.limit_bytes]
         return max(shares + [needed[name] / limit for name, limit in self.limits.items()])
@@ -157,29 +162,30 @@ class Estimate:
 
     @property
     def total_s(self) -> float:
-        """Seconds to finish the job, compile time included. A job without `steps` counts as
-        1,000."""
+        """Seconds to finish the job, compile time included. A job without `train.steps` counts as
+        1,000 steps."""
         return self.compile_s + self.time.step_s * (self.job.train.steps or DEFAULT_STEPS)
 
     @property
     def changes_math(self) -> list[str]:
+        """The permissions that the plan needs because it changes the job's mathematics, sorted."""
         return sorted(needed_permissions(self.plan))
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Device bytes at the largest instant of each phase, evaluation included."""
+        """Device bytes at the peak of each phase, evaluation included."""
         return self.ledger.peaks()
 
     @cached_property
     def mfu(self) -> float | None:
-        """Model FLOP/s over the device's published dense peak; None if no peak is published. See
-        `Ledger.model_flops`."""
+        """MFU: the model FLOP/s divided by the device's published dense peak. None if no peak is
+        published. `Ledger.model_flops` says which FLOPs count."""
         return self._utilization(self.machine.peak(self.plan.precision))
 
     @cached_property
     def matrix_utilization(self) -> float | None:
-        """Model FLOP/s over the rate that the device's large matrix products achieve; None if that
-        rate is unknown."""
+        """The model FLOP/s divided by the rate that large matrix products achieve on the device.
+        None if that rate is unknown."""
         return self._utilization(self.machine.rate(self.plan.precision))
 
     def _utilization(self, flops_per_s: float | None) -> float | None:
@@ -187,32 +193,39 @@ class Estimate:
 
     @cached_property
     def bytes_per_parameter(self) -> dict[str, float]:
-        """The largest bytes of parameters, gradients and optimizer states that a device holds in a
-        step, each divided by the number of parameters in its ledger."""
+        """The most bytes of parameters, of gradients and of optimizer states that a device holds in
+        a step, each divided by the number of parameters in the ledger. Example for fp32 with AdamW:
+        {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}."""
         count = sum(parameter.count for parameter in self.ledger.parameters)
         rows = [rows for _, _, rows in self.ledger.instants()]
         return {name: max(one[name] for one in rows) / count for name in ("parameters", "gradients", "optimizer")}
 
     @property
     def workspace_bytes(self) -> int:
-        """The part of the runtime row that torch's allocator counts as tensors; 0 on a CPU."""
+        """The part of the runtime row that is allocated by torch's caching allocator and so appears
+        in torch's memory statistics: the workspaces of cuBLAS. 0 on a CPU."""
         return 0 if self.machine.device == "cpu" else workspace_bytes(self.machine.architecture)
 
     @property
     def advice(self) -> list[str]:
-        """Hints for the user: model dimensions and micro-batches that fill the hardware's tiles
-        (without tensor parallelism, which shards the layers), and what the machine lacks for
-        torch.compile, or for the float8 products that the job allows."""
+        """Hints for the user, one line each.
+
+        - Which model dimensions and micro-batches would fill the hardware's tiles. There is no such
+          hint for plans with tensor parallelism, which shards the layers.
+        - What the machine lacks for torch.compile.
+        - Which package is missing for float8, if the job allows float8.
+        """
         hints = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
         lacking = missing_for_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
         if lacking:
             hints.append(f"compile is none: torch.compile needs {lacking}")
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
-            hints.append("float8 is none: it needs the package torchao")
+            hints.append("float8 is none: float8 needs the package torchao")
         return hints
 
     def explain(self) -> str:
-        """The plan, its memory by row at the peak and its time by kind of operation, as text."""
+        """Return the plan, its memory by row at the peak and its time by kind of operation, as
+        text."""
         rows = sorted(self.peak.rows.items(), key=lambda row: -row[1])
         lines = [
             str(self.plan),
@@ -226,7 +239,8 @@ class Estimate:
         return "\n".join(lines)
 
     def content(self) -> dict[str, Any]:
-        """The estimate as `tightfit explain --json` prints it: bytes and seconds, per device."""
+        """Return the estimate as `tightfit explain --json` prints it: bytes and seconds, per
+        device."""
         time = self.time
         return {
             "plan": self.plan.content(),
@@ -258,9 +272,10 @@ class Estimate:
 
 
 def estimated_ledger(profiler: Profiler, plan: Plan, machine: Machine, pipeline_rank: int = 0) -> Ledger:
-    """The ledger of a plan: the traced base ledger, edited by every method that the plan enables.
+    """Return the ledger of a plan: the traced base ledger, edited by every method that the plan
+    enables.
 
-    pipeline_rank  whose ledger, in a pipeline
+    pipeline_rank  the pipeline rank whose ledger is returned; 0 without a pipeline
 
     Raises InputError if the model cannot be traced or a method does not support it.
 
@@ -272,8 +287,8 @@ def estimated_ledger(profiler: Profiler, plan: Plan, machine: Machine, pipeline_
 
 
 def apply_costs(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Edit a base ledger with the cost of each method that the plan enables, in the order of
-    METHODS."""
+    """Return a base ledger edited by the `cost` of each method that the plan enables, in the order
+    of METHODS."""
     for method in METHODS:
         if method.enabled(plan):
             ledger = method.cost(ledger, plan, machine)
@@ -281,17 +296,23 @@ def apply_costs(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 class Estimator:
-    """Estimates plans of one job on one machine. Plans share traces.
+    """Estimates plans of one job on one machine. A trace of the model is reused for all plans that
+    need the same trace.
 
     profiler       traces the model
     cost_model     predicts seconds from a ledger
     limit_bytes    device memory that a plan may use
-    runtime_bytes  device memory that the process takes beside its tensors
+    runtime_bytes  device memory of the process that no tensor uses, such as the CUDA context and
+                   the workspaces of cuBLAS
     """
 
     def __init__(self, job: Job, machine: Machine, profiler: Profiler | None = None) -> None:
-        """profiler: of an earlier estimator, whose traces are shared. Its job may differ only in
-        permissions, limits and plan, its machine in all but the kind of device."""
+        """Create an estimator, which traces the model when a plan first needs it.
+
+        profiler  that of an earlier estimator, to share its traces. The earlier job may differ from
+                  `job` only in permissions, limits and plan. The earlier machine may differ in
+                  everything but the kind of device. None: a new profiler
+        """
         self.job, self.machine = job, machine
         self.profiler, self.cost_model = profiler or Profiler(job, machine.device), CostModel(machine)
         self.limit_bytes = job.limits.memory or machine.memory_bytes.value
@@ -302,7 +323,8 @@ class Estimator:
         )
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Estimate what `plan` costs. Raises InputError if the model cannot be traced."""
+        """Return the estimate of `plan`, without the allocator's bytes (see `include_allocator`).
+        Raises InputError if the model cannot be traced."""
         ledgers = self._ledgers(plan)
         time, slots = self._time(plan, ledgers)
         peaks = {device: ledger.peak() for device, ledger in ledgers.items()}
@@ -328,10 +350,10 @@ class Estimator:
         )
 
     def with_job(self, job: Job, machine: Machine) -> Estimator:
-        """An estimator that shares this one's traces.
+        """Return an estimator for `job` and `machine` that shares this estimator's traces.
 
-        `job` and `machine` may differ only in what a trace does not depend on: permissions, limits,
-        the number of devices.
+        The job and the machine may differ from this estimator's only in what a trace does not
+        depend on: permissions, limits and the number of devices.
         """
         other = copy.copy(self)
         other.job, other.machine, other.cost_model = job, machine, CostModel(machine)
@@ -339,15 +361,17 @@ class Estimator:
         return other
 
     def peak_with_blocks(self, plan: Plan, count: int) -> float:
-        """Peak bytes of a step if the model had only `count` blocks. Tensors only, without the
-        runtime row."""
+        """Return the peak bytes of a step if the model had only `count` blocks, without the runtime
+        and allocator rows."""
         return apply_costs(with_depth(self.profiler.ledger(plan), count), plan, self.machine).peak().total
 
     def step_lower_bound_s(self, plan: Plan) -> float:
-        """A lower bound on the seconds of a step for all plans with this plan's tp, pp and cp.
+        """Return a lower bound on the seconds of a step for all plans with the tp, pp and cp of
+        `plan`.
 
-        It counts no communication between replicas, and shares the optimizer's time among them. It
-        counts no launches and no message latency, because larger micro-batches have fewer of both.
+        The bound counts no communication between data-parallel replicas, and divides the
+        optimizer's time by their number. It counts no launches and no message latency, because
+        plans with larger micro-batches have fewer launches and messages.
         """
         ledgers = {
             device: replace(
@@ -359,7 +383,8 @@ class Estimator:
         return time.step_s - time.launch_s - time.optimizer_s * (1 - 1 / plan.data_parallel)
 
     def _ledgers(self, plan: Plan) -> dict[int, Ledger]:
-        """The ledger by pipeline rank; a plan without a pipeline has rank 0 only."""
+        """Return the ledger of each estimated pipeline rank, by rank. Without a pipeline, the only
+        rank is 0."""
         ledgers = {}
         for device in _estimated_ranks(plan.pp):
             ledger = estimated_ledger(self.profiler, plan, self.machine, device)
@@ -368,15 +393,17 @@ class Estimator:
         return ledgers
 
     def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
+        """Return (time of a step, simulated schedule). The schedule is empty without a pipeline."""
         if plan.pp > 1:
             return self.cost_model.pipeline_time(ledgers)
         return self.cost_model.step_time(ledgers[0]), []
 
     def _limits(self) -> dict[str, float]:
-        """Bytes of host memory and disk that may be used: the job's limits, or the memory of this
-        host.
+        """Return the bytes of host memory and of disk that may be used; an unlimited resource has
+        no entry.
 
-        The host memory of a catalogue machine is a guess, so it is no limit.
+        The limits are those of the job. If the job does not limit host memory, the limit is the
+        host's memory, except on a machine from the catalogue, whose host memory is a guess.
         """
         limits, host = self.job.limits, self.machine.host_memory_bytes
         found = {
@@ -386,8 +413,11 @@ class Estimator:
         return {name: float(size) for name, size in found.items() if size}
 
     def _host_rows(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
-        """Bytes of host memory of all processes on a host, by purpose: what training holds, and the
-        largest of what is allocated before and between steps."""
+        """Return the bytes of host memory by purpose, summed over all processes on a host.
+
+        The rows are what training holds all the time. Of what is allocated only before the first
+        step or between steps, such as a checkpoint, only the largest is added.
+        """
         processes = min(self.machine.devices_per_node, plan.devices)
         rows = {name: processes * size for name, size in ledger.host.items() if size}
         if self.machine.device == "cpu":
@@ -399,25 +429,28 @@ class Estimator:
         return {**rows, most: passing[most]}
 
     def _disk_rows(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
-        """Bytes of files on a host, by purpose: offloaded tensors and checkpoints.
+        """Return the bytes of files on a host by purpose: offloaded tensors and checkpoints.
 
-        While a checkpoint is written, one more than `keep_checkpoints` exists.
+        While a checkpoint is written, `keep_checkpoints` + 1 checkpoints exist.
         """
         processes = min(self.machine.devices_per_node, plan.devices)
         rows = {name: processes * size for name, size in ledger.disk.items()}
         return {**rows, "checkpoints": (self.job.train.keep_checkpoints + 1) * sum(self._checkpoint_bytes(plan))}
 
     def _checkpoint_bytes(self, plan: Plan) -> tuple[float, float]:
-        """(bytes of all parameters, bytes of all optimizer states) in a checkpoint; zeros if the
-        job saves none."""
+        """Return (bytes of all parameters, bytes of all optimizer states) in a checkpoint. Both are
+        0 if the job saves no checkpoints."""
         if self.job.train.checkpoint_every == "never":
             return 0.0, 0.0
         parameters = sum(parameter.bytes for parameter in self.profiler.parameters(plan)) * plan.tp
         return parameters, sum(update.state_bytes for update in self.profiler.updates(plan).values()) * plan.tp
 
     def _checkpoint_buffer_bytes(self, plan: Plan) -> float:
-        """Bytes of a checkpoint's files that a process holds in host memory while it writes them.
-        On a CPU, only sharded tensors are copied."""
+        """Return the bytes of a checkpoint's files that a process holds in host memory while it
+        writes them.
+
+        Tensors on a GPU are copied to host memory first. On a CPU, only sharded tensors are copied.
+        """
         parameters, states = self._checkpoint_bytes(plan)
         copied = (
             parameters * (self.machine.device != "cpu" or plan.zero == 3 or plan.tp > 1),
@@ -426,9 +459,11 @@ class Estimator:
         return min(sum(copied), FILES_IN_MEMORY * file_bytes(max(copied) / plan.pp, plan.devices // plan.pp))
 
     def memory_lower_bound(self, plan: Plan) -> float:
-        """A lower bound on the device bytes for any micro-batch and any recompute: parameters,
-        optimizer states and gradients, sharded and offloaded as the plan says, and the runtime
-        row."""
+        """Return a lower bound on the plan's device bytes, whatever its micro-batch and recompute.
+
+        The bound is the bytes of parameters, optimizer states and gradients, sharded and offloaded
+        as in the plan, plus the runtime row.
+        """
         after = plan.replace(update_in_backward=False)  # has the same optimizer states, and shares their trace
         updates, parameters = self.profiler.updates(after), self.profiler.parameters(plan)
         gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
@@ -444,24 +479,26 @@ class Estimator:
 
     @cached_property
     def _runtime_after_tracing(self) -> float:
-        """Bytes of the runtime row on a CPU after tracing. Cached, so that all compared plans have
-        the same value."""
+        """Bytes of the runtime row on a CPU, read after the model was traced. The value is cached,
+        so that all compared plans have the same."""
         return float(max(self.runtime_bytes, psutil.Process().memory_info().rss) + KERNELS_BYTES)
 
     def include_allocator(self, estimate: Estimate) -> Estimate:
-        """Add what the allocator reserves beyond the tensors; on a CPU, also update the runtime
-        row.
+        """Return the estimate with an allocator row: the bytes that the allocator reserves beyond
+        the tensors. On a CPU, also update the runtime row.
 
         The allocator is simulated (`allocators/`), which takes too long for every plan of a search.
-        The runtime row of a CPU is known late: it is the memory of this process, which grows as it
-        traces.
+        The runtime row of a CPU is the memory of this process, which grows while it traces models.
+        It is therefore read as late as possible.
+
+        An estimate that includes the allocator already is returned unchanged.
         """
         if estimate.includes_allocator:
             return estimate
         peak, ledger, on_cpu = estimate.peak, estimate.ledger, self.machine.device == "cpu"
         if (
             ledger.sharded_parameters is not None
-        ):  # the simulation has full gradients only: let each leave as it is made
+        ):  # the simulation knows full gradients only: let it free each as soon as it is complete
             ledger = replace(ledger, sharded_parameters=None, bucketed_reduction=BucketedReduction(1, 1.0, always=True))
         tensors = (
             ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
@@ -469,7 +506,8 @@ class Estimator:
         on_device = partial(reserved_bytes, expandable=estimate.plan.allocator == "tuned")
         taken = extrapolate_layers(ledger, peak_heap_bytes if on_cpu else on_device)
         if ledger.bucketed_reduction is not None and any(message.at_start for message in ledger.messages):
-            taken += ledger.bucketed_reduction.coming  # on a side stream: the allocator keeps its freed blocks for it
+            # weights are gathered on a side stream, for which the allocator keeps memory blocks apart
+            taken += ledger.bucketed_reduction.coming
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
         if on_cpu:
             rows["runtime"] = self._runtime_after_tracing
@@ -478,15 +516,18 @@ class Estimator:
 
 
 def _estimated_ranks(devices: int) -> list[int]:
-    """The pipeline ranks that are estimated: all of up to 4; of a longer pipeline the first two, a
-    middle one and the last, because the middle ranks are alike."""
+    """Return the pipeline ranks that are estimated.
+
+    Up to 4 ranks are all estimated. Of a longer pipeline, these are the first two ranks, a middle
+    one and the last, because the middle ranks are alike.
+    """
     return [device for device in range(devices) if devices <= 4 or device in (0, 1, devices // 2, devices - 1)]
 
 
 def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
-    """Predict what `plan` costs the job on a machine, before anything is allocated.
+    """Predict the memory and time of training `job` with `plan`, before anything is allocated.
 
-    machine  this machine if None
+    machine  the devices; None: the machine that runs this process
 
     Raises InputError if the model cannot be traced; the message says what to do instead.
     """

@@ -1,7 +1,7 @@
-"""Dry-run the plans that a search ranks highest, until one fits with the bytes of its allocator.
+"""Dry-run the fastest plans of a search until a plan fits, including what its allocator reserves.
 
-An estimate is a sum over a ledger. The dry run executes the training step on fake tensors with the
-engine, so it confirms the estimate of the plan that `search` returns.
+An estimate is a sum over a ledger. A dry run executes training steps on fake tensors with the
+engine that would train. It therefore confirms the estimate of the plan that `search` returns.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate, Estimator
 
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
-FEW_BLOCKS = 6  # on one device, a deep model is dry-run with so many blocks
-AGREEMENT = 1e-3  # relative difference up to which that dry run confirms the estimate
-# share by which an estimate may exceed its dry run; 7 % was seen for compiled blocks with partial
-# recomputation
+FEW_BLOCKS = 6  # on one device, a deep model is dry-run with only this many blocks
+AGREEMENT = 1e-3  # relative difference up to which a dry run of FEW_BLOCKS confirms the estimate
+# an estimate may exceed its dry run by this share. The largest share that was seen is 7 %, for
+# compiled blocks with partial recomputation
 MAX_OVERESTIMATE = 0.1
 MAX_NEAR_DRY_RUNS = 6  # dry runs of slightly too large estimates before the search refuses
-MAX_FAILED_DRY_RUNS = 3  # after so many failures the model is the likely reason, and dry runs stop
+MAX_FAILED_DRY_RUNS = 3  # after this many failures, the model is the likely reason: dry runs stop
 
 
 @dataclass
 class DryRunResults:
     """The results of dry runs.
 
-    chosen       the fastest plan that fits; None if there is none
+    chosen       the first plan that fits in its dry run; None if no plan does
     too_large    plans that do not fit in a dry run, or would not fit with the allocator bytes that
-                 a dry run found for a similar plan
-    refused      plans that the engine cannot run, with its error
-    unconfirmed  plans whose estimate fits and whose dry run failed, the fastest first. A failed dry
-                 run says nothing about memory.
+                 were found for a similar plan
+    refused      plans that the engine cannot run, each with the engine's error
+    unconfirmed  plans whose estimate fits and whose dry run failed, in the order in which they were
+                 tried. A failed dry run says nothing about memory.
     """
 
     chosen: Estimate | None = None
@@ -43,14 +43,14 @@ class DryRunResults:
     unconfirmed: dict[Plan, Estimate] = field(default_factory=dict)
 
     def latest(self, one: Estimate) -> Estimate:
-        """The newest estimate of a plan: its dry run's, if there was one. A refused plan gets its
-        reason."""
+        """Return the newest estimate of the plan of `one`: that of its dry run, or `one` if it had
+        none. For a refused plan, return `one` with the engine's reason in `rejected_because`."""
         if one.plan in self.refused:
             return replace(one, rejected_because=f"the engine refuses it: {self.refused[one.plan].found}")
         return self.unconfirmed.get(one.plan) or self.too_large.get(one.plan, one)
 
     def add(self, other: DryRunResults) -> None:
-        """Merge the results of dry runs of other plans."""
+        """Add the results of dry runs of other plans to these results."""
         self.chosen = self.chosen or other.chosen
         self.too_large |= other.too_large
         self.refused |= other.refused
@@ -60,11 +60,15 @@ class DryRunResults:
 def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> DryRunResults:
     """Dry-run plans in the given order until one fits, with the bytes that the allocator reserves.
 
-    fitting  estimates that fit, the fastest first
+    fitting  estimates of the plans that fit, the fastest first
 
     Plans with the same precision, rounding and optimizer states need about the same allocator
-    bytes. If a dry run shows that a plan does not fit, later plans of the same kind that leave less
-    free memory are postponed. They come last, the one with the least memory first.
+    bytes. Once a plan turned out not to fit, later plans of its kind that would not fit with its
+    allocator bytes are postponed. They are dry-run after all other plans, the one with the smallest
+    peak first.
+
+    Example: a plan of 70 GiB needs 78 GiB with its allocator, 8 GiB more, and 75 GiB are available.
+    A later plan of the same kind with 68 GiB is postponed, because it may need 76 GiB.
     """
     finals = DryRunResults()
     reserved, put_off = dict[tuple[str, ...], float](), []
@@ -87,11 +91,14 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
 def first_that_nearly_fits(
     estimator: Estimator, found: list[Estimate], finals: DryRunResults, job: Job
 ) -> DryRunResults:
-    """Dry-run plans whose estimates are slightly too large, the one with the least memory first,
-    until one fits. "Slightly" is the error that estimates are known to have.
+    """Dry-run plans whose estimates are slightly too large, the one with the smallest peak first,
+    until a plan fits. An estimate is slightly too large if it would fit with 10 % less memory,
+    because estimates may exceed their dry runs by that much.
 
     found   estimates of all plans
     finals  results of the dry runs so far
+
+    Returns the results of these dry runs only.
     """
     more = DryRunResults()
     seen = {one.plan: finals.latest(one) for one in found}
@@ -103,8 +110,8 @@ def first_that_nearly_fits(
 
 
 def _nearly_fits(one: Estimate) -> bool:
-    """Whether only device memory is too small, by at most MAX_OVERESTIMATE, and no dry run has
-    tried the plan."""
+    """Return whether a dry run may show that the plan fits: only device memory is too small, by at
+    most MAX_OVERESTIMATE, and the plan had no dry run yet."""
     needed = (one.peak_bytes + one.margin_bytes - one.peak.rows["runtime"]) / (1 + MAX_OVERESTIMATE) + one.peak.rows[
         "runtime"
     ]
@@ -113,20 +120,21 @@ def _nearly_fits(one: Estimate) -> bool:
 
 
 def has_dry_run(one: Estimate) -> bool:
-    """Whether the plan gets a dry run. If not, its estimate decides.
+    """Return whether the plan gets a dry run. If not, its estimate decides whether the plan fits.
 
-    A deep model on several devices gets none, because fully_shard takes a minute for a hundred
-    blocks; tests compare such estimates with dry runs. A plan with CUDA graphs gets none either,
-    because fake tensors do not show the graphs' memory pools.
+    A deep model on several devices gets no dry run, because fully_shard takes a minute for a
+    hundred blocks. A plan with CUDA graphs gets no dry run either, because fake tensors do not show
+    the graphs' memory pools.
     """
     small = one.plan.devices == 1 or one.ledger.blocks <= MAX_DRY_RUN_BLOCKS
     return small and not one.ledger.keeps_step
 
 
 def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
-    """Dry-run a plan and record the result. Returns whether a plan has been chosen.
+    """Dry-run the plan of `one` and record the result in `finals`. Return whether a plan has been
+    chosen.
 
-    nearly  the estimate of the plan is slightly too large
+    nearly  whether the plan is tried although its estimate is slightly too large
     """
     finals.too_large.pop(one.plan, None)
     failed = list(finals.unconfirmed.values())
@@ -138,8 +146,8 @@ def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, n
         except Untraceable as error:
             seen = replace(estimator.include_allocator(one), not_confirmed=error.found)
         except InputError as error:
-            # the model does not support it: for example `recompute: sqrt`, if a block's successor
-            # needs outputs of earlier blocks too
+            # the model does not support the plan: for example `recompute: sqrt`, if a block uses
+            # outputs of other blocks than the one before it
             finals.refused[one.plan] = error
             return False
     if not seen.fits:
@@ -152,13 +160,15 @@ def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, n
 
 
 def _with_allocator_row(one: Estimate, reserved: float) -> Estimate:
+    """Return the estimate with an allocator row of `reserved` bytes."""
     rows = {**one.peak.rows, "allocator": reserved}
     return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), includes_allocator=True)
 
 
 def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -> Estimate:
-    """Add the allocator's bytes to an estimate and, if it then fits (or nearly fits), its dry
-    run's peak.
+    """Return the estimate with the allocator's bytes and, if it then fits, the peak of its dry run.
+
+    nearly  dry-run the plan also if its estimate is slightly too large
 
     Raises InputError if the engine refuses the plan.
     """
@@ -173,17 +183,17 @@ def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -
 
 
 def _agrees_with_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> bool:
-    """Whether a dry run of the model with six blocks finds the peak that was estimated for six
-    blocks.
+    """Return whether a dry run of the model with only six blocks confirms the estimate.
 
-    On one device, a deep model is dry-run with six blocks. If that matches the estimate for six
-    blocks within 0.1 %, the estimate for the full depth is used, because every further block adds
-    the same.
+    On one device, a deep model is dry-run with six blocks. If the dry run's peak matches the
+    estimate for six blocks within 0.1 %, the estimate for the full depth is accepted, because every
+    further block adds the same memory.
 
     Example: the estimate is 10.000 GiB for 6 blocks and 41.2 GiB for 48. If the dry run of 6 blocks
     finds 10.004 GiB (0.04 % more), 41.2 GiB is accepted without a dry run of 48 blocks.
 
-    Raises InputError if the engine refuses the plan.
+    Returns False, without a dry run, on several devices and for models whose depth cannot be
+    changed. Raises InputError if the engine refuses the plan.
     """
     few = with_fewer_blocks(job.model, FEW_BLOCKS) if one.plan.devices == 1 else None
     if few is None or one.ledger.blocks != getattr(model_config(job.model), "num_hidden_layers", None):

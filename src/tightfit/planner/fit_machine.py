@@ -1,8 +1,8 @@
 """Fit four efficiencies of a machine to timed training runs. Nothing else is fitted.
 
-An efficiency is the share of a measured or published rate that whole training steps reach: for
-matrix products, memory, launches and links. A fit starts at 1 and has a penalty for leaving it, so
-few runs change little.
+An efficiency is the share of a measured or published rate that entire training steps reach. There
+is one for matrix products, one for memory, one for launches and one for links. Each starts at 1. A
+penalty keeps it near 1, so that a fit to few runs changes little.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tightfit.planner.time_model import EFFICIENCIES, CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.record import Record
 
-# weight of the penalty: squared logarithm of an efficiency, against the runs' mean squared
-# logarithmic error
+# weight of the penalty. The fit minimises the runs' mean squared error of log(seconds) plus PRIOR
+# times the sum of the squared logarithms of the efficiencies
 PRIOR = 0.02
-STEP_SIZES = (0.2, 0.05, 0.01)  # of the search, in the logarithm, ever finer
-MAX_LOGARITHM = math.log(4.0)  # an efficiency beyond a factor of 4 would be an error elsewhere
-MAX_ROUNDS = 60  # of the search, for each step size
+STEP_SIZES = (0.2, 0.05, 0.01)  # changes of an efficiency's logarithm that the search tries
+MAX_LOGARITHM = math.log(4.0)  # a larger factor than 4 must come from an error elsewhere
+MAX_ROUNDS = 60  # the most changes that the search makes for each step size
 
 
 @dataclass(frozen=True)
 class TimedRun:
-    """A timed run.
+    """A timed training run.
 
-    ledger   of its plan
-    seconds  measured, per step
+    ledger   the ledger of the run's plan
+    seconds  the measured seconds per step
     machine  the machine with as many devices as the run used
     """
 
@@ -41,8 +41,11 @@ class TimedRun:
 
 
 def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
-    """Return `machine` with the efficiencies that fit the measured seconds best: coordinate
-    descent on their logarithms."""
+    """Return `machine` with the efficiencies that fit the measured seconds best. They are found by
+    coordinate descent on their logarithms.
+
+    seen  the timed runs, at least one
+    """
     best = dict.fromkeys(EFFICIENCIES, 0.0)
     error = _objective(seen, best)
     for step in STEP_SIZES:
@@ -62,10 +65,12 @@ def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
 
 
 def fit_machine(machine: Machine, records: Sequence[Record]) -> Machine:
-    """As `fit_efficiencies`, with the records of runs on this machine.
+    """Return `machine` with the efficiencies that fit the recorded runs on this machine best.
 
-    Runs with a pipeline are ignored: the bubble tells nothing about rates. Without any usable
-    record, the machine is returned unchanged. Raises InputError if a job cannot be traced.
+    Records of other machines are ignored, and so are runs with a pipeline, whose bubble tells
+    nothing about rates. If no record is left, the machine is returned unchanged.
+
+    Raises InputError if a job cannot be traced.
     """
     from tightfit.job import Job
 

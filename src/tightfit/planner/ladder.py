@@ -1,9 +1,9 @@
-"""The ladder of a job: from the plain training loop up, one more method at each rung, and each
-method alone.
+"""Predict the ladder of a job: it begins with the plain training loop, and each rung adds one more
+method to the rung below. Also predict each method alone.
 
-The rungs follow from METHODS: the values that a method proposes for its plan fields (`defaults`,
-`candidates`, VARIANTS), as far as the job's `allow`, the RULES and the machine permit. A new method
-has its rung without a change here.
+The rungs follow from METHODS: they use the values that a method proposes for its plan fields
+(`defaults`, `candidates`, VARIANTS), as far as the job's `allow`, the RULES and the machine permit.
+A new method gets its rung without a change of this module.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tightfit.planner.leanest import offloads
 from tightfit.rules import RULES, needed_permissions
 from tightfit.runtime.method import SearchFacts, name_of
 
-# the order in which guides to training in little memory present the methods, by plan field. Fields
-# that are not here come after these, in the order of METHODS
+# the order of the rungs, by plan field. It is the order in which guides to training in little
+# memory present the methods. Other fields come after these, in the order of METHODS
 ORDER = (
     "micro_batch", "precision", "float8", "states", "fused_optimizer", "recompute", "chunked_loss", "attention",
     "compile", "allocator", "materialize", "pin_memory", "loader_workers", "update_in_backward", "offload",
@@ -39,11 +39,11 @@ NOTICED = 0.005  # a smaller share of time or memory counts as no change
 
 @dataclass(frozen=True)
 class Option:
-    """A way to use a method.
+    """A way to use a method, such as `recompute: full`.
 
     method  the method's name
-    field   the plan field that says which rung it belongs to
-    fields  the plan fields that it sets
+    field   the plan field whose rung this is an option for
+    fields  the plan fields that this option sets, with their values
     """
 
     method: str
@@ -59,10 +59,10 @@ class Option:
 
 @dataclass(frozen=True)
 class Rung:
-    """A plan, and what it takes beside the plain loop.
+    """A plan of the ladder, with its estimate and that of the plain loop for comparison.
 
-    option    what is added to the rung below; None for the plain loop
-    estimate  of the plan
+    option    what this rung adds to the rung below; None for the plain loop
+    estimate  the estimate of this rung's plan
     plain     the estimate of the plain loop
     """
 
@@ -72,21 +72,22 @@ class Rung:
 
     @property
     def memory_ratio(self) -> float:
-        """Memory of the training over the plain loop's."""
+        """The bytes of this rung's training divided by those of the plain loop."""
         return training_bytes(self.estimate) / training_bytes(self.plain)
 
     @property
     def time_ratio(self) -> float:
-        """Seconds of a step over the plain loop's."""
+        """The seconds of a step divided by those of the plain loop."""
         return self.estimate.time.step_s / self.plain.time.step_s
 
     @property
     def verdict(self) -> str:
-        """faster, smaller, both or neither, compared with the plain loop."""
+        """How the rung compares with the plain loop: "faster", "smaller" (less memory), "both" or
+        "neither"."""
         return verdict(self.time_ratio, self.memory_ratio)
 
     def content(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the rung as `tightfit ladder --json` prints it."""
         return {
             "method": "plain loop" if self.option is None else self.option.method,
             "adds": {} if self.option is None else self.option.fields,
@@ -106,8 +107,10 @@ class Rung:
 
 @dataclass(frozen=True)
 class Ladder:
-    """rungs     the plain loop first, each with the methods of all before it
-    alone     each method by itself, added to the plain loop
+    """The predicted ladder of a job.
+
+    rungs     the plain loop, then the rungs; each has the methods of all rungs before it
+    alone     for each method: the plain loop with this method only
     left_out  (method or option, why it has no rung)
     """
 
@@ -117,18 +120,21 @@ class Ladder:
 
 
 def verdict(time_ratio: float, memory_ratio: float) -> str:
-    """What a change of time and memory is called: faster, smaller, both or neither."""
+    """Return the name of a change of time and memory: "faster", "smaller" (less memory), "both" or
+    "neither". Changes below 0.5 % do not count."""
     faster, smaller = time_ratio < 1 - NOTICED, memory_ratio < 1 - NOTICED
     return "both" if faster and smaller else "faster" if faster else "smaller" if smaller else "neither"
 
 
 def training_bytes(estimate: Estimate) -> float:
-    """The bytes at the peak that the training takes: without what its process holds in any case."""
+    """Return the bytes at the peak without those that a process needs before it trains, such as the
+    CUDA context."""
     return estimate.peak_bytes - estimate.peak.rows["runtime"] + estimate.workspace_bytes
 
 
 def tensor_bytes(estimate: Estimate) -> float:
-    """The predicted bytes of tensors, with what libraries allocate through torch."""
+    """Return the predicted bytes of tensors, with the workspaces that libraries allocate through
+    torch."""
     rows = estimate.peak.rows.items()
     return sum(size for row, size in rows if row not in ("runtime", "allocator")) + estimate.workspace_bytes
 
@@ -136,9 +142,14 @@ def tensor_bytes(estimate: Estimate) -> float:
 def climb(job: Job, machine: Machine) -> Ladder:
     """Predict the ladder of a job on one device of a machine.
 
-    Of the values that a method has, a rung takes the one with the smallest product of memory and
-    time. A method that does not make this product smaller has no rung: it costs more of the one
-    than it saves of the other. Raises InputError if the job cannot be traced.
+    If a method has several values, its rung uses the value with the smallest product of memory and
+    time. A method that does not make this product smaller than the rung below gets no rung: its
+    cost in time exceeds its saving in memory, or the reverse.
+
+    Example: a method that needs 0.92 of the memory and 1.63 times the time gets no rung, because
+    0.92 * 1.63 = 1.5 is larger than 1.
+
+    Raises InputError if the job cannot be traced.
     """
     machine = machine.replace(devices_per_node=1, nodes=1)
     estimator = Estimator(job, machine)
@@ -155,13 +166,13 @@ def climb(job: Job, machine: Machine) -> Ladder:
         alone.append(single)
         added, why = _best(estimator, rungs[-1], options)
         if added is None:
-            left_out.append((name, f"not with the rungs before: {why}"))
+            left_out.append((name, f"not possible on top of the rung below: {why}"))
             continue
         below = rungs[-1].estimate
         time_ratio = added.estimate.time.step_s / below.time.step_s
         memory_ratio = training_bytes(added.estimate) / training_bytes(below)
         if time_ratio * memory_ratio > 1 - NOTICED:
-            said = f"{memory_ratio:.2f}x the memory and {time_ratio:.2f}x the time, with the rungs before"
+            said = f"{memory_ratio:.2f}x the memory and {time_ratio:.2f}x the time of the rung below"
             left_out.append((str(added.option), said))
         else:
             rungs.append(added)
@@ -169,7 +180,9 @@ def climb(job: Job, machine: Machine) -> Ladder:
 
 
 def _best(estimator: Estimator, below: Rung, options: Sequence[Option]) -> tuple[Rung | None, str]:
-    """(the rung on `below` with the smallest product of memory and time, or why there is none)."""
+    """Return (rung, reason): of the rungs that add one of `options` to the rung `below`, the one
+    with the smallest product of memory and time. If no option is possible, the rung is None and the
+    reason says why."""
     best: Rung | None = None
     why = ""
     for option in options:
@@ -190,7 +203,8 @@ def _best(estimator: Estimator, below: Rung, options: Sequence[Option]) -> tuple
 
 
 def _obstacle(estimator: Estimator, plan: Plan, option: Option) -> str:
-    """Why a plan is not possible on the machine, or not permitted; empty if it is."""
+    """Return why a plan is not possible on the machine or not permitted by the job; "" if it is
+    possible and permitted."""
     job, machine = estimator.job, estimator.machine
     refused = sorted(needed_permissions(plan) - job.allowed)
     if refused:
@@ -202,16 +216,16 @@ def _obstacle(estimator: Estimator, plan: Plan, option: Option) -> str:
     if option.field == "compile" and (lacking := missing_for_compile(machine)):
         return f"torch.compile needs {lacking}"
     if option.field == "float8" and not float8.is_installed():
-        return "it needs the package torchao"
+        return "float8 needs the package torchao"
     recipe = option.fields.get("float8")
     if (recipe and not has_fast_float8(machine, recipe)) or (plan.precision == "tf32" and not has_fast_tf32(machine)):
-        return "the device does not multiply faster in this type"
+        return "matrix products in this type are not faster on this device"
     return ""
 
 
 def options_of(estimator: Estimator) -> Iterator[list[Option]]:
-    """The options of each rung, in the order of ORDER. Options that need several devices are left
-    out."""
+    """Yield the options of each rung, the rungs in the order of ORDER. Options that need several
+    devices are left out."""
     found: dict[str, list[Option]] = {}
     for method in METHODS:
         for option in _options(method, estimator):
@@ -223,9 +237,10 @@ def options_of(estimator: Estimator) -> Iterator[list[Option]]:
 
 
 def _options(method: ModuleType, estimator: Estimator) -> Iterator[Option]:
-    """What a method proposes for this job and machine, beside the reference's values.
+    """Yield the options of a method for this job and machine, without the reference plan's values.
 
-    VARIANTS are for tests: their numbers are used only for fields for which nothing is proposed.
+    They are what the method proposes (`defaults`, `candidates`), then its VARIANTS. The numbers in
+    VARIANTS are chosen for tests, so a number is used only if nothing is proposed for its field.
     """
     proposed = _proposed(method, estimator)
     seen: list[dict[str, Any]] = []
@@ -243,8 +258,12 @@ def _options(method: ModuleType, estimator: Estimator) -> Iterator[Option]:
 
 
 def _proposed(method: ModuleType, estimator: Estimator) -> list[dict[str, Any]]:
-    """Plan fields from the method's defaults and candidates, and for offload the combinations of
-    search. Defaults of fields that only go together are one proposal."""
+    """Return what a method proposes, each proposal as plan fields.
+
+    The proposals are the method's candidates, its defaults and, for offload, the combinations of
+    offloaded tensors that search tries. Defaults of fields that work only together form one
+    proposal.
+    """
     job, machine = estimator.job, estimator.machine
     found: list[dict[str, Any]] = []
     if hasattr(method, "candidates"):
@@ -268,7 +287,7 @@ def _proposed(method: ModuleType, estimator: Estimator) -> list[dict[str, Any]]:
 
 
 def _default_plans(method: ModuleType, job: Job, machine: Machine) -> Iterator[Plan]:
-    """The reference plan with each of the method's defaults."""
+    """Yield, for each default of the method, the reference plan with this default."""
     for field, value, _ in method.defaults(job, machine) if hasattr(method, "defaults") else ():
         yield Plan().replace(**{field: value})
 

@@ -1,8 +1,9 @@
-"""Find the plan that needs the least memory, of all that the machine and the job allow.
+"""Find the plan that needs the least memory, of all plans that the machine and the job allow.
 
-`search` looks for the fastest plan and skips many. Before it refuses a job, it calls `leanest`,
-which combines all options that save memory. The bytes of parameters, optimizer states and
-gradients are a lower bound for a plan, so only few of the many combinations are estimated.
+`search` looks for the fastest plan and skips many plans. Before it refuses a job, it calls
+`leanest`, which combines all options that save memory. The bytes of parameters, optimizer states
+and gradients are a lower bound on a plan's memory. With this bound, only few of the many
+combinations have to be estimated.
 """
 
 from __future__ import annotations
@@ -23,21 +24,22 @@ from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.runtime.method import SearchFacts, traced_fields
 from tightfit.runtime.method import leanest as leanest_values
 
-MAX_ESTIMATED = 32  # combinations that are estimated
-# plans within this factor of the least memory are compared again with their allocators' bytes
+MAX_ESTIMATED = 32  # the most combinations that are estimated
+# plans that need up to this factor more than the least memory are compared again, then with their
+# allocators' bytes
 CLOSE_FACTOR = 1.1
-Options = Callable[[Estimator, Plan], dict[str, list[Any]]]  # what to try, by plan field
-MAX_WITH_ALLOCATOR = 6  # plans that are compared so
+Options = Callable[[Estimator, Plan], dict[str, list[Any]]]  # returns the values to try, by plan field
+MAX_WITH_ALLOCATOR = 6  # the most plans that are compared with their allocators' bytes
 
 
 def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fitting: bool = False) -> Estimate | None:
     """Return the estimate of the plan with the smallest ratio of needed to available memory.
 
-    start         its tp, pp and cp are kept
-    pins          plan fields that the user fixed
-    only_fitting  also return None if parameters, optimizer states and gradients alone do not fit
+    start         the plan that is varied; all plans that are tried have its tp, pp and cp
+    pins          plan fields that the user fixed: they are not varied
+    only_fitting  return None if parameters, optimizer states and gradients alone do not fit
 
-    Returns None if the model supports no such plan.
+    Also returns None if the model supports none of the plans.
     """
     start = start.replace(float8=pins.get("float8", "none"))  # float8 needs memory for its casts
     plans = list(_combinations(estimator, start, pins))
@@ -47,7 +49,7 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     best: Estimate | None = None
     kernels: dict[str, Any] = {}
     for plan in sorted(plans, key=lambda plan: bounds[plan])[:MAX_ESTIMATED]:
-        if best is None:  # kernels are chosen once, because each choice needs a trace
+        if best is None:  # kernels are chosen only once, because each of their values needs a trace
             best = _least(estimator, plan.replace(recompute=pins.get("recompute", "full")), pins, _kernel_options)
             kernels = {name: getattr(best.plan, name) for name in (*KERNELS, "micro_batch")} if best else {}
         elif bounds[plan] >= best.fullness * estimator.limit_bytes:
@@ -63,6 +65,7 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
 
 
 def _fullness(one: Estimate) -> tuple[float, float]:
+    """Sort key: the plan that needs the smallest share of its available memory first."""
     return one.fullness, one.peak_bytes
 
 
@@ -71,12 +74,14 @@ KERNELS = tuple(field for field in traced_fields(METHODS) if field not in STATES
 
 
 def _values(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """By plan field, the values that may need the least memory, as the methods propose them."""
+    """Return, for each plan field, the values that may need the least memory, as the methods
+    propose them."""
     facts = SearchFacts(estimator.profiler.is_complex, lambda: True)
     return leanest_values(METHODS, start, estimator.job, facts)
 
 
 def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    """Return the values to try for the kernel fields and the micro-batch."""
     values = _values(estimator, start)
     return {
         **{name: values[name] for name in KERNELS if name in values},
@@ -85,29 +90,32 @@ def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
 
 
 def _kernel_and_compile_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    """Return `_kernel_options` and, if the machine can compile, the values of compile."""
     compiled = {"compile": ["none", "block"]} if can_compile(estimator.machine) else {}
     return {**_kernel_options(estimator, start), **compiled}
 
 
 def _untraced_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """The values of the fields that neither decide dtypes nor need a trace."""
+    """Return the values to try for the fields that neither set dtypes nor need a new trace."""
     known = {*STATES, *KERNELS}
     return {name: values for name, values in _values(estimator, start).items() if name not in known}
 
 
 def _least(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> Estimate | None:
-    """The estimate of `start` with the options that need the least memory; None if the model
-    supports none."""
+    """Return the estimate of `start` with the combination of `options` that needs the least memory;
+    None if the model supports no combination."""
     return min(_estimates(estimator, start, pins, options), key=_fullness, default=None)
 
 
 def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> list[Estimate]:
-    """Estimates of `start` with each combination of the options that the model supports."""
+    """Return an estimate of `start` with each combination of `options` that the model supports.
+    Pinned fields are not varied."""
     open_ = {name: values for name, values in options(estimator, start).items() if name not in pins}
     found: list[Estimate] = []
     for values in itertools.product(*open_.values()):
         plan = start.replace(**dict(zip(open_, values, strict=True)))
-        whole = plan.micro_batch == 1 == plan.share_of(estimator.job.train.batch)  # the same as None, which is tried
+        # with one sample per device, a micro-batch of 1 is the same as None, which is tried too
+        whole = plan.micro_batch == 1 == plan.share_of(estimator.job.train.batch)
         if (whole and "micro_batch" in open_) or not is_legal(plan, estimator.job, estimator.machine.device):
             continue
         if plan.recompute == "none" and any(one.ledger.blocks for one in found):
@@ -120,8 +128,8 @@ def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options:
 
 
 def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:
-    """The plans that differ from `start` in where parameters, states and gradients are stored
-    (sharded, offloaded) and in their dtypes."""
+    """Yield the plans that differ from `start` in where parameters, optimizer states and gradients
+    are stored (sharded, offloaded) and in their dtypes."""
     job, machine = estimator.job, estimator.machine
     values = _values(estimator, start)
     options = {name: [getattr(start, name)] if name in pins else values[name] for name in STATES}
@@ -133,14 +141,18 @@ def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> It
         plan = start.replace(**spread, **offload, **dict(zip(options, chosen, strict=True)))
         lossy = plan.precision == "bf16-true" and plan.rounding == "nearest"
         if lossy and "rounding" not in pins and rounding_of(job) != "nearest":
-            continue  # only if the job allows it or it is pinned
+            continue  # rounding to nearest loses small updates: use it only if allowed or pinned
         if is_legal(plan, job, machine.device):
             yield plan
 
 
 def offloads(estimator: Estimator, pins: dict[str, Any]) -> list[dict[str, Any]]:
-    """Plan fields for each combination of offloaded tensors that the job allows, nothing first. On
-    a CPU, the target is the disk."""
+    """Return plan fields for each combination of tensors that can be offloaded, such as
+    {"offload": ("states",), "offload_to": "host"}. The first item is {}: nothing is offloaded.
+
+    On a CPU, tensors are offloaded to disk. Returns [{}] if the job does not allow offload, or if
+    the field is pinned.
+    """
     if "offload" not in estimator.job.allowed or "offload" in pins:
         return [{}]
     on_cpu = estimator.machine.device == "cpu"

@@ -1,5 +1,5 @@
 """List the combinations of tensor, pipeline and context parallelism that a search tries, each with
-a lower bound on its seconds per step."""
+a lower bound on the seconds per step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from tightfit.plan import Plan
 from tightfit.planner.defaults import data_parallel_degrees
 from tightfit.planner.estimate import Estimator
 
-SIMILAR = 1.05  # among lower bounds that differ by less than this factor, the simpler layout comes first
+SIMILAR = 1.05  # if lower bounds differ by less than this factor, fewer kinds of parallelism come first
 WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubble
 
 
 def limited_to_batch(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
-    """The machine with at most as many devices as a step has samples. To use more devices, a plan
-    needs model or sequence parallelism.
+    """Return the machine with at most as many devices as data parallelism can use: one for each
+    sample of a step, times the pinned degrees of tp, pp and cp.
 
-    Returns the machine unchanged if the pins leave no such parallelism open.
+    Only model or sequence parallelism can use more devices. If the pins leave no such parallelism
+    open, the machine is returned unchanged.
+
+    Example: 16 devices and a batch of 8 samples without pins give a machine with 8 devices.
     """
     spread = Plan.parse({**pins, **data_parallel_degrees(machine, pins)}, "plan")
     if spread.data_parallel <= job.train.batch or not parallelism_candidates(machine, pins):
@@ -35,10 +38,11 @@ def limited_to_batch(machine: Machine, job: Job, pins: dict[str, Any]) -> Machin
 
 
 def parallelism_candidates(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """The degrees of tp, pp and cp to try, as plan fields; powers of two.
+    """Return the degrees of tp, pp and cp to try, as plan fields such as {"tp": 2, "pp": 4}. All
+    degrees are powers of two, and pinned fields are left out.
 
-    tp stays within a node, because nothing hides its all-reduces. cp comes last: it is used only if
-    nothing else fits.
+    tp stays within a node, because nothing hides its all-reduces. Combinations with cp come last,
+    because cp is used only if nothing else fits.
     """
     count = machine.devices_per_node * machine.nodes
     left = count // math.prod(pins.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
@@ -53,10 +57,12 @@ def parallelism_candidates(machine: Machine, pins: dict[str, Any]) -> list[dict[
 
 
 def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, dict[str, int]]]:
-    """(lower bound on the seconds of a step, degrees), the smallest bound first and cp last.
+    """Return (lower bound on the seconds of a step, degrees) for each combination of degrees to
+    try. The smallest bound comes first; combinations with cp come last.
 
-    The bound counts forward and backward of a device's share and, in a pipeline, the bubble: at
-    least until one sample has passed all ranks. It counts no communication and no recompute.
+    The bound is the time of forward and backward for a device's share of the work. In a pipeline,
+    the bubble is added, which lasts at least as long as one sample needs to pass all ranks. The
+    bound counts neither communication nor recomputation.
 
     Example: 1 s for 8 samples on one device, so 0.125 s per sample. On 8 devices with pp=4, a
     pipeline has 2 data-parallel replicas of 4 samples each. With 1f1b and one stage per rank, a
@@ -81,15 +87,22 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
 
 
 def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The pipeline schedules to try, as plan fields; only the pinned one if the pins fix it."""
+    """Return the pipeline schedules to try, as plan fields. If the schedule, its virtual stages or
+    the split is pinned, the only item is {}, which changes nothing."""
     return ({},) if {"schedule", "virtual_stages", "split"} & pins.keys() else SCHEDULES
 
 
 def parallelism_fields(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """The plan fields for these degrees, with all of the machine's devices in use. Raises
-    InputError if the model does not support them."""
+    """Return the plan fields for the given degrees, so that the plan uses all devices of the
+    machine.
+
+    sizes  the degrees as plan fields, such as {"tp": 2, "pp": 4}
+
+    Example on 16 devices: {"tp": 2, "pp": 4} gives these two fields, a balanced split and
+    dp_replicate=2. Raises InputError if the model does not support the degrees.
+    """
     fields: dict[str, Any] = {name: size for name, size in sizes.items() if name != "pp"}
     if "cp" in sizes and "attention" not in pins:
         fields["attention"] = "sdpa"
@@ -103,8 +116,12 @@ def parallelism_fields(
 
 
 def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """The plans to try, in this order: if `start` uses tensor parallelism and does not fit, the
-    plan with sequence parallelism comes first; then `start`, for models that do not support it."""
+    """Return the plans to try, in order.
+
+    If `start` uses tensor parallelism and does not fit, these are `start` with sequence parallelism
+    and `start` itself, for models that do not support sequence parallelism. Otherwise it is only
+    `start`.
+    """
     smallest = start.replace(micro_batch=1) if start.pp > 1 else start
     if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, smallest):
         return [start]
@@ -112,15 +129,18 @@ def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, An
 
 
 def _fits(estimator: Estimator, plan: Plan) -> bool:
-    """Whether a plan fits. It is not traced if its parameters and optimizer states alone do not
-    fit."""
+    """Return whether a plan fits. The plan is traced only if its parameters, gradients and
+    optimizer states alone fit."""
     return estimator.memory_lower_bound(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
 
 
 def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
-    """The pipeline split (plan field `split`) that minimises the seconds of the slowest stage.
+    """Return the plan field `split` with which the slowest pipeline stage is as fast as possible.
 
-    Returns no field if the pins fix the split. Raises InputError if the model has fewer blocks than
+    pp  number of pipeline ranks
+
+    Example: 10 equal blocks on 4 ranks may give {"split": (3, 3, 3, 1)} if the output head takes
+    long. Returns {} if the split is pinned. Raises InputError if the model has fewer blocks than
     stages.
     """
     plan = start.replace(micro_batch=1)
@@ -129,7 +149,7 @@ def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: 
         raise InputError(
             f"plan: pp={pp}",
             f"the model has {ledger.blocks} blocks",
-            "use a smaller pp or virtual_stages: each stage needs a block",
+            "use a smaller pp or virtual_stages, so that each stage has at least one block",
         )
     if "split" in pins:
         return {}

@@ -1,5 +1,8 @@
-"""Explain why no plan fits: what the plan with the least memory needs, what is available, and
-which changes would help, each with its result."""
+"""Explain why no plan fits.
+
+The error says what the leanest plan (the plan with the smallest peak) needs, what is available, and
+which changes would help, each with the memory that is then needed.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,23 @@ from tightfit.planner.leanest import leanest
 from tightfit.units import format_bytes
 
 PERMISSIONS = ("bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding", "offload")
-MIN_REDUCTION = 0.99  # a remedy must reduce the needed memory to this share or less
-MOST_DEVICES = 1024
-DEVICES_PER_NODE = 8  # of a common machine
+MIN_REDUCTION = 0.99  # a remedy must reduce the needed memory to less than this share
+MOST_DEVICES = 1024  # the largest number of devices that is suggested
+DEVICES_PER_NODE = 8  # assumed for a machine that is not in the catalogue
 MIN_SEQUENCE_LENGTH = 64  # the shortest sequence that is suggested, in tokens
 KERNELS = ("chunked_loss", "compile", "attention")
-UNPINNABLE = (  # plan fields whose pin the user may drop
+UNPINNABLE = (  # plan fields that a remedy may suggest not to pin
     "precision", "micro_batch", "recompute", "states", "update_in_backward", "offload", "zero", "dp_shard", "dp_replicate",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the job, the pins or the machine, and the estimate of the leanest plan with
-    it."""
+    """A change of the job, the pins or the machine, and the estimate of the leanest plan after this
+    change.
+
+    change  the change in words, such as "allow bf16" or "data.sequence_length: 512"
+    """
 
     change: str
     result: Estimate
@@ -42,7 +48,7 @@ class Remedy:
         return f"{self.change}: {format_bytes(_needed_bytes(self.result))}, {verdict}"
 
     def content(self) -> dict[str, Any]:
-        """The remedy as `tightfit explain --json` prints it; `needed` in bytes."""
+        """Return the remedy as `tightfit explain --json` prints it; `needed` is in bytes."""
         return {
             "change": self.change,
             "needed": round(_needed_bytes(self.result)),
@@ -54,12 +60,12 @@ class Remedy:
 def does_not_fit(
     estimator: Estimator, estimates: list[Estimate], refused: dict[Plan, InputError], pins: dict[str, Any] | None
 ) -> DoesNotFit:
-    """Build the error for a job that does not fit.
+    """Return the error for a job that does not fit.
 
-    estimates  of the plans that do not fit
-    refused    plans that the engine cannot run, with its errors
-    pins       plan fields that the user fixed; None if the user gave the plans to choose from, so
-               that nothing else can be suggested
+    estimates  estimates of the plans that do not fit
+    refused    the plans that the engine cannot run, each with the engine's error
+    pins       plan fields that the user fixed; None if the user gave the plans to choose from: then
+               no other plan is suggested
     """
     least = estimator.include_allocator(min(estimates, key=lambda one: (one.fullness, one.peak_bytes)))
     remedies = [] if pins is None else _remedies(estimator, least, pins)
@@ -68,18 +74,22 @@ def does_not_fit(
     if remedies:
         lines += ["  what would help:", *(f"    {one}" for one in remedies)]
     if "disk" in least.shortages():
-        lines.append("  or fewer train.keep_checkpoints, or a larger limits.disk")
+        lines.append("  or a smaller train.keep_checkpoints, or a larger limits.disk")
     if "host memory" in least.shortages():
-        lines.append("  or materialize: device, fewer loader_workers or offload: [], or a host with more memory")
+        lines.append("  or materialize: device, a smaller loader_workers, offload: [], or a host with more memory")
     if "memory" in least.shortages():
         lines.append(f"  or {_larger_machine(least)}")
     for plan, error in refused.items():
-        lines.append(f"  would fit, and cannot run: {plan}: {error.found}")
+        lines.append(f"  would fit, but cannot run: {plan}: {error.found}")
     return DoesNotFit("\n".join(lines), _content(least, estimates, remedies))
 
 
 def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy]) -> dict[str, Any]:
-    """The error as `tightfit explain --json` prints it."""
+    """Return the content of the error as `tightfit explain --json` prints it.
+
+    least      the leanest plan's estimate
+    estimates  estimates of all plans that do not fit
+    """
     others = sorted((one for one in estimates if one.plan != least.plan), key=lambda one: one.fullness)
     return {
         "machine": least.machine.model_dump(mode="json"),
@@ -98,28 +108,31 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
 
 
 def describe_shortages(one: Estimate) -> str:
-    """One line: the needed and the available bytes of every resource that is too small."""
+    """Return one line with the needed and the available bytes of each resource that is too small,
+    such as "needs 31.4 GiB, 24.0 GiB are available". It is empty if the plan fits."""
     said = []
     for name, (needed, there) in one.shortages().items():
         beside = "" if name == "memory" else f" of {name}"
         free = f" and {format_bytes(one.margin_bytes)} kept free" if name == "memory" and needed <= there else ""
-        said.append(f"needs {format_bytes(needed)}{beside}{free}, {format_bytes(there)} are there")
+        said.append(f"needs {format_bytes(needed)}{beside}{free}, {format_bytes(there)} are available")
     return "; ".join(said)
 
 
 def _shortage_lines(least: Estimate) -> str:
+    """Return one line per resource that is too small: the needed and the available bytes."""
     said = []
     for name, (needed, there) in least.shortages().items():
         beside = f" of {name}" if name != "memory" else ""
         margin = (
             f" and {format_bytes(least.margin_bytes)} ({MARGIN:.0%}) kept free as a safety margin" if not beside else ""
         )
-        said.append(f"needs {format_bytes(needed)}{beside} at least{margin}, {format_bytes(there)} are there")
+        said.append(f"needs {format_bytes(needed)}{beside} at least{margin}, {format_bytes(there)} are available")
     return "\n".join(said)
 
 
 def _largest_rows(least: Estimate) -> list[str]:
-    """One line per resource that is too small, with its largest rows."""
+    """Return one line per resource that is too small, with the three largest rows of that
+    resource."""
     lacks, lines = least.shortages(), []
     for name, of in (("memory", least.peak.rows), ("host memory", least.host), ("disk", least.disk)):
         if name in lacks:
@@ -130,12 +143,13 @@ def _largest_rows(least: Estimate) -> list[str]:
 
 
 def _needed_bytes(one: Estimate) -> float:
-    """Device memory that must be available, safety margin included."""
+    """Return the bytes of device memory that the plan needs, safety margin included."""
     return one.peak_bytes + one.margin_bytes
 
 
 def _remedies(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> list[Remedy]:
-    """Changes that reduce the needed memory, each with its result; those that fit first."""
+    """Return the changes that reduce the needed memory by more than 1 %. Changes with which the job
+    fits come first."""
     found = [
         Remedy(change, result)
         for change, result in (
@@ -152,8 +166,13 @@ def _remedies(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> li
 def _leanest_with_same_kernels(
     estimator: Estimator, least: Estimate, pins: dict[str, Any], only_fitting: bool = False
 ) -> Estimate | None:
-    """The leanest plan with the kernels of `least`, which are traced already; None if there is
-    none."""
+    """Return the estimate of the leanest plan that has the same kernels (attention, loss, compile)
+    as `least`. These kernels need no new trace.
+
+    only_fitting  also return None if parameters, optimizer states and gradients alone do not fit
+
+    Returns None if no plan with these pins is possible.
+    """
     kernels = {name: getattr(least.plan, name) for name in KERNELS}
     try:
         start, _ = complete(estimator.job, estimator.machine, {**kernels, **pins})
@@ -164,7 +183,10 @@ def _leanest_with_same_kernels(
 
 
 def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """Each permission that the job could add; all of them together if no single one is enough."""
+    """Yield (change, estimate) for each permission that the job does not give yet.
+
+    If no single permission makes the job fit, the last item gives all of these permissions.
+    """
     job = estimator.job
     said = ["bf16"] if job.allow is None else list(job.allow)
     missing = [
@@ -182,7 +204,8 @@ def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any
 
 
 def _fewer_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """Each pin that the user could drop."""
+    """Yield (change, estimate) for each pin that the user could drop, if another value of the field
+    needs less memory."""
     for name in (name for name in UNPINNABLE if name in pins):
         open_ = {other: value for other, value in pins.items() if other != name}
         result = _leanest_with_same_kernels(estimator, least, open_)
@@ -195,7 +218,11 @@ def _yaml(value: Any) -> str:
 
 
 def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[str, Estimate]]:
-    """The longest sequence length that fits: half of the job's, a quarter, and so on. Bisection."""
+    """Yield (change, estimate) for the longest sequence length that fits, or nothing if none does.
+
+    The lengths tried are half of the job's, a quarter and so on, down to 64 tokens. The longest one
+    that fits is found by bisection.
+    """
     job = estimator.job
     if not isinstance(job.data, DataSpec) or estimator.profiler.unit != "tokens":
         return
@@ -204,7 +231,7 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
     halves = (job.data.sequence_length >> power for power in itertools.count(1))
     lengths = list(itertools.takewhile(lambda length: length >= MIN_SEQUENCE_LENGTH, halves))  # descending
     fitting: Estimate | None = None
-    low, high = 0, len(lengths) - 1  # the first length that fits is among these, if the last fits
+    low, high = 0, len(lengths) - 1  # if the shortest length fits, the longest that fits is in here
     while low <= high:
         middle = high if fitting is None else (low + high) // 2
         shorter = job.replace(data=job.data.replace(sequence_length=lengths[middle]))
@@ -224,7 +251,11 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
 
 
 def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """The smallest number of devices that fits: 2, 4, 8, ... times as many as there are."""
+    """Yield (change, estimate) for the smallest number of devices with which the job fits.
+
+    The numbers tried are 2, 4, 8, ... times the machine's, up to 1024 devices or one device per
+    sample of a step. Yields nothing if none of them is enough, or on a CPU.
+    """
     machine = estimator.machine
     if machine.device == "cpu" or "memory" not in least.shortages():
         return
@@ -246,8 +277,13 @@ def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -
 
 
 def _larger_machine(least: Estimate) -> str:
-    """The smallest known GPU with enough memory; for a CPU or a job limit, the bytes that are
-    needed."""
+    """Return which memory would be enough, in words.
+
+    - If `limits.memory` of the job is below the machine's memory, and the machine has enough: the
+      limit that is needed.
+    - For a GPU: the smallest GPU of the catalogue with enough memory.
+    - For a CPU, or if no GPU has enough memory: the bytes that each device needs.
+    """
     needed = _needed_bytes(least)
     if least.job.limits.memory and needed <= least.machine.memory_bytes.value:
         return f"limits.memory of {format_bytes(math.ceil(needed))} or more, which this machine has"

@@ -1,12 +1,12 @@
 """Find the fastest plan that fits the device, and say why the other plans were rejected.
 
-`tightfit plan`, `explain` and `train` call `search`. It works in this order:
+The commands `tightfit plan`, `explain` and `train` call `search`, which works in this order:
 
 1. Choose the kernels (attention, loss, compile), one option at a time, because each needs a trace.
 2. Estimate the legal combinations of the options that trade memory for time.
 3. On several devices, estimate tensor, pipeline and context parallelism too.
 4. Rank the estimates by the time to finish the job.
-5. Dry-run the fastest plans with the engine that would train them, until one fits.
+5. Dry-run the plans, the fastest first, with the engine that would train them, until a plan fits.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ from tightfit.planner.time_model import BLOCKING
 from tightfit.units import format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
-RETURNED = 12  # number of estimates that are returned: the chosen one and the closest ones
+RETURNED = 12  # number of estimates that `search` returns: the chosen plan and the closest ones
 MIN_SAVING = 0.1  # share of a step's time that model or sequence parallelism must be able to save
-MAX_INPUT_SHARE = 0.02  # of a step spent waiting for samples; above it, use loader workers
-MAX_WORKERS = 8  # loader workers at most
+# if a step waits for samples for more than this share of its time, the plan uses loader workers
+MAX_INPUT_SHARE = 0.02
+MAX_WORKERS = 8  # the most loader workers that a plan gets
 ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the bytes of the tensors
 SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
@@ -58,7 +59,7 @@ Result = TypeVar("Result")
 def _infrequent_gc() -> Iterator[None]:
     """Run Python's cyclic garbage collector less often inside this context.
 
-    A trace makes millions of objects. Nearly all of them are freed by reference counting.
+    A trace makes millions of objects. Reference counting frees nearly all of them.
     """
     before = gc.get_threshold()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -79,16 +80,16 @@ def search(
     """Search for the fastest plan that fits and keeps `pins`.
 
     job        what to train
-    machine    the devices; this machine if None
-    pins       plan fields that the user fixed, by name
-    estimator  reuses the traces of an earlier search of the same job and machine
-    choices    the plans to choose from; if None, all plans that the job and the machine allow
+    machine    the devices; None: the machine that runs this process
+    pins       plan fields that the user fixed, such as {"precision": "fp32"}
+    estimator  that of an earlier search for the same job and machine, whose traces are reused
+    choices    the plans to choose from; None: all plans that the job and the machine allow
 
-    Returns at most 12 estimates: the chosen plan first, then the closest alternatives, each with
-    `rejected_because`.
+    Returns at most 12 estimates: the chosen plan first, then the closest alternatives, whose
+    `rejected_because` says why they were not chosen.
 
-    Raises DoesNotFit if no plan fits, with the largest ledger rows and the changes that would help.
-    Raises InputError if the pins cannot work.
+    Raises DoesNotFit if no plan fits; the error lists the largest ledger rows and the changes that
+    would help. Raises InputError if no plan with these pins is possible.
     """
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
@@ -119,7 +120,8 @@ def search(
 
 
 def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
-    """The estimate of the plan, if `pins` has all of its fields; else the result of `search`."""
+    """Return the estimate of the one plan that `pins` describes, if `pins` sets every plan field.
+    Otherwise return the result of `search`."""
     if set(pins) >= set(Plan.field_names()):
         return [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
     return search(estimator.job, estimator.machine, pins, estimator)
@@ -128,10 +130,12 @@ def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estim
 def _estimate_possible_plans(
     estimator: Estimator, job: Job, machine: Machine, pins: dict[str, Any]
 ) -> tuple[list[Estimate], Plan]:
-    """Estimate the plans that the job and the machine allow, and that may be the fastest.
+    """Estimate all plans that the job and the machine allow and that may be the fastest.
 
-    Also returns the plan to continue from if none of them fits: it has the kernels that need the
-    least memory. Raises InputError if the pins cannot work.
+    Returns (estimates, lean plan). If none of the estimates fits, the search continues from the
+    lean plan: the default plan with the kernels that need the least memory.
+
+    Raises InputError if no plan with these pins is possible.
     """
     supplied = limited_to_batch(machine, job, pins)
     start, _ = complete(job, supplied, pins)
@@ -154,7 +158,8 @@ def _estimate_possible_plans(
 
 
 def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate]) -> None:
-    """Dry-run the plans whose estimates fit, the fastest first, and add the results to `finals`."""
+    """Dry-run plans whose estimates fit, the fastest first, until one fits in its dry run too. Add
+    the results to `finals`."""
     fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_by_time)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
 
@@ -162,11 +167,15 @@ def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Es
 def _fallback_estimates(
     estimator: Estimator, start: Plan, pins: dict[str, Any], found: list[Estimate], finals: DryRunResults
 ) -> list[Estimate]:
-    """Estimate plans that the search skips as long as another plan may fit.
+    """Estimate plans that the search tries only if no other plan fits.
 
     - Plans without compile, if dry runs of compiled plans failed.
     - The plan that needs the least memory of all.
-    - Its variants in the options that trade memory for time.
+    - Variants of that leanest plan, which differ in the options that trade memory for time.
+
+    start   the plan with the kernels that need the least memory
+    found   all estimates so far
+    finals  the results of the dry runs so far
     """
     more: list[Estimate] = []
     if (finals.unconfirmed or finals.refused) and start.compile != "none" and "compile" not in pins:
@@ -188,10 +197,11 @@ def _fallback_estimates(
 
 
 def _closest_first(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
-    """Sort the rejected plans so that the closest ones come first.
+    """Sort the rejected plans so that those closest to the chosen plan come first.
 
-    The list alternates between the next slower plan that fits and the plan that is faster and does
-    not fit, in the order of the memory that it needs. The remaining plans follow.
+    Two kinds of plans alternate: plans that fit but are slower, the fastest first; and plans that
+    are faster but do not fit, the one with the smallest peak first. All other plans follow, the
+    fastest first.
     """
     others = list({one.plan: one for one in others}.values())
     rejected = [one for one in others if not one.fits or one.rejected_because]
@@ -205,8 +215,11 @@ def _closest_first(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
 def _with_leaner_kernels(
     estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
 ) -> list[Estimate]:
-    """As `estimate_candidates`. If the fastest plan does not fit, also try the kernels that need
-    less memory and are slower (`leaner`)."""
+    """Estimate the variants of `start` with `estimate_candidates`. If the fastest of them does not
+    fit, also estimate them with other kernels, which need less memory and are slower.
+
+    leaner  plan fields of these other kernels
+    """
     found = estimate_candidates(estimator, start, pins)
     if leaner and not (found and estimator.include_allocator(min(found, key=_by_time)).fits):
         found += estimate_candidates(estimator, start.replace(**leaner), pins)
@@ -214,21 +227,25 @@ def _with_leaner_kernels(
 
 
 def _by_time(one: Estimate) -> tuple[float, float]:
+    """Sort key: the fastest plan first; of equally fast plans, the one with the smallest peak."""
     return one.total_s, one.peak_bytes
 
 
 def estimate_candidates(
     estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf
 ) -> list[Estimate]:
-    """Estimate the legal plans that can still win, given these bounds:
+    """Estimate the variants of `start` that may be the fastest, and skip those that cannot be:
 
     - Without a pipeline, a micro-batch smaller than the largest that fits is not faster.
-    - Memory-saving options are tried only where they permit a larger micro-batch.
-    - In a pipeline, every micro-batch communicates what ZeRO-2 and ZeRO-3 shard. A higher ZeRO
-      stage is therefore never faster than a lower one that fits.
-    - If parameters and optimizer states alone do not fit, one plan represents all such plans: the
-      one that needs the least memory if nothing else fits either.
+    - An option that only saves memory is tried only if it permits a larger micro-batch.
+    - In a pipeline, ZeRO-2 and ZeRO-3 communicate in every micro-batch. A higher ZeRO stage is
+      therefore never faster than a lower stage that fits.
+    - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
+      Of such plans with the same precision and optimizer states, only one is estimated, so that the
+      user sees why such plans were rejected. If no plan fits, it is the leanest of them.
 
+    start   the plan from which the variants differ in the options that trade memory for time
+    pins    plan fields that the user fixed: the variants keep them
     best_s  seconds of a step that a plan has to beat
 
     Raises InputError if the model supports none of the plans.
@@ -236,9 +253,11 @@ def estimate_candidates(
     found: list[Estimate] = []
     refused: list[InputError] = []
     ruled_out: dict[Any, list[Plan]] = {}
-    # the lowest ZeRO stage that fits, by the plan without its data-parallel fields
+    # key: a plan without its micro-batch and data-parallel fields; value: its lowest ZeRO stage
+    # that fits
     lowest_zero: dict[Plan, int] = {}
-    # the largest useful micro-batch without memory-saving options, by the rest of the plan
+    # key: a plan without its micro-batch and memory-saving options; value: its largest useful
+    # micro-batch
     largest_useful: dict[Any, int] = {}
     for plans in candidates(estimator, start, pins):
         if estimator.memory_lower_bound(plans[0]) > estimator.limit_bytes:
@@ -257,19 +276,19 @@ def estimate_candidates(
                     else _search_micro_batch(estimator, larger)
                 )
             except InputError as error:
-                # the model does not support it: a parameter with one element cannot be sharded,
-                # for example
+                # the model does not support this plan: for example, ZeRO-3 cannot shard a parameter
+                # with one element
                 refused.append(error)
                 continue
             found += seen
-            if seen[-1].fits:  # so a higher ZeRO stage, which would only save memory, is not faster
+            if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
                 lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
                 largest_useful[least] = _largest_safe_micro_batch(seen, batch)
     if not found and not ruled_out and refused:
         raise refused[0]
     if any(one.fits for one in found):
-        if start.tp * start.pp * start.cp > 1:  # many such plans are tried, and each would need a trace
+        if start.tp * start.pp * start.cp > 1:  # of many such plans, each would need a trace
             return found
         return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
 
@@ -284,10 +303,10 @@ def estimate_candidates(
 
 
 def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
-    """On a GPU, add enough loader workers to `start` to prepare a step's samples in half of a step.
+    """Return `start` with enough loader workers to prepare a step's samples in half of a step.
 
-    On a CPU, workers would compete with the model for the cores. A dataset of the user's own gets
-    no workers either, because it may not be picklable.
+    The plan gets no workers on a CPU, where they would compete with the model for the cores. A
+    dataset of the user's own gets no workers either, because it may not be picklable.
     """
     job = estimator.job
     if estimator.machine.device == "cpu" or "loader_workers" in pins or not isinstance(job.data, DataSpec):
@@ -297,14 +316,21 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
         return start
     work_s, prepare_s = one.time.step_s - one.time.input_s, one.ledger.seconds.get("prepare", 0.0)
     machine = estimator.machine
-    named = machine.host_memory_bytes.source == "published"  # a catalogue machine: its host is unknown
+    named = machine.host_memory_bytes.source == "published"  # the host of a catalogue machine is unknown
     most = MAX_WORKERS if named else min(MAX_WORKERS, machine.cores // machine.devices_per_node)
     return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
 
 
 def _largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
-    """The largest micro-batch that surely fits. Returns the whole batch if a larger micro-batch
-    that fits is slower."""
+    """Return the largest micro-batch that fits even if the allocator reserves 15 % more than the
+    tensors need; 0 if none does.
+
+    If a smaller micro-batch that fits is faster, return the job's full batch instead: larger
+    micro-batches are then not useful.
+
+    seen   estimates of plans that differ only in the micro-batch
+    batch  the job's samples per step
+    """
     fitting = [one for one in seen if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
     if not fitting:
         return 0
@@ -315,7 +341,7 @@ def _largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
 def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
     """Find the largest micro-batch that fits by bisection, and return all estimates on the way.
 
-    plans  equal plans, sorted from the largest micro-batch to the smallest
+    plans  plans that differ only in the micro-batch, from the largest to the smallest
     """
     found = [estimator.estimate(plans[0])]
     if found[0].fits or len(plans) == 1:
@@ -330,10 +356,10 @@ def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimat
 
 
 def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
-    """Estimate equal pipeline plans from the smallest micro-batch on.
+    """Estimate pipeline plans that differ only in the micro-batch, the smallest first.
 
-    Stops as soon as a larger micro-batch does not fit, is slower, or cannot take less than `best_s`
-    seconds per step.
+    Stops at a micro-batch that does not fit or is slower than the one before it, or if no larger
+    micro-batch can take less than `best_s` seconds per step.
 
     plans  sorted from the largest micro-batch to the smallest
     """
@@ -348,12 +374,17 @@ def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) ->
 
 
 def _doubled_lower_bound_s(one: Estimate) -> float:
-    """A lower bound on the seconds of a step if a pipeline's micro-batches were twice as large.
+    """Return a lower bound on the seconds of a step if a pipeline's micro-batches were twice as
+    large.
 
     The bubble grows by the factor by which each micro-batch takes longer. Larger micro-batches save
-    at most the launches, half of the latency of the messages that forward and backward wait for,
-    half of all other messages and, where measured rates show that larger matrix products are
-    faster, the products' time.
+    at most
+
+    - all launches,
+    - half of the latency of the messages that forward and backward wait for,
+    - half of the time of all other messages,
+    - the time of all matrix products, if the machine's rates were measured, because larger products
+      may be faster.
     """
     time = one.time
     within = [message.latency_s for message in one.ledger.messages if message.name == BLOCKING]
@@ -371,15 +402,15 @@ def _doubled_lower_bound_s(one: Estimate) -> float:
 def _estimate_parallelism(
     estimator: Estimator, start: Plan, pins: dict[str, Any], known: list[Estimate]
 ) -> list[Estimate]:
-    """Estimate plans with tensor, pipeline or context parallelism, the smallest lower bound first.
+    """Estimate plans with tensor, pipeline or context parallelism.
 
-    Stops when no remaining plan can be faster than the best plan so far.
+    The plans are tried in the order of a lower bound on their seconds per step, the smallest first.
+    The search stops when no remaining plan can be faster than the best plan so far.
 
     known  estimates of plans without model or sequence parallelism
     """
     found: list[Estimate] = []
-    # tp degree from which on tensor-parallel communication takes too long, with a pipeline or
-    # without
+    # from this tp degree on, tensor-parallel communication takes too long, also in a pipeline
     too_many_tp = math.inf
     for bound_s, sizes in by_lower_bound(estimator, start, pins):
         best_s = (1 - MIN_SAVING) * min((one.time.step_s for one in (*known, *found) if one.fits), default=math.inf)
@@ -397,13 +428,13 @@ def _estimate_parallelism(
 def _estimate_degrees(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
-    """Estimate plans with these parallelism degrees, a pipeline with each of its schedules.
+    """Estimate plans with the given degrees of parallelism. A pipeline is tried with each schedule.
 
-    sizes   the degrees, by plan field: tp, pp, cp
+    sizes   the degrees as plan fields, such as {"tp": 2, "pp": 4}
     best_s  seconds of a step to beat
 
-    Returns nothing if the model does not support the degrees, or if not even a plan with unlimited
-    memory would take less than `best_s`.
+    Returns an empty list if the model does not support the degrees, or if a step would take longer
+    than `best_s` even with unlimited memory.
     """
     found: list[Estimate] = []
     for schedule in schedules(pins) if "pp" in sizes else ({},):
@@ -420,6 +451,8 @@ def _estimate_degrees(
 def _estimate_degrees_and_schedule(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
+    """Do what `_estimate_degrees` does, for one pipeline schedule. Raises InputError if the model
+    does not support the degrees."""
     fields = parallelism_fields(estimator, start, pins, sizes)
     start = start.replace(**fields)
     pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
@@ -432,8 +465,11 @@ def _estimate_degrees_and_schedule(
 
 
 def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
-    """Estimate plans with the parallelism of `start`. If none fits in its precision, and no other
-    plan was found to fit, try bf16 parameters as well."""
+    """Estimate plans with the parallelism and the precision of `start`.
+
+    If no plan of the search has fitted so far (`best_s` is infinite), and none of these plans fits
+    either, try them with bf16 parameters (bf16-true) as well.
+    """
     if "precision" in pins or estimator.profiler.is_complex:
         return estimate_candidates(estimator, start, pins, best_s)
     found = estimate_candidates(estimator, start, {**pins, "precision": start.precision}, best_s)
@@ -444,8 +480,8 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
 
 
 def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Result:
-    """Return `find(plan)` for the first plan that the model supports. Raises InputError if there
-    is none."""
+    """Return `find(plan)` for the first plan that the model supports. Raises InputError if the
+    model supports none of the plans."""
     for plan in plans[:-1]:
         try:
             return find(plan)
@@ -457,11 +493,12 @@ def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Resul
 def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """Switch off each kernel option of `start` without which the job is predicted to finish sooner.
 
-    Returns the plan, and the fields of `start` that need less memory than the plan's (`leaner`).
-    The search falls back on these if memory is short.
+    Returns (plan, leaner): the plan with the fastest kernels, and the fields of `start` that were
+    changed although they need less memory, such as {"chunked_loss": 1024}. The search falls back on
+    `leaner` if memory is short.
 
-    Compile is decided late and only once, because its traces take longest. It is not tried if the
-    run is so short that compiling costs more than it could save.
+    Compile is decided late and only once, because traces with compile take longest. It is not tried
+    if the job is so short that compiling takes longer than it could save.
     """
     distributed = start.tp * start.pp * start.cp > 1
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
@@ -480,15 +517,17 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
 
 
 def _faster(estimator: Estimator, best: Estimate, plan: Plan) -> Estimate:
-    """The faster one of an estimate and that of `plan`."""
+    """Estimate `plan`, and return the faster one of this estimate and `best`."""
     other = estimator.estimate(plan)
     return other if other.total_s < best.total_s else best
 
 
 def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dict[str, Any]) -> list[dict[str, Any]]:
-    """Values of kernel options that may be faster than those of `best`, each as plan fields.
+    """Return changes of kernel options that may make `best` faster, each as plan fields, such as
+    {"attention": "sdpa"}.
 
-    best  the estimate of `start` without compile
+    start  the plan with the default kernels
+    best   the estimate of `start` without compile, or with the pinned value of compile
     """
     tried: list[dict[str, Any]] = []
     if "attention" not in pins and start.attention != "sdpa":
@@ -502,8 +541,11 @@ def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dic
 
 
 def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """`plan` with each float8 recipe that the job allows and that speeds up this machine's matrix
-    products. Empty without torchao."""
+    """Return `plan` once with each float8 recipe that speeds up the machine's matrix products.
+
+    Returns an empty list if the job does not allow float8, if float8 is pinned, or if the package
+    torchao is not installed.
+    """
     if "float8" in pins or "float8" not in estimator.job.allowed or not float8.is_installed():
         return []
     machine = estimator.machine
@@ -513,9 +555,11 @@ def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[P
 
 
 def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
-    """Whether a wider precision may be faster, because it needs no autocast casts.
+    """Return whether the precision `wider` (fp32 or tf32) may be faster than the plan's mixed
+    precision.
 
-    It may, if the casts take longer than the narrower matrix products save.
+    A wider precision needs no autocast casts. It may be faster if the casts take longer than the
+    narrower matrix products save.
     """
     narrow_rate, rate = estimator.machine.rate(one.plan.precision), estimator.machine.rate(wider)
     if not one.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
@@ -526,13 +570,17 @@ def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> boo
 
 
 def _max_compile_saving_s(one: Estimate) -> float:
-    """Upper bound on the seconds that compile saves in the whole job: everything but matrix
-    products, the optimizer update, loading samples and communication."""
+    """Return an upper bound on the seconds that compile can save in the entire job.
+
+    It is the time of everything except matrix products, the optimizer update, loading samples and
+    communication.
+    """
     time = one.time
     return (time.memory_s + time.launch_s + time.allocation_s) * (one.total_s - one.compile_s) / time.step_s
 
 
 def _rejection_reason(one: Estimate, chosen: Estimate) -> str:
+    """Say in one line why `one` was not chosen: it failed, does not fit, or is slower."""
     if one.rejected_because:
         return one.rejected_because
     if not one.fits:

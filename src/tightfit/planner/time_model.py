@@ -2,8 +2,8 @@
 
 This is a roofline model. An operation takes the longer of its arithmetic time (FLOPs / FLOP/s) and
 its memory time (bytes accessed / bandwidth), plus the time of a kernel launch. The rates depend on
-the kind, dtype and size of the operation. Nothing is fitted to a model: if a prediction is wrong,
-measure the rate of the operation kind that is wrong.
+the kind, dtype and size of the operation. Nothing is fitted to a neural network: if a prediction is
+wrong, measure the rate of the kind of operation whose time is wrong.
 
 Example: a bf16 matrix product of 4096 x 4096 x 4096 has 2 * 4096**3 = 137 GFLOP and accesses
 3 * 32 MiB = 101 MB. At 600 TFLOP/s and 3 TB/s, arithmetic takes 229 us and memory traffic 34 us, so
@@ -89,12 +89,14 @@ _KINDS = {
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 EFFICIENCIES = ("compute", "memory", "launch", "link")  # fitted to measured runs: see `fit_machine`
-DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}  # of an operation started from Python with autograd
+# seconds to start an operation from Python with autograd, if the machine's were not measured
+DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}
 
 
-BLOCKING = "activations"  # name of the messages that forward and backward wait for, such as tp all-reduces
-# share of overlapped communication that nothing hides: the last gradient bucket, the first block's
-# parameters
+# name of the messages for which forward and backward wait, such as the all-reduces of tp
+BLOCKING = "activations"
+# share of overlapped communication that no computation hides, such as the reduction of the last
+# gradient bucket and the all-gather of the first block's parameters
 EXPOSED_SHARE = 0.05
 
 
@@ -102,15 +104,15 @@ EXPOSED_SHARE = 0.05
 class Time:
     """Seconds of one optimizer step on one device, by what they are spent on.
 
-    compute_s        matrix products, convolutions and attention, without the optimizer
-    memory_s         all other operations, which memory bandwidth limits, without the optimizer
-    launch_s         launching operations, as far as it is not overlapped with them
+    compute_s        matrix products, convolutions and attention in forward and backward
+    memory_s         all other operations in forward and backward; memory bandwidth limits them
+    launch_s         operation launches, as far as they do not overlap with running operations
     optimizer_s      the optimizer update
-    allocation_s     page faults: the operating system provides new memory (CPU only)
+    allocation_s     page faults, in which the operating system provides new memory (CPU only)
     input_s          waiting for samples
-    communication_s  communication that computation does not overlap
+    communication_s  communication that does not overlap with computation
     bubble_s         idle time of a pipeline rank
-    rows             (phase, kind, seconds, operations), largest first
+    rows             (phase, kind of operation, seconds, number of operations), the longest first
     """
 
     compute_s: float = 0.0
@@ -141,8 +143,10 @@ Rows = dict[tuple[str, str], tuple[float, float]]  # (phase, kind) -> (seconds w
 
 
 class CostModel:
-    """Predicts seconds on one machine. Times of timelines are cached, because a model's blocks
-    share their timelines."""
+    """Predicts seconds of segments, steps and pipelines on one machine.
+
+    The time of each timeline is cached, because a model's blocks share their timelines.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -154,7 +158,8 @@ class CostModel:
         self._operations: dict[tuple[Operation, int], float] = {}
 
     def step_time(self, ledger: Ledger) -> Time:
-        """Predict one optimizer step of `ledger` on one device, without a pipeline's bubble."""
+        """Predict the time of one optimizer step on the device that `ledger` describes. The bubble
+        of a pipeline is not included."""
         rows: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for segment in ledger.training:
             for kind, (seconds, count) in self._timeline_rows(segment.timeline, ledger.micro_batch).items():
@@ -181,29 +186,38 @@ class CostModel:
         return replace(time, communication_s=self._exposed_communication_s(ledger, time), rows=table)
 
     def _message_s(self, message: Message) -> float:
+        """Return the seconds that a message takes if nothing overlaps with it."""
         return message.bytes / (message.bytes_per_s * self.link_share) + message.latency_s
 
     def _transfer_s(self, stage: RankProgram, tensors: tuple[BatchLinear, ...], samples: int) -> float:
-        """Seconds to send tensors from one pipeline stage to the next. Each tensor is a message."""
+        """Return the seconds to send tensors from one pipeline stage to the next, each tensor as a
+        message of its own.
+
+        tensors  the bytes of each tensor
+        samples  samples of a micro-batch
+        """
         size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
         return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
 
     def _exposed_communication_s(self, ledger: Ledger, time: Time) -> float:
-        """Seconds of communication that computation does not hide.
+        """Return the seconds of communication that are exposed: no computation overlaps with them.
 
-        - Gradient reductions overlap with backward, which is two thirds of the work of a
-          micro-batch.
-        - All-gathers of parameters overlap with the whole step.
+        - Gradient reductions overlap with the backward of one micro-batch, which is two thirds of
+          its work.
+        - All-gathers of sharded parameters (ZeRO-3) overlap with forward and backward of all
+          micro-batches.
         - The all-gather of updated parameters (ZeRO-1 and ZeRO-2) overlaps with the first forward
-          of the next step, a third of the work of a micro-batch. The share `at_start` must arrive
-          before that forward begins, so it is exposed.
-        - Copies between a device and its host overlap with one kind of work (`during`). Both
-          directions run at once.
+          of the next step, a third of the work of a micro-batch. The share `at_start` of this
+          message must arrive before that forward begins, so it is exposed.
+        - Copies between a device and its host overlap with the work that `during` names. Copies to
+          the device and copies to the host run at the same time.
+        - Messages that do not overlap are exposed completely.
 
-        Of every other message, at least 5 % stays exposed.
+        At least 5 % of each overlapped message is exposed, except of the all-gather of updated
+        parameters.
 
-        Example: backward takes 60 ms and the gradient reduction 80 ms. Then 20 ms are exposed; a
-        reduction of 40 ms would leave 2 ms (5 %).
+        Example: backward takes 60 ms and the gradient reduction 80 ms. Then 20 ms are exposed. Of a
+        reduction of 40 ms, 2 ms (5 %) are exposed.
         """
         shown = 0.0
         whole = work = time.compute_s + time.memory_s + time.launch_s
@@ -225,12 +239,12 @@ class CostModel:
             shown += max(seconds - behind, seconds * EXPOSED_SHARE)
             work = max(work - seconds, 0.0)
         lasts = _work_s(time)
-        for during, ways in with_host.items():  # both directions at once
+        for during, ways in with_host.items():  # both directions run at the same time
             shown += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
         return shown
 
     def segments_s(self, segments: Iterable[Segment], samples: int) -> float:
-        """Seconds of these segments of one micro-batch with `samples` samples, launches
+        """Return the seconds of `segments` for a micro-batch with `samples` samples, launches
         included."""
         busy = started = 0.0
         for segment in segments:
@@ -239,12 +253,12 @@ class CostModel:
         return max(busy, started) if self.machine.device == "cuda" else busy + started
 
     def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
-        """Predict a step of a pipeline by simulating its schedule.
+        """Predict the time of a pipeline's step by simulating its schedule.
 
-        ledgers  by pipeline rank; a rank without a ledger is like the rank before it
+        ledgers  the ledgers by pipeline rank. A rank without a ledger takes as long as the nearest
+                 rank before it that has one
 
-        Returns the time of the busiest rank, with the bubble, and the simulated schedule of all
-        ranks.
+        Returns (time of the busiest rank with its bubble, simulated schedule of all ranks).
         """
         seconds: dict[tuple[int, str], float] = {}
         table = next(iter(ledgers.values())).rank_program.schedule  # type: ignore[union-attr]
@@ -277,7 +291,7 @@ class CostModel:
         busy = [sum(map(lasts, actions)) for actions in table]
         if (
             one.rank_program.continuous
-        ):  # of several steps; the first message of each is asked for when an update is done
+        ):  # the schedule has several steps; a step's first message is requested after an update
             steps = len(table[0]) / 2 / one.micro_batches
             firsts = {known: travel.get((FORWARD, known), 0.0) for known in ledgers}
             slowest = max(ledgers, key=lambda known: busy[known] + steps * firsts[known])
@@ -288,8 +302,12 @@ class CostModel:
         return replace(self.step_time(ledgers[slowest]), bubble_s=waiting), slots
 
     def _stage_times(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
-        """Seconds of each action on one micro-batch (forward, backward, weight gradients), by
-        stage of the pipeline rank `device`."""
+        """Return stage -> {kind of action: seconds for one micro-batch}, for all stages of the
+        pipeline rank `device`.
+
+        The kinds are F (forward), B (backward) and W (weight gradients), as in
+        `cost/pipeline_schedule.py`. W takes 0 s if the schedule does not split the backward.
+        """
         assert ledger.rank_program is not None
         found = {}
         for place, part in enumerate(ledger.rank_program.stage_programs.values()):
@@ -304,8 +322,8 @@ class CostModel:
         return found
 
     def _linear_s(self, segments: Iterable[Segment], samples: int) -> float:
-        """Seconds of the products with weights in a forward. The weight gradients take as long
-        again."""
+        """Return the seconds of the matrix products with weights in a forward. The gradients of
+        these weights take about as long."""
         return sum(
             self.operation_s(operation, samples) * operation.count.at(samples)
             for segment in segments
@@ -314,6 +332,7 @@ class CostModel:
         )
 
     def _time_from_rows(self, rows: Rows, allocation_s: float) -> Time:
+        """Return the time of a step without input, communication and bubble."""
         sums: dict[str, float] = defaultdict(float)
         table = []
         for (phase, kind), (seconds, count) in rows.items():
@@ -328,8 +347,8 @@ class CostModel:
         return Time(
             compute_s=sums["compute"],
             memory_s=sums["memory"],
-            # a CUDA device computes while the CPU launches the next kernels; it waits only if that
-            # takes longer
+            # a CUDA device computes while the CPU launches the next kernels. It waits only if the
+            # launches take longer than the kernels
             launch_s=max(sums["launch"] - busy, 0.0) if self.machine.device == "cuda" else sums["launch"],
             optimizer_s=sums["optimizer"],
             allocation_s=allocation_s,
@@ -337,6 +356,7 @@ class CostModel:
         )
 
     def _timeline_rows(self, timeline: Timeline, samples: int) -> dict[str, tuple[float, float]]:
+        """Return kind of operation -> (seconds without launches, number of launches)."""
         key = timeline, samples
         if key not in self._timelines:
             found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -346,13 +366,14 @@ class CostModel:
                     seconds, before = found[kind]
                     started = (
                         0.0 if kind in COMPILED_ARITHMETIC else count
-                    )  # kinds in COMPUTED launch no kernel of their own
+                    )  # the arithmetic of a compiled kernel has no launch of its own
                     found[kind] = seconds + self.operation_s(operation, samples) * count, before + started
             self._timelines[key] = found
         return self._timelines[key]
 
     def operation_s(self, operation: Operation, samples: int) -> float:
-        """Seconds of one operation without its launch, at the rate of its kind, dtype and size."""
+        """Return the seconds of one operation without its launch, at the machine's rate for its
+        kind, dtype and size."""
         kind = KIND.get(operation.name, "elementwise")
         flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:
@@ -363,8 +384,11 @@ class CostModel:
         return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
 
     def _allocation_s(self, ledger: Ledger) -> float:
-        """Seconds of page faults on a CPU, where glibc returns freed memory to the operating
-        system and new pages are filled with zeros. 0 on a GPU."""
+        """Return the seconds of page faults in a step on a CPU; 0 on a GPU.
+
+        glibc returns freed memory to the operating system, which fills pages with zeros when the
+        memory is allocated and used again.
+        """
         if self.machine.device != "cpu":
             return 0.0
         return extrapolate_layers(ledger, page_fault_bytes) / self.machine.achieved(
@@ -373,7 +397,8 @@ class CostModel:
 
 
 def _work_s(time: Time) -> dict[str, float]:
-    """Seconds of all forwards, all backwards and the optimizer update of a step."""
+    """Return the seconds of a step's work, by the names that `Message.during` has: all forwards
+    ("forward"), all backwards ("backward") and the optimizer update ("update")."""
     sums: dict[str, float] = defaultdict(float)
     for phase, _, seconds, _ in time.rows:
         sums[phase] += seconds
@@ -384,10 +409,10 @@ def _work_s(time: Time) -> dict[str, float]:
 
 
 def _input_s(ledger: Ledger, work_s: float) -> float:
-    """Seconds that a step waits for its samples.
+    """Return the seconds that a step waits for its samples.
 
-    The training loop waits for everything that it prepares itself. Of what workers prepare ahead,
-    it waits for what takes longer than the step.
+    The training loop waits for everything that it prepares itself. If loader workers prepare the
+    samples ahead, the loop waits only for the time by which they take longer than the step's work.
 
     work_s  seconds of the step's work
     """
@@ -396,8 +421,11 @@ def _input_s(ledger: Ledger, work_s: float) -> float:
 
 
 def _product_size(operation: Operation, samples: int, flops: float) -> float:
-    """The size by which the rate of a product is looked up: for one batch, the cube root of
-    rows x columns x depth. Operations without sizes (convolutions) return their FLOPs."""
+    """Return the size by which the machine's rate for a matrix product is looked up.
+
+    It is the cube root of rows x columns x depth of a single product, also for batched products.
+    For operations without `sizes` (convolutions) it is `flops`.
+    """
     if not operation.sizes:
         return flops
     sizes = (max(size.at(samples), 1.0) for size in operation.sizes[1:])

@@ -1,5 +1,5 @@
-"""Show how each method changes memory and time, from one device in fp32 with everything saved to a
-plan."""
+"""Show how each method of a plan changes memory and time. The first row is the reference plan: one
+device, fp32, all activations saved. Each further row adds one method."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from tightfit.runtime.method import name_of
 
 @dataclass(frozen=True)
 class WaterfallRow:
-    """One more method: the plan fields that it sets, and the peak bytes and seconds per step with
-    this method and all before it."""
+    """A row of the waterfall: one more method, and the estimate with this method and all methods
+    before it.
+
+    changes     the plan fields that the method sets, such as "recompute=full"; "" in the first row
+    peak_bytes  bytes of a device at the peak
+    step_s      seconds per step
+    """
 
     method: str
     changes: str
@@ -24,9 +29,9 @@ class WaterfallRow:
 
 
 def waterfall(estimator: Estimator, plan: Plan) -> list[WaterfallRow]:
-    """The rows from the reference plan to `plan`.
+    """Return the rows from the reference plan to `plan`.
 
-    Methods that distribute the job over devices come first, then those of one device, each group
+    Methods that distribute the job over devices come first, then all other methods. Both groups are
     in the order of METHODS. Methods that the plan does not use are left out.
     """
     whole, differences = Plan(), plan.differences()
@@ -43,4 +48,5 @@ def waterfall(estimator: Estimator, plan: Plan) -> list[WaterfallRow]:
 
 
 def _distributes(method: ModuleType) -> bool:
+    """Return whether a method distributes the job over several devices."""
     return any(Plan(**fields).devices > 1 for fields in method.VARIANTS)

@@ -1,7 +1,7 @@
-"""What a whole training takes: its steps, hours, tokens or samples, and its cost.
+"""Predict what a complete training run takes: its steps, hours, samples or tokens, and its cost.
 
 The hours are those of the steps and of compiling. Evaluations, checkpoints and the preparation of
-data are not counted.
+the data before training are not counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tightfit.plan import Plan
 from tightfit.planner.estimate import DEFAULT_STEPS
 from tightfit.units import format_count, format_seconds
 
-BYTES_PER_TOKEN = 4  # of plain text, about: what tokenizers of natural language and code reach
+BYTES_PER_TOKEN = 4  # bytes of plain text per token, about, for natural language and code
 SECONDS_PER_HOUR = 3600
 
 
@@ -28,8 +28,8 @@ SECONDS_PER_HOUR = 3600
 class Length:
     """How long a job trains.
 
-    steps  optimizer steps
-    basis  what the steps follow from; empty for `train.steps`
+    steps  number of optimizer steps
+    basis  how the number was found, such as "2 epochs of 45 samples"; "" if it is `train.steps`
     """
 
     steps: int
@@ -37,11 +37,12 @@ class Length:
 
 
 def length_of(job: Job) -> Length:
-    """The steps of the job's training.
+    """Return the number of optimizer steps of the job, and how it was found.
 
-    They are `train.steps`, or follow from `train.epochs` and the samples of the data. The tokens of
-    text that is packed into sequences are estimated from its size, because counting them takes
-    long. Where the data does not say, the steps are those that a search assumes.
+    The number is `train.steps` if the job sets it. Otherwise it follows from `train.epochs` and the
+    number of samples in the data. If text is packed into sequences, its tokens are estimated from
+    its bytes, because counting them takes long. If the number of samples is unknown, the number of
+    steps is the one that a search assumes, 1,000.
     """
     train = job.train
     if train.steps is not None:
@@ -57,8 +58,8 @@ def length_of(job: Job) -> Length:
 
 
 def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
-    """(training samples of the data, the same in words); None if only reading all data would
-    tell."""
+    """Return (number of training samples in the data, the number in words, such as "about 320
+    samples"). Return None if the data is not available or would have to be read completely."""
     spec, about = job.data, ""
     share = spec.held_out if isinstance(spec, DataSpec) else 0.0
     try:
@@ -76,7 +77,7 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
             if isinstance(source, UserStream):
                 return None
             count = len(source)
-    except InputError:  # the data is not here
+    except InputError:  # the data is not on this machine
         return None
     count = Order(count, share, job.train.seed).training_count
     return (count, f"{about}{count:,} samples") if count > 0 else None
@@ -84,14 +85,14 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
 
 @dataclass(frozen=True)
 class WholeRun:
-    """What a training takes with a plan, from its first step to its last.
+    """What a training run takes with a plan, from its first step to its last.
 
-    steps, steps_basis  as in Length
-    seconds, hours      of the steps and of compiling
-    device_hours        hours of all devices together
-    samples, tokens     that are trained on; tokens only for language models
-    price               of an hour of one device, in any currency; None if it was not given
-    cost                price times device hours
+    steps, steps_basis  `steps` and `basis` of the Length
+    seconds, hours      duration of the steps and of compiling
+    device_hours        hours times the number of devices
+    samples, tokens     how many the model is trained on; tokens is None if it is no language model
+    price               price of one device per hour, in any currency; None if it was not given
+    cost                price times device hours; None without a price
     """
 
     steps: int
@@ -105,7 +106,7 @@ class WholeRun:
     cost: float | None
 
     def content(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """Return the content that `--json` prints."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -120,10 +121,11 @@ class WholeRun:
 
 
 def whole_run(job: Job, predicted: Mapping[str, Any], length: Length, price: float | None = None) -> WholeRun:
-    """The whole training of `job` with a predicted plan.
+    """Return what the complete training of `job` takes with a predicted plan.
 
-    predicted  the content of an Estimate: its `plan`, `time` and rates
-    price      of an hour of one device
+    predicted  what `Estimate.content` returns; only `plan`, `time` and `tokens_per_s` are read
+    length     how long the job trains: see `length_of`
+    price      price of one device per hour; None: no cost is computed
     """
     step_s, compile_s = predicted["time"]["step_s"], predicted["time"]["compile_s"]
     seconds = compile_s + length.steps * step_s
@@ -144,17 +146,24 @@ def whole_run(job: Job, predicted: Mapping[str, Any], length: Length, price: flo
 
 
 def check_price(option: str, price: float | None) -> None:
-    """Raise InputError for a price that is no finite number of at least 0."""
+    """Raise InputError if `price` is negative, infinite or not a number. None is accepted.
+
+    option  the command line option that gave the price, for the message
+    """
     if price is not None and not 0 <= price < math.inf:
-        raise InputError(f"{option} {price}", "is not a price", "give a number, of an hour of one device: 2.5")
+        raise InputError(
+            f"{option} {price}", "is not a price", "give the price of one device per hour as a number, such as 2.5"
+        )
 
 
 def format_hours(hours: float, unit: str = "hours") -> str:
+    """Return hours as text with three digits, such as "0.0319 hours"; without decimals from 100."""
     return f"{hours:,.0f} {unit}" if hours >= 100 else f"{hours:.3g} {unit}"
 
 
 def format_cost(cost: float) -> str:
-    """A cost without a currency: with cents if it is small."""
+    """Return a cost as text without a currency, such as "0.64" or "1,250". Costs of 1,000 or more
+    have no decimals."""
     return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.2f}" if cost >= 0.1 else f"{cost:.2g}"
 
 
