@@ -70,6 +70,6 @@ def test_a_failing_model_s_error_says_how_and_where() -> None:
 
     broken = job("unet").replace(model=Broken)
     with pytest.raises(
-        InputError, match=r"fails on tensors without values: KeyError: 'nothing' \(test_strangers.py, line \d+\)"
+        InputError, match=r"fails on fake tensors: KeyError: 'nothing' \(test_strangers.py, line \d+\)"
     ):
         estimate(broken, tightfit.Plan())

@@ -217,7 +217,8 @@ class Profiler:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
                 if samples not in traced:
                     traced[samples] = self._cached_trace(key, plan, samples, training)
-        pair = sorted(samples for samples in traced if samples > 1)  # 1 sample has other strides and statistics
+        # a trace with 1 sample has other strides and statistics, so it is not interpolated from
+        pair = sorted(samples for samples in traced if samples > 1)
         if micro_batch not in traced and micro_batch > 1 and len(pair) > 1:
             fit = self._fit_two_traces(key, traced, pair[0], pair[-1])
             if fit is not None:

@@ -311,7 +311,8 @@ class Recorder(StorageMode[_Storage]):
         if not fresh and func.is_view:
             return
         mutates = schema_of(func).is_mutable
-        if fresh or mutates or name.startswith("c10d."):  # c10d's schemas do not say that it mutates arguments
+        # collectives (c10d) mutate their arguments, but their schemas do not say so
+        if fresh or mutates or name.startswith("c10d."):
             segment.operations.append(_operation(func, name, args, kwargs, inputs, output))
 
     def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
