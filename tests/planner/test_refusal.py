@@ -34,7 +34,7 @@ def test_a_failed_dry_run_does_not_count_as_out_of_memory(monkeypatch: pytest.Mo
 
     def failing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
         if plan.compile != "none":
-            raise Untraceable("job: model", "fails on tensors without values", "run it")
+            raise Untraceable("job: model", "fails on fake tensors", "run it")
         return dry_run(job, plan, *arguments)
 
     monkeypatch.setattr(finalists, "dry_run", failing)
@@ -51,7 +51,7 @@ def test_without_a_dry_run_the_estimate_is_marked_unconfirmed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: Any) -> Any:
-        raise Untraceable("job: model", "fails on tensors without values", "run it")
+        raise Untraceable("job: model", "fails on fake tensors", "run it")
 
     monkeypatch.setattr(finalists, "dry_run", fail)
     path = tmp_path / "job.yaml"
@@ -60,7 +60,7 @@ def test_without_a_dry_run_the_estimate_is_marked_unconfirmed(
     said = json.loads(capsys.readouterr().out)
     chosen = said["plans"][said["chosen"]]
     assert chosen["fits"]
-    assert chosen["not_confirmed"] == "fails on tensors without values"
+    assert chosen["not_confirmed"] == "fails on fake tensors"
     explain_command(path, None, "a100-80gb", None, 3, False, None, [], False)
     assert "not confirmed, its dry run failed" in capsys.readouterr().out
 

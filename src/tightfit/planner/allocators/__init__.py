@@ -1,1 +1,1 @@
-"""What CUDA's caching allocator and glibc's heap reserve for a step."""
+"""Simulate CUDA's caching allocator and glibc's heap: the bytes that they reserve for a step."""

@@ -1,18 +1,21 @@
 """Simulate torch's CUDA caching allocator: the bytes that it reserves on the device for a step.
 
 The estimator calls `reserved_bytes` for the allocator row of a GPU plan: reserved bytes minus the
-bytes of the tensors. A step's buffers are allocated and freed by the allocator's own rules
-(c10/cuda/CUDACachingAllocator.cpp):
+bytes of the tensors. In this module, a segment is memory that the allocator reserves on the device
+with one call, as in torch's allocator. A memory block is a part of a segment and holds one tensor.
+The allocator's own rules (c10/cuda/CUDACachingAllocator.cpp) decide how a step's buffers are
+allocated and freed:
 
 - Sizes are rounded up to 512 bytes.
-- Blocks up to 1 MiB come from segments of 2 MiB, below 10 MiB from segments of 20 MiB. A larger
-  block gets a segment of its own, in steps of 2 MiB.
-- Best fit: the smallest free block that is large enough is taken and split.
-- Free blocks are coalesced with their neighbours. No segment is returned to the device.
-- With expandable segments, the small and the large blocks each have one segment, which grows.
+- Memory blocks of up to 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of
+  20 MiB. A larger memory block gets a segment of its own, whose size is a multiple of 2 MiB.
+- Best fit: the smallest free memory block that is large enough is taken and split.
+- Free memory blocks are coalesced with their neighbours. No segment is returned to the device.
+- With expandable segments there are two segments, one for small and one for large memory blocks.
+  Both grow.
 
-Example without expandable segments: a tensor of 5 MiB reserves a segment of 20 MiB, and a second
-and third one fit into the same segment. A tensor of 25 MiB reserves 26 MiB. After all are freed,
+Example without expandable segments: a tensor of 5 MiB reserves a segment of 20 MiB, and two more
+tensors of 5 MiB fit into the same segment. A tensor of 25 MiB reserves 26 MiB. After all are freed,
 46 MiB stay reserved. A tensor of 30 MiB then needs a new segment, because the two segments cannot
 be coalesced.
 """
@@ -25,18 +28,20 @@ from tightfit.planner.allocators.simulate import Allocator, FreeList, simulate
 MIN_BLOCK = 512
 SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
 MEDIUM, MEDIUM_SEGMENT = 10 * 2**20, 20 * 2**20
-# the first step creates the optimizer states; the second one lives with the fragmentation that this
-# leaves
+# the first step creates the optimizer states; the second step shows the fragmentation that they
+# cause
 SIMULATED_STEPS = 2
 
 
 class Pool:
-    """The segments of one kind of block, small or large.
+    """The segments for small memory blocks (up to 1 MiB), or those for large memory blocks.
 
-    Addresses are made up. Segments that do not grow are never adjacent, so their blocks are not
-    coalesced.
+    Addresses are simulated. Segments that cannot grow are never adjacent, so memory blocks of
+    different segments are not coalesced.
 
-    reserved  bytes of all segments
+    small       whether the pool is for small memory blocks
+    expandable  whether its segment can grow
+    reserved    bytes of all segments
     """
 
     def __init__(self, small: bool, expandable: bool) -> None:
@@ -46,12 +51,12 @@ class Pool:
         self._free = FreeList()
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """Allocate a block of at least `size` bytes; returns (address, size)."""
+        """Allocate a memory block of at least `size` bytes. Return its (address, size)."""
         block = self._free.take(size)
         if block is None:
             self._grow(size)
             block = self._free.take(size)
-            assert block is not None, "a segment has room for what it was made for"
+            assert block is not None, "a new segment is large enough for its first memory block"
         address, found = block
         rest = found - size
         if rest >= MIN_BLOCK if self.small or self.expandable else rest > SMALL:
@@ -79,9 +84,10 @@ class Pool:
 
 
 class CachingAllocator(Allocator):
-    """torch's CUDA caching allocator, with or without expandable segments.
+    """torch's CUDA caching allocator.
 
-    reserved  bytes of all segments
+    expandable  whether the allocator has expandable segments
+    reserved    bytes of all segments
     """
 
     def __init__(self, expandable: bool) -> None:
@@ -103,7 +109,8 @@ class CachingAllocator(Allocator):
 
 
 def reserved_bytes(ledger: Ledger, expandable: bool, zero_grad_late: bool = False) -> float:
-    """Bytes of the segments that steps of `ledger` leave reserved, without the ledger's fixed rows.
+    """Return the bytes of the segments that are reserved after a few steps of `ledger`, without the
+    ledger's fixed rows.
 
     expandable      whether the allocator has expandable segments
     zero_grad_late  see `simulate`

@@ -1,11 +1,12 @@
-"""Extrapolate what an allocator needs for a very deep model from two shallower ones.
+"""Extrapolate the bytes that an allocator needs for a very deep model from two smaller depths.
 
 An allocator is simulated event by event, which takes minutes for thousands of blocks. If the blocks
-repeat with a period, every further period needs the same. So two depths are simulated, and the line
-through them gives the full depth.
+repeat with a period, every further period needs the same number of bytes. So the model is simulated
+at two smaller depths, and the line through the two results gives the bytes at the full depth.
 
-Example: 1000 equal blocks. The allocator's bytes beside the tensors are 300 MiB with 128 blocks and
-236 MiB with 64, so each block adds 1 MiB. The 1000 blocks need 300 + 872 x 1 = 1172 MiB.
+Example: 1000 equal blocks. The allocator needs 300 MiB more than the tensors with 128 blocks, and
+236 MiB more with 64 blocks, so each block adds 1 MiB. With 1000 blocks, the allocator needs
+300 + 872 x 1 = 1172 MiB more than the tensors.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from tightfit.cost.fewer_blocks import without_blocks
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Segment, Timeline
 
-SIMULATED_BLOCKS = 128  # blocks per stage that are simulated, and half as many, if a stage has more
-MIN_PERIODS = 4  # periods among the simulated blocks, at least
-MAX_PERIOD = 256  # blocks of the longest period that is looked for
-# bytes by which segments, or the end of a heap, may differ between two depths without a trend
+SIMULATED_BLOCKS = 128  # a stage with more blocks is simulated with so many, and with half of them
+MIN_PERIODS = 4  # least number of periods in the simulated blocks
+MAX_PERIOD = 256  # number of blocks in the longest period that is searched for
+# a difference of up to so many bytes between the two depths is no trend: it comes from the sizes of
+# the allocator's segments, or from free memory at the end of a heap
 NOISE_BYTES = 22 * 2**20
 
 
 def extrapolate_layers(ledger: Ledger, taken: Callable[[Ledger], float]) -> float:
-    """Return `taken(ledger)`; for a deep model, extrapolated from two smaller depths.
+    """Return `taken(ledger)`. For a deep model, extrapolate it from two smaller depths.
 
-    taken  bytes that a simulated allocator needs for a step
+    taken  function of a ledger: the bytes that a simulated allocator needs for its step
     """
     period = _period(ledger)
     simulated = SIMULATED_BLOCKS if period is None else max(SIMULATED_BLOCKS, MIN_PERIODS * period)
@@ -38,8 +40,8 @@ def extrapolate_layers(ledger: Ledger, taken: Callable[[Ledger], float]) -> floa
         step = max(simulated // 2 // period, 1) * period
         few, fewer = _without_middle_blocks(ledger, removed), _without_middle_blocks(ledger, removed + step)
         if few.peak().phase == fewer.peak().phase == ledger.peak().phase:  # else not one line
-            # extrapolate only the bytes beyond the tensors: the ledger knows the tensors of all
-            # blocks
+            # extrapolate only what the allocator needs more than the tensors: the ledger has the
+            # tensors of all blocks
             beside = taken(few) - _tensor_bytes(few)
             added = beside - (taken(fewer) - _tensor_bytes(fewer))
             slope = added / step if abs(added) > NOISE_BYTES else 0.0
@@ -53,7 +55,8 @@ def _tensor_bytes(ledger: Ledger) -> float:
 
 
 def _segments_by_stage(ledger: Ledger) -> list[tuple[Segment, ...]]:
-    """The segments of one micro-batch: of the whole model, or of each stage of a pipeline rank."""
+    """Return the segments of one micro-batch, stage by stage: those of each stage of a pipeline
+    rank. Without a pipeline, the model is one stage."""
     if ledger.rank_program is None:
         return [ledger.training]
     return [part.segments for part in ledger.rank_program.stage_programs.values()]
@@ -64,8 +67,8 @@ def _block_numbers(program: Iterable[Segment]) -> list[int]:
 
 
 def _period(ledger: Ledger) -> int | None:
-    """The number of blocks after which the blocks repeat, in every stage; None if the model is not
-    deep or does not repeat.
+    """Return the number of blocks after which the blocks repeat, in every stage. Returns None if a
+    stage has at most SIMULATED_BLOCKS blocks, or if the blocks do not repeat.
 
     Example: a model that alternates sliding-window and full attention has period 2.
     """
@@ -95,19 +98,19 @@ def _period(ledger: Ledger) -> int | None:
 
 
 def _repeats(row: list[tuple[int, ...]], period: int) -> bool:
-    """Whether a stage's blocks repeat with `period`, apart from its ends.
+    """Return whether a stage's blocks repeat with `period`, apart from the first and last blocks.
 
-    The first two blocks and the last are traced individually, so a recomputed segment that contains
-    one of them differs as well.
+    The first two blocks and the last are traced individually. So a group of blocks that is
+    recomputed together and contains one of these differs from the other groups as well.
 
-    row  what identifies each block: its segments' kinds, in order
+    row  for each block of the stage: the kinds of its segments, in order
     """
     start, end = period + 2, len(row) - 2 * period - 2
     return row[start:end] == row[start + period : end + period]
 
 
 def _without_middle_blocks(ledger: Ledger, count: int) -> Ledger:
-    """The ledger without `count` blocks in the middle of each stage."""
+    """Return the ledger without `count` blocks in the middle of each stage."""
     removed: set[int] = set()
     for program in _segments_by_stage(ledger):
         numbers = _block_numbers(program)

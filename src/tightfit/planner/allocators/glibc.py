@@ -1,5 +1,5 @@
-"""Simulate glibc's heap on a CPU: how much memory the process holds, and how many bytes a step gets
-from the operating system again.
+"""Simulate glibc's heap on a CPU: how many bytes the process holds, and how many of them a step
+obtains anew from the operating system.
 
 The estimator calls `peak_heap_bytes` for the allocator row of a CPU plan, and the time model calls
 `page_fault_bytes` for the time of page faults.
@@ -7,45 +7,47 @@ The estimator calls `peak_heap_bytes` for the allocator row of a CPU plan, and t
 **Rules of glibc.** The simulation allocates and frees a step's buffers by glibc's rules (its
 manual, "Malloc Tunable Parameters"; malloc/malloc.c):
 
-- Best fit: the smallest free block that is large enough is taken and split.
-- Free blocks are coalesced with free neighbours.
+- Best fit: the smallest free memory block that is large enough is taken and split.
+- Free memory blocks are coalesced with free neighbours.
 - The heap grows at its end. Free memory at its end is returned to the system once it reaches the
   trim threshold.
-- A block of at least the mmap threshold is mapped on its own if no free block is large enough, and
-  unmapped when it is freed.
-- By default, glibc raises the mmap threshold to the largest block (up to 32 MiB) that it has mapped
-  and seen freed, and the trim threshold to twice that size. Training shows it all sizes early, so
-  the simulation starts with an mmap threshold of 32 MiB.
-- Pages that were returned are new when they are used again: the system fills them with zeros at the
-  first write. These page faults cost time.
+- A memory block of at least the mmap threshold is mapped on its own if no free memory block is
+  large enough, and unmapped when it is freed.
+- By default, glibc raises the mmap threshold to the size of the largest memory block (up to 32 MiB)
+  that was mapped and then freed, and the trim threshold to twice that size. The first steps of a
+  training free memory blocks of all sizes, so the simulation starts with an mmap threshold of
+  32 MiB.
+- Returned pages that are used again are new pages: the system fills them with zeros at the first
+  write. These page faults cost time.
 
 Worked example, in MiB, with default settings. Allocate A = 8, B = 8, C = 7: the heap grows to 23,
 so 23 are page-faulted. Free C: 7 are free at the end, below the trim threshold (2 x 8 = 16), so
 nothing is returned, and allocating 7 again costs nothing. Free C and B: 15 are free, still below
 16. Free A: 23 are free at the end, so the heap is trimmed to nothing, and the next allocation of 8
-costs 8 again. A block of 32 MiB (the largest mmap threshold) costs 32 at every allocation.
+costs 8 again. A memory block of 32 MiB (the largest mmap threshold) costs 32 at every allocation.
 
-**Fragmentation by autograd nodes: a fitted heuristic.** torch asks for blocks that are aligned to
-64 bytes. For such a block, glibc searches for 64 + 32 bytes more than are used, and frees the
-ends, into which small allocations go. The small allocations that stay are those of autograd nodes,
-which live from the forward of a segment to the end of its backward. Meanwhile a freed block is a
-little too small for its own size, and it is not coalesced with its neighbours. The heap is then
-larger than the tensors in it. Which blocks are hit cannot be derived from glibc's rules; it was
-fitted to measured processes in fp32 and bf16:
+**Fragmentation by autograd nodes: a fitted heuristic.** torch requests memory blocks that are
+aligned to 64 bytes. For each of them, glibc searches for 64 + 32 bytes more than are used, and
+frees the unused bytes at both ends. Small allocations then use these bytes. Most small allocations
+are freed soon. Those of autograd nodes live from the forward of a segment to the end of its
+backward. During this time, the freed memory block beside a node is a few bytes too small for a
+tensor of the same size, and it is not coalesced with its neighbours. The heap is then larger than
+the tensors in it. glibc's rules do not say which memory blocks get such a node, so this was fitted
+to measured processes in fp32 and bf16:
 
-- If glibc is told to keep memory, it is also told to coalesce small blocks at once
-  (`engine/launch.py`). Then each saved tensor leaves one node of 48 bytes where a block was, and so
-  does every 12th other block, because an operation has a node whether or not its tensor is saved
-  (recompute drops tensors, not nodes). Outside of the model's blocks, at most one other block per
-  segment leaves a node, because a chunked loss records no nodes.
-- By default, glibc keeps small blocks in caches. Then every second block of a forward leaves a
-  node.
+- If glibc is told to keep memory, it is also told to coalesce small memory blocks at once
+  (`engine/launch.py`). Then there is one node of 48 bytes for each saved tensor, and for every 12th
+  memory block of another tensor, because an operation has a node even if its tensor is not saved
+  (recompute drops tensors, not nodes). Outside of the model's blocks, at most one tensor per
+  segment that is not saved causes a node, because a chunked loss records no nodes.
+- By default, glibc keeps small memory blocks in caches. Then there is a node for every second
+  memory block of a forward.
 
 Example: 8 MiB are freed beside a live node of 48 bytes. The next request for 8 MiB needs 48 bytes
-more than this free block has, so the heap grows by another 8 MiB.
+more than this free memory block has, so the heap grows by another 8 MiB.
 
-The held bytes are predicted with nodes. The page-faulted bytes are predicted without them, which is
-closer to measured times.
+The bytes that the process holds are predicted with nodes. The page-faulted bytes are predicted
+without nodes, which is closer to measured times.
 """
 
 from __future__ import annotations
@@ -56,25 +58,25 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Segment
 from tightfit.planner.allocators.simulate import Allocator, FreeList, simulate
 
-ALIGNMENT = 64  # bytes, of torch's CPU tensors: glibc searches for this much more, and 32 of its own
-GRANULE = 16  # block sizes are multiples of it
+ALIGNMENT = 64  # bytes, of torch's CPU tensors: glibc searches for 64 + 32 more than requested
+GRANULE = 16  # sizes of memory blocks are multiples of it
 PAGE = 4096
 MAX_MMAP_THRESHOLD = 32 * 2**20  # the largest mmap threshold that glibc sets by itself
-ALIGNMENT_SLACK = ALIGNMENT + 2 * GRANULE  # bytes around a block that small allocations can take
-NODE_BYTES = 48  # of an autograd node that stays in the slack of a block
-CACHED_NODE_INTERVAL = 2  # fitted: with glibc's caches, one of so many blocks leaves a node
-UNSAVED_NODE_INTERVAL = 12  # fitted: without them, one of so many unsaved blocks does
-TOP_PAD = 128 * 2**10  # M_TOP_PAD: bytes beyond the request, when the heap grows or is trimmed
-SIMULATED_STEPS = 3  # the last one counts
+ALIGNMENT_SLACK = ALIGNMENT + 2 * GRANULE  # bytes at the ends that small allocations can use
+NODE_BYTES = 48  # of an autograd node at the end of a memory block
+CACHED_NODE_INTERVAL = 2  # fitted: with glibc's caches, every 2nd memory block gets a node
+UNSAVED_NODE_INTERVAL = 12  # fitted: without the caches, every 12th unsaved tensor gets a node
+TOP_PAD = 128 * 2**10  # M_TOP_PAD: extra bytes when the heap grows or is trimmed
+SIMULATED_STEPS = 3  # page faults are counted in the last step
 
 
 class GlibcHeap(Allocator):
     """glibc's heap, with its default settings or told to keep freed memory.
 
-    keeps_memory  freed memory is never returned to the system
-    nodes         simulate autograd nodes that stay between blocks
+    keeps_memory  whether glibc is told never to return freed memory to the system
+    nodes         whether to simulate the autograd nodes between memory blocks
     page_faulted  bytes obtained from the system so far
-    peak          the most bytes that the process had at once
+    peak          the most bytes that the process held at one time
     """
 
     def __init__(self, keeps_memory: bool = False, nodes: bool = False) -> None:
@@ -86,15 +88,15 @@ class GlibcHeap(Allocator):
         self._trim_threshold = math.inf if keeps_memory else 2 * TOP_PAD
         self._mapped = 0
         self._free_list = FreeList()
-        self._top = 0  # end of the last block
+        self._top = 0  # end of the last memory block
         self._heap_end = 0  # end of the heap (the program break)
         self._touched_end = 0  # up to here, pages have been written and are resident
         self._models_nodes = nodes
         self._forward_nodes: list[list[tuple[int, int]]] = []  # nodes of segments whose backward has not begun
         self._nodes: list[tuple[int, int]] = []  # of the current segment
-        self._node_candidates = 0  # blocks so far that count towards the interval
+        self._node_candidates = 0  # memory blocks so far that count towards the interval
         self._outside_block = 0  # allocations so far in the current segment outside of the model's blocks
-        self._pending_nodes = 0  # nodes that the next freed blocks leave
+        self._pending_nodes = 0  # nodes to place in the next freed memory blocks, one in each
 
     def enter(self, segment: Segment | None) -> None:
         if self._phase == "backward":
@@ -123,7 +125,7 @@ class GlibcHeap(Allocator):
             counts = not saved and (in_block or self._outside_block <= UNSAVED_NODE_INTERVAL)
             self._node_candidates += counts
             if saved or (counts and self._node_candidates % UNSAVED_NODE_INTERVAL == 0):
-                self._pending_nodes = 1  # further nodes before the next free fit elsewhere
+                self._pending_nodes = 1  # further nodes before the next free do not count
         elif saved or self._phase == "forward":
             self._node_candidates += 1
             if self._node_candidates % CACHED_NODE_INTERVAL == 0:
@@ -175,11 +177,12 @@ class GlibcHeap(Allocator):
 
 
 def peak_heap_bytes(ledger: Ledger) -> float:
-    """Peak bytes that the heap holds while it serves steps of `ledger`, without the ledger's fixed
-    rows.
+    """Return the peak bytes of the heap during simulated steps of `ledger`, without the ledger's
+    fixed rows.
 
-    More than the tensors' bytes, because freed blocks wait to be reused. Returns 0 if every large
-    block is mapped on its own (`mapped_from`): then the heap adds nothing to the tensors.
+    The peak is larger than the tensors' bytes, because freed memory blocks wait to be reused.
+    Returns 0 if the ledger has an `mmap_threshold`: then every large memory block is mapped on its
+    own, and the heap adds nothing to the tensors.
     """
     if ledger.mmap_threshold is not None:
         return 0.0
@@ -190,8 +193,8 @@ def peak_heap_bytes(ledger: Ledger) -> float:
 
 
 def page_fault_bytes(ledger: Ledger) -> float:
-    """Bytes of a step that are page-faulted: obtained from the system and filled with zeros. 0 if
-    the process keeps what it frees."""
+    """Return the bytes that a step page-faults: the system provides new pages, filled with zeros.
+    Returns 0 if the process keeps the memory that it frees."""
     if ledger.caches_memory:
         return 0.0
     if ledger.mmap_threshold is not None:
@@ -203,14 +206,14 @@ def page_fault_bytes(ledger: Ledger) -> float:
             visits.append(heap.page_faulted - before)
         before = heap.page_faulted
     *passed, update = visits
-    # only the first two micro-batches are simulated; the others are like the second
+    # only the first two micro-batches are simulated; the others are taken to be like the second
     alike = ledger.micro_batches - len(passed) if ledger.rank_program is None else 0
     return sum(passed) + alike * passed[-1] + update
 
 
 def _mapped_bytes(ledger: Ledger, mapped_from: float) -> float:
-    """Bytes of a micro-batch's blocks that are mapped on their own, of at least `mapped_from`
-    bytes."""
+    """Return the bytes of a micro-batch's memory blocks of at least `mapped_from` bytes, which are
+    mapped on their own."""
     sizes = (
         buffer.size.at(ledger.micro_batch)
         for segment in ledger.training

@@ -1,8 +1,8 @@
-"""Simulate an allocator: replay the allocations and frees of a training step.
+"""Simulate an allocator: replay the allocations and frees of training steps.
 
-`FreeList` holds an allocator's free blocks. `Allocator` is the base of the two allocators that are
-simulated: torch's CUDA caching allocator and glibc's heap. `simulate` feeds them the buffers of a
-ledger's steps, in order.
+`FreeList` holds the free memory blocks of an allocator. `Allocator` is the base class of the two
+simulated allocators: torch's CUDA caching allocator and glibc's heap. `simulate` passes the buffers
+of a ledger's steps to an allocator, in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tightfit.cost.recorded_step import Segment
 
 
 class FreeList:
-    """An allocator's free blocks: best fit, and adjacent blocks are coalesced."""
+    """The free memory blocks of an allocator. The smallest block that is large enough is taken
+    (best fit), and adjacent free blocks are coalesced."""
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # sorted (size, address)
@@ -26,8 +27,8 @@ class FreeList:
         self.ends: dict[int, int] = {}  # address of a block's end -> address of the block
 
     def take(self, size: int) -> tuple[int, int] | None:
-        """Remove the smallest free block of at least `size` bytes and return its (address, size);
-        None if there is none."""
+        """Remove the smallest free memory block of at least `size` bytes and return its (address,
+        size). Return None if no free memory block is large enough."""
         place = bisect.bisect_left(self._by_size, (size, -1))
         if place == len(self._by_size):
             return None
@@ -36,8 +37,8 @@ class FreeList:
         return address, found
 
     def insert(self, address: int, size: int) -> tuple[int, int]:
-        """Insert a free block and coalesce it with its free neighbours; returns the (address,
-        size) of the result.
+        """Insert a free memory block and coalesce it with its free neighbours. Return the (address,
+        size) of the coalesced block.
 
         Example: with free blocks [0, 4) and [8, 12), inserting [4, 8) returns (0, 12).
         """
@@ -53,7 +54,7 @@ class FreeList:
         return address, size
 
     def remove(self, address: int) -> int:
-        """Remove the free block at an address; returns its size."""
+        """Remove the free memory block at an address and return its size."""
         size = self.begins.pop(address)
         del self.ends[address + size]
         del self._by_size[bisect.bisect_left(self._by_size, (size, address))]
@@ -61,11 +62,12 @@ class FreeList:
 
 
 class Allocator(ABC):
-    """Base class of simulated allocators. Each block has an owner, a hashable value.
+    """Base class of simulated allocators.
 
-    An owner can have several blocks; the last one allocated is the first one freed.
+    Each memory block has an owner: a hashable value that says what the block is for, such as
+    "batch". If an owner has several memory blocks, the last one allocated is the first one freed.
 
-    segment  the segment that is being simulated; None between segments
+    segment  the segment of the recorded step that is being simulated; None between segments
     """
 
     def __init__(self) -> None:
@@ -74,14 +76,15 @@ class Allocator(ABC):
 
     @abstractmethod
     def allocate(self, size: int) -> Any:
-        """Allocate at least `size` bytes; returns the block, to be passed to `release`."""
+        """Allocate at least `size` bytes. Return the memory block in the form that `release`
+        takes."""
 
     @abstractmethod
     def release(self, block: Any) -> None:
-        """Free a block that `allocate` returned."""
+        """Free a memory block that `allocate` returned."""
 
     def enter_segment(self, segment: Segment | None) -> None:
-        """A segment begins; None: what follows is in no segment."""
+        """Begin a segment of the recorded step. None: what follows belongs to no segment."""
         self.segment = segment
 
     def allocate_for(self, owner: object, size: float) -> None:
@@ -92,7 +95,7 @@ class Allocator(ABC):
             self.release(self._blocks[owner].pop())
 
     def free_owners(self, owners: set[Any]) -> None:
-        """Free all blocks of all `owners`, and clear the set."""
+        """Free all memory blocks of all `owners`, and clear the set."""
         for owner in owners:
             self.free_all(owner)
         owners.clear()
@@ -105,17 +108,18 @@ class Allocator(ABC):
 def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: bool = False) -> Iterator[int]:
     """Allocate and free the buffers of `steps` steps of `ledger`.
 
-    Yields the number of the step after each visit (a micro-batch, or an action of a pipeline rank)
-    and after the optimizer update, so that the caller can read the allocator's counters.
+    Yields the number of the step after each micro-batch (in a pipeline, after each action of the
+    rank) and after the optimizer update, so that the caller can read the allocator's counters.
 
-    zero_grad_late  the training loop zeroes gradients just before backward: they live through the
-                    next step's forward
+    zero_grad_late  whether the training loop zeroes gradients just before backward, so that they
+                    are alive during the next step's forward
     """
     for parameter in ledger.parameters:
         allocator.allocate_for("parameters", parameter.bytes)
     gradients: set[tuple[str, str, float]] = set()
     states = _states(ledger)
-    missing = Counter(states.values())  # created in the first step, each after its gradient
+    # states that are not allocated yet; the first step allocates each after its gradient
+    missing = Counter(states.values())
     if ledger.batches_ahead:
         allocator.allocate_for("batches ahead", ledger.batch_bytes * ledger.micro_batch * ledger.batches_ahead)
     for step in range(steps):
@@ -128,7 +132,7 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
                     allocator.free_owners(before)
                 for buffer, sign in segment.timeline.events:
                     # equal blocks of a model share Buffer objects, so one block may free what
-                    # another allocated: the owner is therefore a description of the buffer
+                    # another block allocated: the owner is therefore a description of the buffer
                     size = buffer.size.at(ledger.micro_batch)
                     owner = buffer.row, buffer.maker, size
                     if sign > 0:
@@ -154,8 +158,9 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
 
 
 def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
-    """(bytes of the optimizer states, bytes of the largest of their blocks) by parameter. A block
-    has at most the parameter's own bytes: Adam's states are two such blocks."""
+    """Return, by parameter: (bytes of the optimizer states, bytes of their largest memory block). A
+    memory block has at most the parameter's own bytes. Example: Adam's two states are two memory
+    blocks."""
     sizes = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
         name: (update.state_bytes, min(sizes[name], update.state_bytes))

@@ -1,1 +1,1 @@
-"""From the user's model on fake tensors to the recorded step."""
+"""Trace the user's model on fake tensors and record its step."""

@@ -1,8 +1,8 @@
-"""Fit two traces of a model, at two micro-batch sizes, to one whose sizes are linear in the
-samples.
+"""Combine the traces of a model at two micro-batch sizes into one trace, whose sizes are linear in
+the number of samples.
 
-Example: a buffer has 6 MiB with 2 samples and 10 MiB with 4. The fit has `Linear(fixed=2 MiB,
-per_sample=2 MiB)`, which gives 34 MiB for 16 samples.
+Example: a buffer has 6 MiB with 2 samples and 10 MiB with 4. In the combined trace its size is
+`BatchLinear(fixed=2 MiB, per_sample=2 MiB)`, which gives 34 MiB for 16 samples.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from tightfit.cost.recorded_step import TRACED_ROWS, BatchLinear, BlockInput, Bu
 def fit_batch_scaling(
     small: tuple[Segment, ...], large: tuple[Segment, ...], samples: tuple[int, int]
 ) -> tuple[Segment, ...] | None:
-    """The segments whose sizes at the two numbers of samples are those of `small` and `large`.
+    """Return segments whose sizes are linear in the number of samples, with the sizes of `small`
+    and of `large` at the micro-batch sizes of these traces.
 
-    samples  of the small and of the large trace
+    small, large  traces of the same model
+    samples       the micro-batch sizes of `small` and `large`
 
-    A segment may run different operations in the two traces, such as a loop over chunks. Then only
-    its largest instant, its end and the number of its operations of each kind are kept.
+    A segment may run different operations in the two traces, for example a loop over chunks. Then
+    only three things of the segment are kept: the bytes at its peak, the buffers that it shares
+    with other segments, and the number of operations of each kind.
 
-    Returns None if the traces have different segments, or if segments leave different buffers to
-    each other.
+    Returns None if the traces have different segments, or if a segment shares different buffers
+    with the other segments in the two traces.
     """
     if [one.key for one in small] != [one.key for one in large]:
         return None
@@ -87,8 +90,9 @@ class _BatchScaling:
         return self.buffers[small]
 
     def _compressed(self, small: Timeline, large: Timeline) -> tuple[tuple[Buffer, int], ...]:
-        """The events of buffers from or for other segments, and one buffer per row for everything
-        else that lives at the largest instant."""
+        """Return the events of the buffers that this segment does not both allocate and free. All
+        other buffers are replaced by one buffer per row, with the row's bytes at the segment's
+        peak."""
         one, other = _Outline(small), _Outline(large)
         common = Counter(map(_event_key, one.outside)) & Counter(map(_event_key, other.outside))
         mine, its = one.kept(common), other.kept(common)
@@ -117,21 +121,21 @@ class _BatchScaling:
         )
 
 
-# a buffer that only one of the traces has may be this share of the segment's largest instant
+# a buffer that only one of the traces has is ignored, up to this share of the segment's peak bytes
 NEGLIGIBLE = 1e-3
 
 
 class _TracesDiffer(Exception):
-    """The two traces leave different buffers behind."""
+    """Raised if a segment shares different buffers with other segments in the two traces."""
 
 
 class _Outline:
     """A timeline as other segments see it.
 
-    outside  events of buffers that it does not allocate, or does not free
-    before   how many of these come before its largest instant
-    inner    bytes by row of its own buffers (allocated and freed inside) at that instant
-    most     all bytes at that instant
+    outside  events of the buffers that the segment does not both allocate and free
+    before   number of outside events before the segment's peak
+    inner    bytes at the peak, by row, of the buffers that the segment both allocates and frees
+    most     bytes at the peak, of all buffers
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -151,8 +155,8 @@ class _Outline:
         self.most = best
 
     def kept(self, common: Counter[Any]) -> list[tuple[Buffer, int]]:
-        """The outside events that are in `common`. Raises _TracesDiffer if a large one is missing
-        there."""
+        """Return the outside events that are in `common`. Raises _TracesDiffer if the event of a
+        large buffer is not in `common`."""
         left, kept = Counter(common), []
         for event in self.outside:
             if left[_event_key(event)]:
@@ -164,8 +168,8 @@ class _Outline:
 
 
 def _event_key(event: tuple[Buffer, int]) -> tuple[str, str, int]:
-    """Equal for the same event in two traces. The row is not part of it: it may differ for a
-    buffer that outlives its segment."""
+    """Return a key that is equal for the same event in two traces. The key does not contain the
+    row, because a buffer that outlives its segment may be in another row."""
     buffer, sign = event
     return buffer.maker, buffer.parameter, sign
 

@@ -1,7 +1,7 @@
 """Cache traces on disk: the same model with the same shapes and the same code is traced only once.
 
-A file is JSON, so it contains data and no code. It has the key of its trace and a checksum. A file
-that cannot be read or verified is replaced by a new trace.
+A cache file is JSON, so loading it runs no code. It contains the key of its trace and a checksum.
+A file that cannot be read, or whose checksum is wrong, is replaced by a new trace.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ VERSION = 3  # of the file format: raise it when the meaning of the content chan
 def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     """Return `make()`, or the cached result of an earlier call with the same key.
 
-    key   what decides the result, as plain data; None: never cached
-    make  traces
+    key   everything that the result depends on, as plain data; None: do not use the cache
+    make  function that makes the trace
     """
     if key is None:
         return make()
@@ -48,13 +48,13 @@ def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
         private_folder(folder)
         write(path, made)
         _evict(folder)
-    except OSError:  # without a writable disk, the trace is only made again next time
+    except OSError:  # the disk is not writable: the next run makes the trace again
         pass
     return made
 
 
 def write(path: Path, programs: RecordedStep) -> None:
-    """Write a trace atomically: the file is complete or does not appear."""
+    """Write a trace atomically: after a failure, the file does not exist or is unchanged."""
     text = json.dumps(to_content(programs), separators=(",", ":"))
     header = {"version": VERSION, "trace": path.stem, "sha256": _checksum(path.stem, text)}
     half = path.with_suffix(f".{os.getpid()}")
@@ -64,7 +64,7 @@ def write(path: Path, programs: RecordedStep) -> None:
 
 def read(path: Path) -> RecordedStep:
     """Read a trace. Raises OSError, ValueError, TypeError, KeyError, IndexError or RecursionError
-    for a file that `write` did not write."""
+    if the file is not what `write` wrote."""
     first, _, text = path.read_text(encoding="utf-8").partition("\n")
     header, text = json.loads(first), text.removesuffix("\n")
     if (header["version"], header["trace"], header["sha256"]) != (VERSION, path.stem, _checksum(path.stem, text)):
@@ -77,8 +77,8 @@ def _checksum(trace: str, text: str) -> str:
 
 
 def cache_key(job: Job) -> Any:
-    """What decides a job's traces, as plain data. None if the model or the loss is the user's own
-    code, or the model comes from a folder: those are not cached."""
+    """Return what a job's traces depend on, as plain data. Returns None for traces that are not
+    cached: if the model or the loss is the user's own code, or if the model comes from a folder."""
     spec = job.model
     if not job.of_transformers or spec.from_ is not None or job.loss is not None:
         return None
@@ -87,14 +87,16 @@ def cache_key(job: Job) -> Any:
 
 @functools.cache
 def _source_hash() -> str:
-    """A hash of the paths and times of the package's files, so that changed code traces again."""
+    """Return a hash of the paths and modification times of the package's files, so that a change of
+    the code leads to new traces."""
     root = Path(tightfit.__file__).parent
     files = sorted(root.rglob("*.py"))
     return hashlib.sha256("".join(f"{path}{path.stat().st_mtime_ns}" for path in files).encode()).hexdigest()
 
 
 def _evict(folder: Path) -> None:
-    """Remove the least recently used traces, and files of versions that used pickle."""
+    """Remove the least recently used traces beyond MAX_FILES, and the pickle files of earlier
+    versions."""
     for path in folder.glob("*.pickle"):
         path.unlink(missing_ok=True)
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)

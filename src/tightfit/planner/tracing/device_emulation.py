@@ -1,8 +1,9 @@
 """Emulate the target device for fake tensors, which are CPU tensors.
 
-Inside `emulate_device("cuda")`, torch decides by device as it would on CUDA: autocast keeps other
-operations in fp32 than on a CPU, and the fused attention kernel supports dropout. torch itself is
-asked which operations have an autocast rule; every build contains the list for CUDA.
+Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Two things
+differ from a CPU: autocast keeps other operations in fp32, and the fused attention kernel supports
+dropout. Which operations have an autocast rule on CUDA is looked up in torch: every build of torch
+contains these rules.
 
 `fake_process_group` lets a single process trace what one of several ranks does.
 """
@@ -32,8 +33,8 @@ from tightfit._torch.pytree import tree_map
 from tightfit.errors import InputError
 from tightfit.target_device import TARGET
 
-# torch/include/ATen/autocast_mode.h: operations that run in 16 bits, and operations that run in the
-# widest dtype of their inputs; all others run in fp32
+# from torch/include/ATen/autocast_mode.h: operations that run in 16 bits (_LOW), and operations
+# that run in the widest dtype of their inputs (_WIDEST); all others with a rule run in fp32
 _LOW = {
     "_convolution", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot",
     "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell",
@@ -78,10 +79,10 @@ def _cuda_rules() -> Iterator[None]:
 
 @cache
 def _cuda_autocast_overloads() -> tuple[OpOverload, ...]:
-    """Operations with an autocast rule on CUDA and none on a CPU.
+    """Return the operations that have an autocast rule on CUDA and none on a CPU.
 
-    The reverse is ignored, because it is rare: reflection padding, 3-d pooling, Fourier transforms
-    and matrix decompositions run in fp32 on a CPU.
+    Operations that have a rule only on a CPU are ignored, because they are rare: reflection
+    padding, 3-d pooling, Fourier transforms and matrix decompositions, which run in fp32 on a CPU.
     """
     found = []
     for name in operation_names():
@@ -124,18 +125,19 @@ def _without_dropout(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Attention with the CPU kernel and no dropout. The CPU kernel is fused only without dropout;
-    CUDA's fused kernel draws the dropout mask inside the kernel."""
+    """Run attention with the CPU kernel and without dropout. The CPU kernel is fused only without
+    dropout, while CUDA's fused kernel draws the dropout mask inside the kernel."""
     return attention.decompose(query, key, value, attn_mask, 0.0, *rest, **named)
 
 
 @contextmanager
 def fake_process_group(count: int, rank: int = 0, group: bool = False) -> Iterator[None]:
-    """Initialise torch.distributed with a fake process group: collectives return at once.
+    """Initialise torch.distributed with a fake process group, whose collectives return at once and
+    send nothing.
 
     count  world size
-    rank   of this process
-    group  make a group for a single process too
+    rank   rank of this process
+    group  whether a single process gets a group, too
 
     Raises InputError if torch.distributed is initialised already.
     """

@@ -1,4 +1,5 @@
-"""Make an example micro-batch for a job: its fields, shapes and dtypes, with any number of samples.
+"""Make an example micro-batch for a job, with the job's fields, shapes and dtypes and any number of
+samples.
 
 The profiler and the dry run use it. Text and images are replaced by synthetic data, so the data
 does not have to exist yet.
@@ -20,17 +21,17 @@ from tightfit.models.objective import IGNORED, Batch, LabelCount, map_tensors, o
 
 PARTS_PER_MILLION = 1_000_000
 TIMED_BATCHES = 2  # batches that are prepared to measure the seconds per sample
-_EXAMPLES = 8  # samples of a user's dataset that are read; batches are as long as their longest
-_TOKENS = 2**22  # of a synthetic text, at most
-_VOCABULARY = 32  # if neither the job nor the model has a size: token values do not matter
+_EXAMPLES = 8  # samples of a user's dataset that are read; the longest sets the batch's length
+_TOKENS = 2**22  # most tokens in an example batch of synthetic text
+_VOCABULARY = 32  # size if neither the job nor the model states one: token values do not matter
 
 
 def example_batch(job: Job) -> tuple[Batch, float]:
-    """Return an example batch and the seconds of preparing one sample.
+    """Return an example batch, and the seconds to prepare one sample.
 
     The batch has the fields, dtypes and lengths of the job's batches, and few samples. The seconds
     are 0.0 if samples need no preparation. Text and large image data do not have to exist; small
-    datasets and the user's own are opened and read.
+    datasets and the user's own datasets are opened and read.
 
     Raises InputError if the data cannot be opened.
     """
@@ -51,11 +52,13 @@ def example_batch(job: Job) -> tuple[Batch, float]:
 
 
 def _seconds_per_sample(job: Job, source: Samples | None) -> float:
-    """Seconds of preparing one sample: the fastest of a few batches, because the first one also
-    opens files and imports modules.
+    """Measure the seconds to prepare one sample. The result is from the fastest of a few batches,
+    because the first batch also opens files and imports modules.
 
     source  the job's own samples; None for text, which is read from memory-mapped tokens, and for
-            data that does not exist: 0.0
+            data that does not exist yet
+
+    Returns 0.0 if `source` is None or a sample is damaged.
     """
     spec = job.data
     if isinstance(spec, DataSpec) and spec.images not in (None, DIGITS):
@@ -74,11 +77,12 @@ def _seconds_per_sample(job: Job, source: Samples | None) -> float:
 
 
 def label_share(job: Job, batch: Batch) -> LabelCount | None:
-    """The share of a micro-batch's labels that are not ignored, as a ratio of two counts.
+    """Return the share of a micro-batch's labels that are not ignored, as a ratio of two counts.
 
-    For text and a masked language model it is `mask_probability`, otherwise the share in the
-    example `batch`. None if the job has its own loss. Padded text for a causal model counts as if
-    every token had a label, as in the example: an upper bound.
+    For text and a masked language model the share is `mask_probability`; otherwise it is counted in
+    the example `batch`. For padded text and a causal model every token counts as a label, as in the
+    example batch: this is an upper bound. Returns None if the job has its own loss or the batch has
+    no labels.
     """
     model = model_input(job)
     targets = None if job.loss is not None else objective_of(None, model.task).targets
@@ -91,13 +95,14 @@ def label_share(job: Job, batch: Batch) -> LabelCount | None:
 
 
 def is_padded(batch: Batch) -> bool:
-    """Whether the batch has an attention mask that masks something."""
+    """Return whether the batch has an attention mask that masks at least one position."""
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
 
 
 def zeros_like_batch(batch: Batch, samples: int) -> Batch:
-    """Zeros shaped like `batch`, with `samples` samples; fake tensors inside FakeTensorMode."""
+    """Return a batch of zeros shaped like `batch`, with `samples` samples. Inside FakeTensorMode
+    its tensors are fake."""
     return map_tensors(lambda tensor: torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype), batch)
 
 
@@ -106,8 +111,8 @@ def _masks_padding(job: Job, spec: DataSpec) -> bool:
 
 
 def _synthetic_spec(job: Job, spec: DataSpec) -> DataSpec | None:
-    """Synthetic data with the shapes of the job's text or images; None if the data itself has to
-    be read."""
+    """Return synthetic data with the shapes of the job's text or images. Returns None if the real
+    data has to be read, because its shapes are not known."""
     model = model_input(job)
     small = {"samples": _EXAMPLES, "held_out": 0.0}
     if spec.synthetic is not None:

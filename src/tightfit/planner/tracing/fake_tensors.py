@@ -1,5 +1,5 @@
-"""Run a model on fake tensors, which have no values: answer operations that read values, and turn
-failures into errors that say what to do.
+"""Run a model on fake tensors, which have no values: give results to operations that read values,
+and turn failures into errors that say what to do.
 
 The profiler and the dry run enter `FakeValues` inside FakeTensorMode.
 """
@@ -45,20 +45,21 @@ _SPLITS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_size
 
 
 class FakeValues(TorchDispatchMode):
-    """A dispatch mode that answers operations which read the values of fake tensors.
+    """A dispatch mode that gives a result to operations which read the values of fake tensors.
 
     An unknown value is 1 or True, so a whole step runs without values. Two kinds of values are
     known: integers that the model writes as constants, and torch.linspace on a CPU. Many image
-    models compute the drop-path rate of each block with linspace, and a rate of 0 creates a block
-    without drop path.
+    models compute the drop-path rate of each block with linspace, and a block whose rate is 0 is
+    created without drop path.
 
-    For speed, initialisation does nothing and the device is answered directly: a deep model asks
-    for both thousands of times.
+    Two frequent operations return at once, because a deep model calls them thousands of times:
+    initialisation does nothing, and the device of a tensor is read directly.
 
-    transformers reads an attention mask only if it is not a fake tensor; otherwise it builds masks
-    that training would not build. Inside this mode it reads the mask, unless `padded`.
+    transformers does not read the values of an attention mask that is a fake tensor, and then
+    builds masks that training would not build. Inside this mode transformers does read the mask,
+    unless `padded`.
 
-    padded  the batch has padding, so there is something to mask
+    padded  whether the batch has padding, so that the mask hides something
     """
 
     def __init__(self, padded: bool = False) -> None:
@@ -92,7 +93,7 @@ class FakeValues(TorchDispatchMode):
             return args[0]
         if (
             func is torch.ops.aten.lift_fresh.default
-        ):  # from `torch.tensor(1.0)`: a parameter may start so and be cast later
+        ):  # called by `torch.tensor(1.0)`: a parameter may be created like this and cast later
             made = func(*args)
             if isinstance(made, FakeTensor) and made.is_floating_point():
                 set_known_value(made, None)  # torch would otherwise keep the constant's dtype after a cast
@@ -111,7 +112,8 @@ class FakeValues(TorchDispatchMode):
 
 
 def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of `func` on constants; with known values, if it is on a CPU."""
+    """Run `func` on fake tensors whose values are known. On a CPU, the values of the result are
+    known as well; on other devices, they are not."""
     made = func(*args, **kwargs)
     fakes = tree_leaves(made)
     if all(fake.device.type == "cpu" for fake in fakes):
@@ -134,17 +136,15 @@ def _default_value(tensor: Tensor) -> bool | int | float:
 
 @contextmanager
 def untraceable_errors(model: nn.Module | None = None) -> Iterator[None]:
-    """Inside this context, a failure on fake tensors becomes an Untraceable with the reason and a
-    remedy.
+    """Inside this context, an error of a model that runs on fake tensors becomes an Untraceable
+    with the reason and a remedy.
 
-    model  checked for recurrent layers, whose kernels have a workspace that fake tensors do not
-           show
+    model  if it has recurrent layers, an Untraceable is raised at once: their kernels allocate a
+           workspace that fake tensors do not show
     """
     recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
     if recurrent:
-        raise _untraceable(
-            f"has {recurrent[0]}, whose kernel keeps a workspace that tensors without values do not show"
-        )
+        raise _untraceable(f"has {recurrent[0]}, whose kernel allocates a workspace that fake tensors do not show")
     try:
         yield
     except InputError:
@@ -153,13 +153,12 @@ def untraceable_errors(model: nn.Module | None = None) -> Iterator[None]:
         raise _untraceable(f"has shapes or branches that depend on the data ({error.func})") from error
     except (RuntimeError, TypeError, ValueError, AssertionError, AttributeError, LookupError) as error:
         message = str(error).strip().partition("\n")[0]
-        raise _untraceable(
-            f"fails on tensors without values: {type(error).__name__}: {message} ({_place(error)})"
-        ) from error
+        raise _untraceable(f"fails on fake tensors: {type(error).__name__}: {message} ({_place(error)})") from error
 
 
 def _place(error: Exception) -> str:
-    """File and line of the last frame outside of torch: in the user's model, or in tightfit."""
+    """Return the file and line of the last stack frame outside of torch, in the user's model or in
+    tightfit."""
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     last = next((frame for frame in reversed(frames) if not frame.filename.startswith(library)), frames[-1])
@@ -168,7 +167,7 @@ def _place(error: Exception) -> str:
 
 def _untraceable(found: str) -> Untraceable:
     return Untraceable(
-        "job: model", found, "run it without a prediction: tightfit train measures what it cannot foresee"
+        "job: model", found, "run the job without a prediction: tightfit train measures what it cannot predict"
     )
 
 

@@ -1,9 +1,9 @@
 """Track live storages by row (parameters, gradients, ...) during a step, on real or fake tensors.
 
 `StorageTracker` is a torch dispatch mode. The dry run uses it on fake tensors, so it can measure
-steps that no device at hand could hold; measurements use it on real tensors. On real tensors, the
-mode sees no single operations inside a compiled region: see `measure/memory.py` for what is done
-there.
+steps that would not fit on this machine. Measurements use it on real tensors. Inside a compiled
+region, the mode does not see the operations on real tensors, so `measure/memory.py` measures
+compiled runs in another way.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Take = Callable[[Run], Result]
 class Peak:
     """Live bytes at the instant of the largest total.
 
-    total      bytes
-    rows       bytes by row
-    phase      forward, backward or optimizer
-    timeline   (phase, live bytes) after each allocation and each free
+    total     live bytes of all rows
+    rows      live bytes by row
+    phase     forward, backward or optimizer
+    timeline  (phase, live bytes) after each allocation and each free
     """
 
     total: int = 0
@@ -48,34 +48,35 @@ class Peak:
 
 @dataclass(eq=False, slots=True)
 class _LiveStorage:
-    """A live storage: its row as known so far, and its bytes."""
+    """A live storage: the row that it was assigned to last, and its bytes."""
 
     row: str = "temporaries"
     size: int = 0
 
 
 class StorageTracker(StorageMode[_LiveStorage]):
-    """Tracks every storage that operations allocate until it is freed. Call `peak` afterwards.
+    """Tracks every storage that operations allocate, until the storage is freed. Call `peak`
+    afterwards.
 
-    The purpose of a storage is often known only after its allocation. A storage counts in the row
-    that it has at the end, for its whole life:
+    The purpose of a storage is often known only after its allocation. For its whole life, a storage
+    therefore counts in the row to which it was assigned last:
 
-    parameters    passed to `assign`, like the batch, the optimizer states and everything else that
-                  exists before the step
-    gradients     became the .grad of one of `parameters`
-    optimizer     passed to `assign`, also after the step, because each update allocates narrow
-                  states again
-    activations   the batch, and what forward allocated and saved for backward
-    temporaries   the rest, including recomputed activations
+    parameters   the model's parameters, and what else `assign` was told to count as parameters
+    gradients    became the .grad of one of `parameters`
+    optimizer    passed to `assign` before the step, and again after it, because each update
+                 allocates 8-bit and 4-bit states again
+    activations  the batch, and what the forward allocated and saved for backward
+    temporaries  all other storages, including recomputed activations
 
-    Example: a matrix product allocates 4 MiB in forward. It is a temporary at first. If it is
-    alive when forward ends, the tracker moves it to activations, from its allocation on.
+    Example: a matrix product allocates 4 MiB in forward. The storage is a temporary at first. If it
+    is alive when the forward ends, the tracker moves it to activations, from its allocation on.
 
-    Phases: forward is the function that `forward` wraps; autograd tells when backward runs;
-    everything between a backward and the next forward is the optimizer. An update in backward
+    Phases: forward is the function that `forward` wraps. Autograd tells when backward runs.
+    Everything between a backward and the next forward is the optimizer. An update in backward
     counts as backward.
 
-    again  the tracker will be entered again. Frees are recorded in between, allocations are not.
+    again  whether the tracker will be entered again; frees are recorded between two uses,
+           allocations are not
     """
 
     again = False
@@ -98,8 +99,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
                 seen.row = row if seen.row != OTHER_MEMORY else OTHER_MEMORY
 
     def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """Wrap the forward of a micro-batch: its arguments, and what it leaves alive, are
-        activations."""
+        """Return `function`, the forward of a micro-batch, wrapped: its arguments, and what it
+        allocates and does not free, count as activations."""
 
         def watched(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             self._assign_gradients(self._parameters)
@@ -117,8 +118,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
         return watched
 
     def peak(self) -> Peak:
-        """The instant of the largest total. A storage counts in the row that it was last assigned
-        to."""
+        """Return the live bytes at the instant of the largest total. A storage counts in the row to
+        which it was assigned last."""
         rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
         for seen, change, phase in self._events:
             if seen.row == OTHER_MEMORY:
@@ -138,7 +139,7 @@ class StorageTracker(StorageMode[_LiveStorage]):
         return super().__enter__()
 
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Record the new size of a storage that is tracked."""
+        """Record the new size of a storage, if the storage is tracked."""
         if id(storage) in self._live:
             self._record(storage)
 
@@ -164,8 +165,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
         self._without_gradient.clear()
 
     def _update_phase(self) -> None:
-        """Find the phase of an operation, and the gradients that were set since the last
-        operation."""
+        """Find the phase of the operation that just ran, and the gradients that were set since the
+        operation before it."""
         if in_backward():
             if self._phase != "backward":
                 self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
@@ -178,14 +179,15 @@ class StorageTracker(StorageMode[_LiveStorage]):
             self._assign_gradients(self._parameters)
 
     def _assign_gradients(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Assign the gradients that exist; returns the parameters without one."""
+        """Count the gradients of `parameters` in the row gradients. Return the parameters whose
+        .grad is None."""
         without = [parameter for parameter in parameters if parameter.grad is None]
         if len(without) < len(parameters):
             self.assign((p.grad for p in parameters if p.grad is not None), "gradients")
         return without
 
     def _record(self, storage: torch.UntypedStorage) -> _LiveStorage:
-        """The record of a storage. Adds an event if it is new or was resized."""
+        """Return the record of a storage. Adds an event if the storage is new or was resized."""
         size = storage.nbytes()
         if id(storage) in self._live:
             seen = self._live[id(storage)][0]
@@ -204,8 +206,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
 
 
 class RunTracker:
-    """Tracks the storages of a run: `take` takes a step inside the tracker, `peak` returns the
-    result. Fake tensors count like real ones."""
+    """Tracks the storages of a run. `take` runs a step inside the tracker, and `peak` returns the
+    result. Fake tensors count like real tensors."""
 
     def __init__(self, run: Run) -> None:
         self._tracker = StorageTracker([*run.model.parameters(), *run.optimizer_weights.values()])
@@ -216,9 +218,9 @@ class RunTracker:
     def take(self, run: Run, micro_batches: list[Batch], take: Take[Result], last: bool = True) -> Result:
         """Return `take(run)`, called inside the tracker.
 
-        micro_batches  those that are in device memory before the step
-        take           takes a step with the run that it is given
-        last           no other step follows
+        micro_batches  the micro-batches that are in device memory before the step
+        take           function that takes a step with the run that it is given
+        last           whether this is the last step inside the tracker
         """
         tracker = self._tracker
         tracker.again = not last
@@ -239,19 +241,19 @@ class RunTracker:
 
 
 def track_peak(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
-    """Return `take(run)` and the peak of the live storages during the call. Arguments as
-    `RunTracker.take`."""
+    """Return `take(run)`, and the peak of the live storages during this call. The arguments are
+    those of `RunTracker.take`."""
     tracking = RunTracker(run)
     result = tracking.take(run, micro_batches, take)
     return result, tracking.peak()
 
 
 def _states_of(run: Run) -> list[Tensor]:
-    """What persists from one update to the next: optimizer states, and the error feedback of
-    compressed gradients."""
+    """Return the tensors that persist from one update to the next: optimizer states, and the error
+    feedback of compressed gradients."""
     return [*state_tensors(run.optimizer), *(run.reduction.states() if run.reduction is not None else [])]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All tensors in the optimizer's states."""
+    """Return all tensors in the optimizer's states."""
     return tensors_in(list(optimizer.state.values()))

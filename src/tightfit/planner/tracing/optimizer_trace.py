@@ -23,12 +23,13 @@ from tightfit.planner.tracing.storages import tensor_bytes
 
 
 def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False) -> dict[str, Update]:
-    """By parameter name: bytes of the optimizer states, and bytes and operations of the second
-    update. The first update creates the states.
+    """Trace the optimizer's update of each parameter. Return, by parameter name, the bytes of its
+    optimizer states, and the bytes and operations of its second update. The first update is not
+    used, because it creates the states.
 
-    model     with fake parameters; they have no gradients afterwards
-    foreach   use torch's foreach kernels, which take all parameters at once, if the optimizer has
-              them
+    model    a model with fake parameters; afterwards their gradients are None
+    foreach  use torch's foreach kernels, which update all parameters at once, if the optimizer has
+             such kernels
     """
     known: dict[object, Update] = {}
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
@@ -53,7 +54,8 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False)
 
 
 def enable_foreach(optimizer: Optimizer) -> None:
-    """Enable foreach kernels if the optimizer has them: torch chooses these by itself on CUDA."""
+    """Enable the optimizer's foreach kernels, if it has any. On CUDA, torch enables them by
+    default."""
     for group in optimizer.param_groups:
         if "foreach" in group:
             group["foreach"] = True
@@ -73,18 +75,25 @@ def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update
 
 
 def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
-    """Bytes of a parameter's states if none were packed in blocks; 0 where none are. kept: as they are."""
+    """Return the bytes that a parameter's states would have if none were packed in blocks of 8-bit
+    or 4-bit codes. Returns 0 if no state is packed.
+
+    kept  bytes of the states as they are
+    """
     packed = [state for state in states.values() if isinstance(state, dict)]
     wide = 4 * parameter.numel() * len(packed)  # a state is packed from fp32
     return wide + kept - tensor_bytes(tensors_in(packed)) if packed else 0
 
 
 def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
-    """The share of an update's temporary bytes that is still alive while the next parameter is
-    updated.
+    """Return the share of an update's temporary bytes that is still alive while the next parameter
+    is updated.
 
-    A Python loop over parameters keeps its local variables until they are assigned again. Traced
-    with a second parameter of the same shape.
+    A Python loop over parameters keeps its local variables until they are assigned again. The share
+    is found by tracing the update together with that of a second parameter of the same shape.
+
+    Example: one update needs 8 MiB of temporaries. If both updates together need 12 MiB, the share
+    is 0.5.
     """
     if alone.foreach_bytes or alone.elements or not alone.transient_bytes:
         return 0.0
@@ -99,8 +108,8 @@ def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float
 
 
 def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
-    """The timeline of the second update of these parameters alone; the first one creates the
-    states."""
+    """Return the timeline of the second update of `parameters` alone. The first update, which
+    creates the states, is not recorded in it."""
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -121,10 +130,12 @@ def _peak_bytes(timeline: Timeline) -> int:
 
 
 def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:
-    """The operations on all gradients before the update: unscale and clip.
+    """Return the operations on all gradients before the update: unscaling and clipping.
 
-    parameters  a parameter may be in the list several times, for several equal ones
-    scaled      the loss is scaled (fp16), so gradients are divided by the scale and checked for inf
+    parameters  all parameters; a parameter is listed several times if it represents equal
+                parameters of removed blocks
+    scaled      whether the loss is scaled (fp16), so that gradients are divided by the scale and
+                checked for inf
     clip        the largest gradient norm; None for no clipping
     """
     if not scaled and clip is None:

@@ -22,9 +22,9 @@ Item = TypeVar("Item")
 class RecordedStep:
     """What a model does with one micro-batch.
 
-    segments    of a training micro-batch (forward and backward), or of an evaluation
+    segments    segments of a training micro-batch (forward and backward), or of an evaluation
     parameters  the model's parameters and buffers
-    blocks      number of repeated blocks
+    blocks      number of the model's blocks; 0 if the whole model is one compiled region
     """
 
     segments: tuple[Segment, ...]
@@ -33,8 +33,8 @@ class RecordedStep:
 
 
 def to_content(programs: RecordedStep) -> dict[str, Any]:
-    """Convert to plain data. Shared buffers, operations and timelines are written once and
-    referred to by number."""
+    """Convert a recorded step to plain data. Each buffer, operation and timeline is written once
+    and referred to by its number."""
     buffers: dict[Buffer, int] = {}
     operations: dict[Operation, int] = {}
     timelines: dict[Timeline, int] = {}
@@ -43,7 +43,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
         return table.setdefault(one, len(table))
 
     def buffer_number(buffer: Buffer) -> int:
-        """The buffer's number; buffers that it refers to get smaller ones."""
+        """Return the buffer's number. Buffers that it refers to have smaller numbers."""
         for source in (*buffer.operands, *buffer.terms):
             buffer_number(source)
         return number(buffers, buffer)
@@ -103,8 +103,8 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
 
 
 def from_content(content: Any) -> RecordedStep:
-    """Convert back what `to_content` returned. Raises ValueError, TypeError, KeyError or
-    IndexError for anything else."""
+    """Convert the plain data that `to_content` returned to a recorded step. Raises ValueError,
+    TypeError, KeyError or IndexError for any other content."""
     buffers: list[Buffer] = []
     for size, row, maker, parameter, operands, terms in content["buffers"]:
         sources = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))

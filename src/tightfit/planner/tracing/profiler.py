@@ -65,24 +65,28 @@ from tightfit.runtime.method import traced_fields
 from tightfit.runtime.recomputed_segments import check_segments
 from tightfit.runtime.run import Run
 
-MAX_TRACED_CHUNKS = 64  # of a chunked loss; a larger micro-batch is extrapolated from fewer chunks
+# a micro-batch with more chunks of a chunked loss is not traced: it is extrapolated from fewer
+# chunks
+MAX_TRACED_CHUNKS = 64
 
 
-ALL_BLOCKS_UP_TO = 16  # `try_segments` tries a model of up to so many blocks with all of them
+ALL_BLOCKS_UP_TO = 16  # `try_segments` runs all blocks of a model that has at most this number
 REMOVED, SKIPPED, EXECUTED = range(3)  # what a trace does with blocks that repeat an earlier block
 
 
 class _RepeatedBlockFailure(Exception):
-    """The model failed because repeated blocks did not run. args[0]: what to do with them instead,
-    SKIPPED or EXECUTED."""
+    """Raised if the model failed because repeated blocks did not run. args[0] says what the next
+    trace does with them: SKIPPED or EXECUTED."""
 
 
 class Profiler:
-    """Traces a job's model, each variant when it is first needed.
+    """Traces a job's model. Each variant (precision, attention kernel, size of the micro-batch and
+    so on) is traced when it is first needed.
 
     job      what to train
-    device   kind of device to predict for: cpu or cuda
-    samples  samples of the example batch; tokens: what it processes, in units of `unit`
+    device   kind of device to predict for: "cpu" or "cuda"
+    samples  number of samples in the example batch
+    tokens   number of tokens in the example batch; of samples, if the model has no tokens
     unit     what throughput counts: "tokens" or "samples"
     """
 
@@ -97,7 +101,7 @@ class Profiler:
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, BlockMap]] = {}
         self._tensor_parallel_models: dict[Any, tuple[nn.Module, BlockMap]] = {}
         self._traced: dict[Any, dict[int, RecordedStep]] = {}  # by the options that need a trace, then by samples
-        self._repeated = REMOVED  # until a model fails without these blocks
+        self._repeated = REMOVED  # SKIPPED or EXECUTED after the model failed
         self._fitted_steps: dict[Any, RecordedStep | None] = {}  # None: not linear, so each size is traced
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
@@ -112,10 +116,11 @@ class Profiler:
         return has_complex_parameters(self.job.model)
 
     def ledger(self, plan: Plan) -> Ledger:
-        """The base ledger of `plan`: its precision, kernels and optimizer, and no other method.
+        """Return the base ledger of `plan`, with its precision, kernels and optimizer. The other
+        methods of the plan are not applied.
 
-        The ledger has one micro-batch that holds the whole batch of one device. Raises InputError
-        if the model cannot be traced.
+        The ledger has one micro-batch: all samples that one device processes in a step. Raises
+        InputError if the model cannot be traced.
         """
         batch = plan.share_of(self.job.train.batch)  # samples of one device
         micro_batch = plan.micro_batch_of(self.job.train.batch)
@@ -139,8 +144,8 @@ class Profiler:
         )
 
     def dataflow(self) -> Dataflow:
-        """The dataflow graph of a forward. A transformers model is traced with only a few of its
-        repeated blocks."""
+        """Return the dataflow graph of a forward; it is traced at the first call. Most repeated
+        blocks of a transformers model are left out of the trace."""
         if self._dataflow is None:
             with self._mode, FakeValues(self.padded):
                 model, depth = self._model(torch.float32, False)
@@ -151,13 +156,13 @@ class Profiler:
         return self._dataflow
 
     def try_segments(self) -> None:
-        """Raise InputError if a run of this job would refuse `recompute: sqrt`. The answer is
-        cached."""
+        """Raise InputError if training with `recompute: sqrt` would be refused, because this
+        model's blocks cannot be recomputed in groups. Later calls reuse the result of the first."""
         if not self._segments_tried:
             self._segments_tried = True
             try:
                 self._try_segments()
-            except Untraceable:  # the dry run reports it
+            except Untraceable:  # the dry run reports this error
                 pass
             except InputError as error:
                 self._segments_refused = error
@@ -177,18 +182,23 @@ class Profiler:
                 check_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
-        """Bytes of one sample on one device."""
+        """Return the bytes of one sample on one device. With context parallelism, the device has
+        only its chunks of the sequence."""
         if plan.cp == 1:
             return tensor_bytes(tensors_in(self.batch)) / self.samples
         with self._mode:
             return tensor_bytes(tensors_in(self._sized(plan, 1)))
 
     def recorded_step(self, plan: Plan, micro_batch: int, training: bool = True) -> RecordedStep:
-        """The recorded step of one micro-batch, with the plan's precision, attention and loss.
+        """Return the recorded step of one micro-batch, with the plan's precision, attention and
+        loss.
 
-        Traced with `micro_batch` samples, or interpolated from two sizes that were traced before.
-        training: forward and backward; else the forward of an evaluation. Raises InputError if the
-        model cannot be traced.
+        The step is traced with `micro_batch` samples, or interpolated from two sizes that were
+        traced before.
+
+        training  True: forward and backward; False: the forward of an evaluation
+
+        Raises InputError if the model cannot be traced.
         """
         kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._samples_per_chunk(plan)
@@ -196,7 +206,7 @@ class Profiler:
         gathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
         layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
         narrow = planning.uses_fully_shard(plan, self.device) and planning.gather_dtype(plan) is not None
-        # a region of the whole model contains its own recomputation
+        # if the whole model is one compiled region, the region contains the recomputation
         again = plan.recompute if plan.compile == "model" else "none"
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
@@ -207,7 +217,8 @@ class Profiler:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
                 if samples not in traced:
                     traced[samples] = self._cached_trace(key, plan, samples, training)
-        pair = sorted(samples for samples in traced if samples > 1)  # strides and statistics differ at 1
+        # a trace with 1 sample has other strides and statistics, so it is not interpolated from
+        pair = sorted(samples for samples in traced if samples > 1)
         if micro_batch not in traced and micro_batch > 1 and len(pair) > 1:
             fit = self._fit_two_traces(key, traced, pair[0], pair[-1])
             if fit is not None:
@@ -226,15 +237,16 @@ class Profiler:
         return self._fitted_steps[key, small, large]
 
     def _samples_per_chunk(self, plan: Plan) -> int:
-        """Samples that fill one chunk of a chunked loss; 0 without one. Below, the chunk grows
-        with the samples; above, the number of chunks does."""
+        """Return how many samples fill one chunk of a chunked loss; 0 if the plan has no chunked
+        loss. A micro-batch with fewer samples has one smaller chunk. A micro-batch with more
+        samples has more chunks of the same size."""
         if plan.chunked_loss is None:
             return 0
         taken = loss.computed_rows(self.labelled, self.tokens, 1) or self.tokens
         return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
 
     def _cached_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> RecordedStep:
-        """A trace; read from the disk cache if the same one was made before."""
+        """Return a trace. If the same trace was made before, read it from the disk cache."""
         model = cache_key(self.job)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
         kernels = self.device == "cuda" and can_generate_kernels()
@@ -253,14 +265,14 @@ class Profiler:
                 raise
 
     def _trace_once(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
-        """One trace. Raises _RepeatedBlockFailure if the model fails while some repeated blocks do
-        not run."""
+        """Trace once. Raises _RepeatedBlockFailure if the model fails while repeated blocks are
+        removed or skipped."""
         with fake_process_group(plan.tp * plan.cp), self._mode, FakeValues(self.padded), emulate_device(self.device):
             run, depth = self._build_traced_run(plan)
             name = self.job.blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
             parameters, count = _parameters(run.model, name, depth), len(depth.names)
-            if plan.compile == "model":  # one region, whose blocks are not visible from outside
+            if plan.compile == "model":  # one compiled region: calls of its blocks are not visible
                 blocks, count = [], 0
             dtype = planning.gather_dtype(plan)
             if planning.uses_fully_shard(plan, self.device) and dtype is not None:  # gathered in a narrow type
@@ -292,8 +304,8 @@ class Profiler:
             return RecordedStep(segments, parameters, count)
 
     def _build_traced_run(self, plan: Plan) -> tuple[Run, BlockMap]:
-        """Build the job's model and apply the methods with TRACED_FIELDS. Also returns the map to
-        the full depth. Call it inside `_mode`."""
+        """Build the job's model and apply the methods with TRACED_FIELDS. Return the run and the
+        model's BlockMap. Call this inside `_mode`."""
         if plan.compile != "none":
             torch.compiler.reset()  # else compilations of earlier traces count against the recompile limit
         run, depth = self._build_model(plan)
@@ -308,8 +320,8 @@ class Profiler:
         return run, depth
 
     def _build_model(self, plan: Plan) -> tuple[Run, BlockMap]:
-        """Build the job's model; with tensor or context parallelism, the part of rank 0. Also
-        returns the map to the full depth. Call it inside `_mode`."""
+        """Build the job's model; with tensor or context parallelism, the part of rank 0. Return a
+        run without data and optimizer, and the model's BlockMap. Call this inside `_mode`."""
         objective = self._objective()
         unset, processor = cast(Any, None), torch.device("cpu")
         model, depth = self._model(materialize.weights_dtype(plan), plan.compile == "model")
@@ -332,11 +344,13 @@ class Profiler:
         return run, depth
 
     def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, BlockMap]:
-        """A model that a method may edit, and the map to the full depth.
+        """Return a model that a method may edit, and its BlockMap.
 
-        A transformers model is created once for each parameter dtype, because a deep one takes a
-        second to create. Later calls copy its modules and share its tensors. Repeated blocks are
-        removed unless `whole`.
+        A transformers model is created once for each parameter dtype, because creating a deep model
+        takes a second. Later calls copy its modules and share its tensors.
+
+        dtype  dtype of the parameters
+        whole  keep all blocks; otherwise the repeated blocks of a transformers model are removed
         """
 
         def create(model: Any) -> nn.Module:
@@ -360,8 +374,9 @@ class Profiler:
         return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
 
     def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, BlockMap]:
-        """The tensor-parallel shard of the model on rank 0, for reading its parameters: nothing
-        else is as it will be in training."""
+        """Return the model as tensor parallelism shards it on rank 0, and its BlockMap. Only its
+        parameters are as in training: context parallelism, sequence parallelism and compile are
+        left out."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._tensor_parallel_models:
             run, depth = self._build_model(plan.replace(cp=1, sequence_parallel=False, compile="none"))
@@ -369,7 +384,7 @@ class Profiler:
         return self._tensor_parallel_models[key]
 
     def _sized(self, plan: Plan, samples: int) -> Batch:
-        """A batch of zeros, shaped like a micro-batch of `samples` on one device."""
+        """Return a batch of zeros, shaped like a micro-batch of `samples` samples on one device."""
         batch = zeros_like_batch(self.batch, samples)
         if plan.cp == 1:
             return batch
@@ -382,8 +397,8 @@ class Profiler:
         )
 
     def parameters(self, plan: Plan) -> tuple[Parameter, ...]:
-        """One device's parameters and buffers, in the dtypes in which the plan stores them,
-        sharded only by tp."""
+        """Return the parameters and buffers of one device, in the dtypes in which the plan stores
+        them. Only tensor parallelism is applied: the other kinds of sharding are not."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
             with fake_process_group(plan.tp), self._mode, FakeValues():
@@ -392,7 +407,8 @@ class Profiler:
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
-        """The optimizer's update of each parameter, by name, with the plan's states and kernels."""
+        """Return the optimizer's update of each parameter, by name, with the optimizer states and
+        kernels of the plan."""
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
         together = optimizer_states.uses_foreach(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
@@ -407,7 +423,8 @@ class Profiler:
         return self._updates[key]
 
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
-        """The operations on all gradients before the update: unscale, norm, clip."""
+        """Return the operations on all gradients before the update: unscaling, norm and
+        clipping."""
         key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
         if key not in self._clippings:
             _, scaled, clip, _ = key
@@ -420,10 +437,10 @@ class Profiler:
 
 
 def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[Parameter, ...]:
-    """Parameters and buffers of the full-depth model.
+    """Return the parameters and buffers of the full-depth model.
 
     model   the model, perhaps without its repeated blocks
-    blocks  the name of the list of blocks, from the job; None to find it
+    blocks  name of the list that holds the blocks, from the job; None to find it
     depth   maps the model's blocks to the full depth
     """
     places, numbers = parameter_uses(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
@@ -442,10 +459,10 @@ def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[
 
 
 def profile(job: Job, plan: Plan | None = None, device: str = "cpu") -> Ledger:
-    """The base ledger of a job on a kind of device (cpu or cuda).
+    """Return the base ledger of a job on a kind of device ("cpu" or "cuda").
 
-    Only those methods of `plan` that decide which operations run are applied. Raises InputError if
-    the model cannot be traced.
+    Of the methods of `plan`, only those that decide which operations run are applied. Raises
+    InputError if the model cannot be traced.
     """
     return Profiler(job, device).ledger(plan or Plan())
 

@@ -83,10 +83,10 @@ class _OpenSegment:
 
     part: str
     phase: str
-    block: int | None = None  # its own number, or that of the block before it
+    block: int | None = None  # number of the block; between blocks, number of the block before
     call: int = 0  # number of this call of the block
     first: int = 0  # sequence number of its first autograd node
-    copy_of: int | None = None  # a skipped block: the block whose segments are copied
+    copy_of: int | None = None  # for a skipped block: number of the block whose segments are copied
     events: list[tuple[_Storage, int]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     needed: tuple[int, int] = (0, 0)
@@ -97,7 +97,10 @@ class _OpenSegment:
 
 @dataclass(eq=False)
 class _Storage:
-    """A Buffer that is being recorded. sources: the storages that backward computed it from."""
+    """A storage while the step is recorded. `_buffer` makes a Buffer of it.
+
+    sources  if a product, cast or sum in backward made the storage: the storages of its inputs
+    """
 
     size: int
     maker: str
@@ -111,7 +114,13 @@ class _Storage:
 
 @dataclass(eq=False)
 class _BlockInput:
-    """A block's input that is being recorded."""
+    """A tensor argument of a block while the step is recorded.
+
+    path          position among the block's arguments
+    size          bytes
+    storage       the argument's storage if this step allocated it, else None
+    has_gradient  whether backward has computed a gradient of the argument
+    """
 
     path: str
     size: int
@@ -123,16 +132,16 @@ class _BlockInput:
 
 
 class Recorder(StorageMode[_Storage]):
-    """Records operations, allocations and frees, by segment: each call of a block is one, and so
-    is what runs between two blocks.
+    """A dispatch mode that records operations, allocations and frees, segment by segment. Each call
+    of a block is a segment, and so is what runs between two blocks.
 
-    Enter it inside FakeTensorMode. Call `begin_segment` in the forward, then `end_forward`,
-    `begin_backward`, and `end_backward`.
+    Enter the mode inside FakeTensorMode. Call `begin_segment` for each segment of the forward, then
+    `end_forward`, `begin_backward` and `end_backward`.
 
-    parameters        the model's, by name
-    forward_segments  in the order of forward
-    segments          all segments, in the order in which they ran
-    phase             forward, backward or inference
+    parameters  the model's parameters, by name
+    segments    segments of the forward, in order
+    program     all segments, in the order in which they ran
+    phase       forward, backward or inference
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -148,22 +157,25 @@ class Recorder(StorageMode[_Storage]):
         self._hooks: list[Any] = []
 
     def see_kernel(self, bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
-        """Record a generated kernel that reads and writes `bytes_accessed` bytes. What it
-        computes on the way is not counted here."""
+        """Record a generated kernel that reads and writes `bytes_accessed` bytes. The kernel's
+        FLOPs are not counted.
+
+        kind  name of the recorded operation
+        """
         name = str(dtype).removeprefix("torch.")
         self.program[-1].operations.append(Operation(kind, name, BatchLinear(), BatchLinear(float(bytes_accessed))))
 
     def mark_existing(self, tensors: Any) -> None:
-        """Mark tensors that exist before the step. They have rows of their own and are no
-        events."""
+        """Mark tensors that exist before the step, such as parameters. Their storages are not
+        recorded, because the ledger has rows of their own for them."""
         self._existing.update(keys_of(tensors_in(tensors)))
 
     def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
         """Begin a segment of the forward.
 
-        part     "block", "between" or another name
-        block    the block's number, or that of the block before the segment
-        copy_of  for a skipped block: the block whose segments are copied
+        part     "block", "between" (after a block) or another name
+        block    number of the block; for part "between", number of the block that ran before
+        copy_of  for a skipped block: number of the block whose segments are copied
         """
         first = next_sequence_number()
         opened = _OpenSegment(part, self.phase, block, self._calls[part, block], first, copy_of)
@@ -172,8 +184,8 @@ class Recorder(StorageMode[_Storage]):
         self.program.append(opened)
 
     def note_inputs(self, arguments: Any) -> None:
-        """Record the tensors that a block is called with, and the storages that this step
-        allocated for them."""
+        """Record the tensors that a block is called with. If this step allocated their storages,
+        record these as well."""
         segment = self.program[-1]
         leaves = tree_flatten_with_path(arguments)[0]
         tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
@@ -186,7 +198,8 @@ class Recorder(StorageMode[_Storage]):
                 tensor.register_hook(given.note_gradient)
 
     def end_forward(self) -> None:
-        """End the forward: what it allocated and is still alive is saved for backward."""
+        """End the forward. Storages that the forward allocated and that are still alive count as
+        activations."""
         for seen in self.notes_of(self._made_in_forward):
             seen.row = "activations"
         self._made_in_forward.clear()
@@ -205,16 +218,23 @@ class Recorder(StorageMode[_Storage]):
         self._enter_backward(-1)
 
     def mark_saved(self, tensor: Tensor) -> Tensor:
+        """Note that autograd saves `tensor` in the current segment. Pack hook of
+        saved_tensors_hooks."""
         segment = self.program[-1]
         segment.needed = len(segment.events), len(segment.operations)
         segment.kept.update(self.notes_of(keys_of([tensor])))
         return tensor.detach()
 
     def deduplicate_loop(self, of: Sequence[int]) -> Iterator[int]:
-        """Run a loop of equal iterations three times: the first two and the last. What the second
-        one did is recorded again for every iteration between.
+        """Yield the indices of a loop of equal iterations, but only the first two and the last. The
+        events and operations of the second iteration are recorded again for every iteration that is
+        left out.
 
-        Runs all iterations if the second one leaves a buffer behind.
+        Example: a loop of 10 iterations runs iterations 0, 1 and 9. What iteration 1 recorded is
+        repeated 7 times.
+
+        All indices are yielded if the second iteration allocates a buffer that it does not free, or
+        frees a buffer that it did not allocate.
 
         of  the iterations' indices
         """
@@ -244,8 +264,11 @@ class Recorder(StorageMode[_Storage]):
             self.program[-1].events.append((seen, 0))
 
     def _enter_backward(self, position: int) -> None:
-        """Backward has reached the forward segment at `position`. Skipped blocks above it come
-        before."""
+        """Begin the backward of the forward segment at `position`. First add the backward segments
+        of the skipped blocks that come after this segment in the forward.
+
+        position  index into `segments`; -1 at the end of backward
+        """
         for between in range(self._lowest - 1, position, -1):
             passed = self.segments[between]
             if passed.copy_of is not None:
@@ -288,7 +311,8 @@ class Recorder(StorageMode[_Storage]):
         if not fresh and func.is_view:
             return
         mutates = schema_of(func).is_mutable
-        if fresh or mutates or name.startswith("c10d."):  # c10d mutates its arguments, and its schemas omit it
+        # collectives (c10d) mutate their arguments, but their schemas do not say so
+        if fresh or mutates or name.startswith("c10d."):
             segment.operations.append(_operation(func, name, args, kwargs, inputs, output))
 
     def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
@@ -332,8 +356,8 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
 
 
 def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
-    """The share of its model FLOPs that an operation really computes: below 1 for attention with a
-    causal mask, which skips masked pairs of queries and keys."""
+    """Return the share of its model FLOPs that an operation computes. The share is below 1 for
+    attention with a causal mask, whose kernels skip the masked pairs of queries and keys."""
     if name not in _ATTENTION:
         return 1.0
     names = [argument.name for argument in schema_of(func).arguments]
@@ -348,8 +372,8 @@ def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Number of (query, key) pairs under a causal mask; the first query attends to the first key
-    only.
+    """Return the number of (query, key) pairs that a causal mask permits, if the first query
+    attends to the first key only.
 
     With s queries and s keys: s (s + 1) / 2. Example: 4 queries and 4 keys give 10 of 16 pairs.
     """
@@ -358,8 +382,9 @@ def causal_pairs(queries: int, keys: int) -> int:
 
 
 def _with_heads_of_query(name: str, args: Any) -> Any:
-    """Arguments of attention with as many key and value heads as query heads: torch 2.11's FLOP
-    formulas refuse fewer (grouped-query attention)."""
+    """Return attention's arguments with as many key and value heads as query heads. torch 2.11's
+    FLOP formulas refuse fewer key and value heads (grouped-query attention). Keys and values are
+    replaced by shapes, because the formulas read only shapes."""
     if not name.startswith("aten._scaled_dot_product_"):
         return args
     at = name.endswith("_backward")
@@ -369,7 +394,8 @@ def _with_heads_of_query(name: str, args: Any) -> Any:
 
 
 def _tensor_bytes_accessed(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements in memory. An expanded dim counts once."""
+    """Return the bytes that a tensor's elements occupy in memory. An expanded dimension (stride 0)
+    counts as one element."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
         count *= size if stride else 1
@@ -377,8 +403,9 @@ def _tensor_bytes_accessed(tensor: Tensor) -> int:
 
 
 def _product_sizes(name: str, args: Any) -> tuple[BatchLinear, ...]:
-    """(batches, rows, columns, depth) of a matrix product, or of attention's first product, which
-    is query x key. Empty for other operations."""
+    """Return (batches, rows, columns, depth) of a matrix product: `batches` products of (rows,
+    depth) x (depth, columns). For attention, they are the sizes of query x key. For other
+    operations, the tuple is empty."""
     if name in _ATTENTION:
         query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
         found = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
@@ -406,16 +433,16 @@ def trace(
     """Record one micro-batch of fake tensors: forward and backward, or the forward of an
     evaluation.
 
-    model     its parameters and buffers are fake tensors too
-    loss_sum  computes the summed loss of a batch
+    model     a model whose parameters and buffers are fake tensors
+    loss_sum  function of a batch that returns its summed loss
     batch     the micro-batch
-    blocks    the model's repeated blocks, in order
-    training  forward and backward; else a forward that saves nothing
-    removed   by number, the blocks that were removed from the model, and the block that each one
+    blocks    the model's blocks, in order, without those that were removed
+    training  True: forward and backward; False: a forward that saves nothing for backward
+    removed   number of each block that was removed from the model -> number of the block that it
               repeats
-    run_all   run all blocks, also those that repeat an earlier one
+    run_all   run all blocks, repeated ones included
 
-    Afterwards the model has no gradients and is otherwise unchanged.
+    Afterwards all gradients are None, and the model is otherwise unchanged.
     """
     parameters = dict(model.named_parameters())
     recorder = Recorder(parameters)
@@ -450,7 +477,8 @@ def trace(
 
 
 def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
-    """Close the recorded segments. Segments of skipped blocks get a copy of their timeline."""
+    """Convert the recorded segments to Segments. A segment of a skipped block gets the timeline of
+    the block that it copies. Segments without events and operations are dropped."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
     closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in program:
@@ -478,7 +506,8 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
 
 
 def _describe_gradient(seen: _Storage, parameter: str) -> None:
-    """Note whose gradient a storage is, and the product, cast or sum that it comes from.
+    """Note which parameter's gradient a storage holds, and the product, cast or sum that computed
+    it.
 
     Example: fp32 weights under bf16 autocast. The weight gradient is a cast of the bf16 product
     grad_output.T @ input, so its operands are the storages of grad_output and input.
@@ -509,7 +538,7 @@ def _to_given(one: _BlockInput) -> BlockInput:
 
 
 def recorded_segments(recorder: Recorder) -> tuple[Segment, ...]:
-    """The segments that a recorder recorded, in the order in which they ran."""
+    """Return the segments that a recorder has recorded, in the order in which they ran."""
     return _closed_segments(recorder.program)
 
 

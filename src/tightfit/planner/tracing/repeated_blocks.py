@@ -1,8 +1,9 @@
-"""Leave out of a trace the blocks that repeat an earlier one.
+"""Leave repeated blocks out of a trace.
 
-Blocks are of one kind if they have the same classes, and parameters and buffers of the same shapes
-and dtypes. Of each kind, the first two and the last are traced. The second one represents those
-between: the recorder copies its segments for each of them.
+Two blocks are of the same kind if their modules have the same classes, and their parameters and
+buffers the same names, shapes and dtypes. Of each kind, the first two blocks and the last block are
+traced. The second block represents the blocks between the second and the last: the recorder copies
+its segments for each of them.
 
 A repeated block is left out in one of two ways:
 
@@ -30,18 +31,19 @@ from tightfit._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
 from tightfit.job import ModelSpec
 from tightfit.models import find_blocks, model_config, with_fewer_blocks
 
-FEW_BLOCKS = 4  # blocks that show whether all are equal: then the third one is removed
+FEW_BLOCKS = 4  # a model with this number of blocks shows whether its blocks are of one kind
 
 Value = TypeVar("Value")
 
 
 def representatives(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
-    """The representative of each repeated block: number of the block -> number of the second of
-    its kind.
+    """Return the representative of each repeated block: number of the block -> number of the second
+    block of its kind.
 
-    Only blocks between the second and the last of a kind have one.
+    Only the blocks between the second and the last block of a kind have a representative.
 
-    lists  for each block, the list that it is in, if kinds must not span several lists
+    lists  for each block, the path of the list that contains it; blocks of different lists are then
+           of different kinds. None: lists are not compared
 
     Example: five equal blocks give {2: 1, 3: 1}.
     """
@@ -52,8 +54,8 @@ def representatives(blocks: list[nn.Module], lists: list[str] | None = None) -> 
 
 
 def _kind(block: nn.Module) -> Any:
-    """Equal for two blocks that do the same: their classes, and the shapes and dtypes of their
-    parameters and buffers."""
+    """Return a key that is equal for blocks of the same kind: the classes of a block's modules, and
+    the names, shapes and dtypes of its parameters and buffers."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     shapes = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors)
     kinds = tuple(type(module) for module in block.modules())
@@ -62,9 +64,9 @@ def _kind(block: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Maps a model without its repeated blocks to its full depth.
+    """Maps the blocks of a model without its repeated blocks to the blocks of the full-depth model.
 
-    names    of all blocks, in order, removed ones included
+    names    names of all blocks, in order, removed blocks included
     removed  number of each removed block -> number of the block that it repeats
     """
 
@@ -73,15 +75,16 @@ class BlockMap:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the blocks that are left, in order."""
+        """Numbers of the blocks that were not removed, in order."""
         return [number for number in range(len(self.names)) if number not in self.removed]
 
     def expand(self, named: dict[str, Value], another: Callable[[Value, str, int], Value]) -> dict[str, Value]:
         """Expand values by name (parameters, updates) to the full depth, in the order of the full
         model.
 
-        named    values of the blocks that are left, and of the rest of the model, by dotted name
-        another  (value, new name, number of the removed block) -> the value for the removed block
+        named    values of the remaining blocks and of the rest of the model, by dotted name
+        another  function of (value, new name, number of the removed block) that returns the value
+                 for the removed block
 
         Example: "layers.1.weight" also gives the values of "layers.2.weight" to "layers.30.weight".
         """
@@ -107,12 +110,12 @@ class BlockMap:
 def create_without_repeated_blocks(
     spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bool
 ) -> tuple[nn.Module, BlockMap]:
-    """Create a transformers model without its repeated blocks, and the map to its full depth.
+    """Create a transformers model without its repeated blocks. Return the model and its BlockMap.
 
-    If the configuration states the number of blocks and all are equal, the repeated blocks are
-    never created.
+    If the configuration states the number of blocks and all are of one kind, the repeated blocks
+    are never created.
 
-    create  creates a model from its spec
+    create  function that creates a model from its spec
     whole   keep all blocks
     """
     few = None if whole else with_fewer_blocks(spec, FEW_BLOCKS)
@@ -127,8 +130,9 @@ def create_without_repeated_blocks(
 
 
 def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> BlockMap | None:
-    """Map a model that was created with FEW_BLOCKS blocks to the full depth of `count` blocks.
-    Returns None if it has other blocks too, or if its blocks differ."""
+    """Reduce a model with FEW_BLOCKS blocks to three and return the BlockMap from these to the full
+    depth of `count` blocks. Returns None if the model has further blocks, or if its blocks are not
+    all of one kind."""
     few = remove_repeated_blocks(model, name)
     lists = {path.rpartition(".")[0] for path in few.names}
     if len(few.names) != FEW_BLOCKS or len(few.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
@@ -142,16 +146,18 @@ def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Blo
 
 
 def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
-    """Remove the repeated blocks of a transformers model, in place.
+    """Remove the repeated blocks of a transformers model, in place. Return the model's BlockMap.
 
-    Removes nothing if layers have different types, share parameters, or are not in a ModuleList.
+    Nothing is removed if the config names layers of different types, if blocks share parameters, or
+    if the blocks are not in a ModuleList.
 
-    name  the list that holds the blocks; None to find it
+    name  name of the list that contains the blocks; None to find it
     """
     blocks = find_blocks(model, name)
     depth = BlockMap(tuple(path for path, _ in blocks))
     config = getattr(model, "config", None)
-    configs = (config, *vars(config).values()) if config is not None else ()  # sub-models have their own
+    # sub-models have configs of their own
+    configs = (config, *vars(config).values()) if config is not None else ()
     mixed = any(len(set(getattr(one, "layer_types", None) or ())) > 1 for one in configs)
     owned = [id(parameter) for _, block in blocks for parameter in block.parameters()]
     lists = [path.rpartition(".")[0] for path, _ in blocks]
@@ -167,14 +173,14 @@ def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
     thin = BlockMap(depth.names, missing)
     if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
         return thin
-    for path, parent in parents.items():  # the remaining blocks are not recognised: restore
+    for path, parent in parents.items():  # find_blocks finds other blocks now: restore all
         own_children(parent).clear()
         own_children(parent).update(before[path])
     return depth
 
 
 class SegmentRecorder(Protocol):
-    """What records the segments: `recorder.Recorder`."""
+    """What `record_blocks` needs of a recorder. `recorder.Recorder` implements it."""
 
     def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None: ...
 
@@ -193,13 +199,13 @@ class _NoRecorder:
 def record_blocks(
     blocks: list[nn.Module], recorder: SegmentRecorder, removed: Mapping[int, int] | None = None, run_all: bool = False
 ) -> Iterator[None]:
-    """Inside this context, each call of a block is a segment of the recorder, and repeated blocks
-    are skipped.
+    """Inside this context, each call of a block is recorded as a segment, and repeated blocks are
+    skipped.
 
-    blocks    the blocks that the model has, in order
-    recorder  is told of the segments
-    removed   by number, the blocks that were removed from the model, and the block that each one
-              repeats: they get segments too
+    blocks    the model's blocks, in order, without those that were removed
+    recorder  its methods are called when a segment begins and when a block's inputs are known
+    removed   number of each block that was removed from the model -> number of the block that it
+              repeats; segments are recorded for removed blocks as well
     run_all   skip no block
     """
     absent = removed or {}
@@ -227,14 +233,15 @@ def record_blocks(
 
 @contextmanager
 def skip_repeated_blocks(blocks: list[nn.Module]) -> Iterator[None]:
-    """Inside this context, repeated blocks return their input. Nothing is recorded."""
+    """Inside this context, repeated blocks return their input without computing. Nothing is
+    recorded."""
     with record_blocks(blocks, _NoRecorder()):
         yield
 
 
 class _RecordedForward:
-    """Replaces a block's forward: runs it as a segment, or skips it if a block of the same kind
-    was called with inputs of the same shapes."""
+    """Replaces the forward of a block. A call runs the block as a segment. It skips the block if
+    the block's representative was called with inputs of the same shapes and dtypes."""
 
     def __init__(
         self,
@@ -265,7 +272,8 @@ class _RecordedForward:
         return output
 
     def _copy_segments(self, number: int, copy_of: int) -> None:
-        """The segments of a block that does not run are copies of its representative's."""
+        """Begin the segments of a block that does not run, as copies of the segments of its
+        representative."""
         self.recorder.begin_segment("block", number, copy_of=copy_of)
         self.recorder.begin_segment("between", number, copy_of=copy_of)
 
@@ -277,9 +285,13 @@ def _describe(leaf: Any) -> Any:
 
 
 def _describe_call(arguments: Any, output: Any) -> Any:
-    """What is known of a call: descriptions of its inputs; the output's tree; for each leaf of the
-    output, the position of an input that is the same or has the same shape; the leaves that are no
-    tensors."""
+    """Return what `_output_without_running` has to know of a call: descriptions of its inputs, the
+    structure of its output, and two lists with an entry for each leaf of the output.
+
+    The first list has the position of an input that is this tensor, or else has the same shape and
+    dtype; None if there is no such input. The second list has the leaf itself if it is not a
+    tensor.
+    """
     inputs = tree_leaves(arguments)
     leaves, tree = tree_flatten(output)
     sources = [_source(leaf, inputs) for leaf in leaves]
@@ -303,8 +315,15 @@ def _constant(leaf: Any) -> Any:
 
 
 def _output_without_running(known: Any, inputs: list[Any]) -> tuple[Any] | None:
-    """The output of a skipped block, in a tuple of one; None if its inputs differ from the known
-    call's, or an output resembles no input."""
+    """Return the output of a skipped block, in a tuple of one element. Its tensors are taken from
+    the block's inputs.
+
+    Returns None if the inputs differ from those of the known call, or if an output tensor has the
+    shape and dtype of no input.
+
+    known   what `_describe_call` returned for the call of the representative
+    inputs  leaves of the skipped block's arguments
+    """
     described, tree, sources, constants = known
     if [_describe(leaf) for leaf in inputs] != described:
         return None

@@ -21,7 +21,7 @@ from tightfit._torch.dispatch import (
 )
 from tightfit._torch.tensors import running_sequence_number, sparse_parts
 
-# AccumulateGrad nodes have sequence numbers from here on; they belong to no operation of the
+# AccumulateGrad nodes have sequence numbers of at least this; they belong to no operation of the
 # forward
 ACCUMULATES = 2**63
 
@@ -31,19 +31,20 @@ Note = TypeVar("Note")
 class StorageMode(TorchDispatchMode, Generic[Note]):
     """A dispatch mode that follows storages by weak references, on real or fake tensors.
 
-    A subclass implements `run_operation`, calls `follow` for each storage that it meets first, and
-    is told of each free by `record_free`. A Note is what it keeps of a storage.
+    A subclass implements `run_operation`, and calls `follow` for each new storage. The mode calls
+    `record_free` when a storage is freed. A Note is what the subclass remembers of a storage.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # by id of the storage
+        # id of a storage -> (its note, a weak reference to it)
         self._live: dict[int, tuple[Note, weakref.ref[torch.UntypedStorage]]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """torch traces compiled regions below this mode. The mode sees their operations when they
-        run; on fake tensors these are the expected kernels."""
+        """Return True: torch traces compiled regions below this mode. The mode sees the operations
+        of a region when they run; on fake tensors, it sees the kernels that compilation is expected
+        to make."""
         return True
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -51,19 +52,23 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
         raise NotImplementedError
 
     def record_free(self, note: Note) -> None:
+        """Record that the storage with this note was freed."""
         raise NotImplementedError
 
     def follow(self, storage: torch.UntypedStorage, note: Note) -> None:
-        """Keep `note` of a storage until it is freed."""
+        """Keep `note` until `storage` is freed, then pass it to `record_free`."""
         self._live[id(storage)] = note, weakref.ref(storage, partial(self._end, id(storage)))
 
     def notes_of(self, keys: Iterable[int]) -> list[Note]:
-        """The notes of those storages that are live and followed. keys: the storages' ids"""
+        """Return the notes of those storages that are followed and not freed yet.
+
+        keys  ids of storages
+        """
         return [self._live[key][0] for key in keys if key in self._live]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
-            return func(*args)  # fake tensors are asked for it all the time
+            return func(*args)  # not recorded; very frequent on fake tensors
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the mode sees the operations on the inner tensors
         return self.run_operation(func, args, kwargs or {})
@@ -75,15 +80,16 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
 
 
 def backward_node() -> int:
-    """The sequence number of the autograd node that runs; at least ACCUMULATES if it belongs to no
-    operation of the forward, or if none runs."""
+    """Return the sequence number of the autograd node that runs. It is at least ACCUMULATES if the
+    node belongs to no operation of the forward, or if no node runs."""
     number = running_sequence_number()
     return ACCUMULATES if number is None else number
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor's bytes. A tensor subclass (such as DTensor) has those of its inner
-    tensors, a sparse tensor those of its indices and values."""
+    """Yield the storages that contain a tensor's bytes. For a tensor subclass (such as DTensor)
+    these are the storages of its inner tensors, for a sparse tensor those of its indices and
+    values."""
     if is_traceable_wrapper_subclass(tensor):
         for inner in map(partial(getattr, tensor), tensor.__tensor_flatten__()[0]):
             if isinstance(inner, Tensor):
@@ -96,12 +102,12 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def keys_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The ids of the storages of `tensors`, each once."""
+    """Return the ids of the storages of `tensors`, each id once."""
     return list(dict.fromkeys(id(storage) for tensor in tensors for storage in storages_of(tensor)))
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages of `tensors`; a shared storage counts once."""
+    """Return the bytes of the storages of `tensors`. A shared storage counts once."""
     storages = {id(storage): storage for tensor in tensors for storage in storages_of(tensor)}
     return sum(storage.nbytes() for storage in storages.values())
 
