@@ -10,7 +10,8 @@ import tightfit
 from tests.planner import cases
 from tightfit.cost.recorded_step import Segment, Timeline
 from tightfit.machine import Machine
-from tightfit.planner.allocators.glibc import GlibcHeap, page_fault_bytes
+from tightfit.planner.allocators.glibc import SIMULATED_STEPS, GlibcHeap, page_fault_bytes, peak_heap_bytes
+from tightfit.planner.allocators.simulate import simulate
 from tightfit.planner.estimate import Estimator
 
 MB = 2**20
@@ -24,7 +25,7 @@ def fetched_by(heap: GlibcHeap, *steps: str) -> int:
         if step.startswith("-"):
             heap.free_last(size)
         else:
-            heap.take(size, size)
+            heap.allocate_for(size, size)
     return round((heap.page_faulted - before) / MB)
 
 
@@ -67,19 +68,19 @@ def fetched_in_passages(heap: GlibcHeap, row: str) -> list[int]:
     found = []
     for _ in range(2):
         for phase in ("forward", "backward"):
-            heap.enter(Segment("block", phase, Timeline()))
+            heap.enter_segment(Segment("block", phase, Timeline()))
             before = heap.page_faulted
             if phase == "forward":
-                heap.take((row, "kept", 4), 4 * MB)
+                heap.allocate_for((row, "kept", 4), 4 * MB)
             for _ in range(2):
-                heap.take("passes", 8 * MB)
-                heap.take("beyond", MB)  # so that what passes is not at the end
+                heap.allocate_for("passes", 8 * MB)
+                heap.allocate_for("beyond", MB)  # so that what passes is not at the end
                 heap.free_last("passes")
             heap.free_all("beyond")
             if phase == "backward":
                 heap.free_all((row, "kept", 4))
             found.append(round((heap.page_faulted - before) / MB))
-        heap.enter(None)
+        heap.enter_segment(None)
     return found
 
 
@@ -97,10 +98,10 @@ def test_every_twelfth_unsaved_block_leaves_an_autograd_node() -> None:
     most = {}
     for part in ("block", "after"):
         heap = GlibcHeap(keeps_memory=True, nodes=True)
-        heap.enter(Segment(part, "forward", Timeline()))
+        heap.enter_segment(Segment(part, "forward", Timeline()))
         for _ in range(40):  # as of a loss in chunks
-            heap.take("chunk", 8 * MB)
-            heap.take("beyond", MB)
+            heap.allocate_for("chunk", 8 * MB)
+            heap.allocate_for("beyond", MB)
             heap.free_last("chunk")
             heap.free_last("beyond")
         most[part] = round(heap.peak / MB)
@@ -113,3 +114,13 @@ def test_unsaved_blocks_leave_nodes_if_small_ones_are_cached() -> None:
         fetched_in_passages(GlibcHeap(nodes=True), "temporaries")[0]
         > fetched_in_passages(GlibcHeap(), "temporaries")[0]
     )
+
+
+def test_autograd_nodes_of_a_step_are_simulated() -> None:
+    """They occupy memory between the blocks of a model that recomputes, so its heap is larger."""
+    job = cases.job("llama", batch=8)
+    ledger = Estimator(job, Machine.detect()).estimate(tightfit.Plan(recompute="full", allocator="tuned")).ledger
+    plain = GlibcHeap(ledger.caches_memory)
+    for _ in simulate(plain, ledger, SIMULATED_STEPS):
+        pass
+    assert peak_heap_bytes(ledger) > plain.peak

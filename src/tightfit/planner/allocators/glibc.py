@@ -98,7 +98,7 @@ class GlibcHeap(Allocator):
         self._outside_block = 0  # allocations so far in the current segment outside of the model's blocks
         self._pending_nodes = 0  # nodes to place in the next freed memory blocks, one in each
 
-    def enter(self, segment: Segment | None) -> None:
+    def enter_segment(self, segment: Segment | None) -> None:
         if self._phase == "backward":
             for note in self._nodes:
                 self._free_range(*note)
@@ -114,7 +114,7 @@ class GlibcHeap(Allocator):
     def _phase(self) -> str:
         return "" if self.segment is None else self.segment.phase
 
-    def take(self, owner: object, size: float) -> None:
+    def allocate_for(self, owner: object, size: float) -> None:
         super().allocate_for(owner, size)
         saved = isinstance(owner, tuple) and owner[0] == "activations"
         if not self._models_nodes or not self._phase:
