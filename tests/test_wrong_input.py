@@ -194,7 +194,7 @@ MISTAKES = [
     ),
     Mistake("plan file that is not there", {}, ("no such file",), ("job.yaml", "--plan", "nowhere.yaml")),
     # the command
-    Mistake("resume of nothing", {}, ("no checkpoint there", "--resume"), ("job.yaml", "--resume")),
+    Mistake("resume of nothing", {}, ("no checkpoint in this folder", "--resume"), ("job.yaml", "--resume")),
     Mistake("out is a file", {}, ("is a file", "folder"), ("job.yaml", "--out", "out"), {"out": ""}),
 ]
 

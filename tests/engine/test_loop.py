@@ -29,7 +29,7 @@ def test_steps_report_loss_norm_and_counts() -> None:
 def test_labels_outside_the_classes_are_refused_by_name() -> None:
     job = tightfit.Job(model=lambda: torch.nn.Linear(3, 5), data=[(torch.zeros(3), 7)] * 4)
     run = tightfit.build(job)
-    with pytest.raises(InputError, match=r"labels that are none of the model's 5 classes \(Target 7(.|\n)*from 0 to 4"):
+    with pytest.raises(InputError, match=r"labels outside of the model's 5 classes \(Target 7(.|\n)*from 0 to 4"):
         next(iter(tightfit.train(run)))
 
     def generated(batch: object) -> torch.Tensor:

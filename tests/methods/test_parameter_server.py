@@ -143,4 +143,4 @@ def refused(fields: dict[str, Any]) -> str:
 
 def test_zero_3_refuses_mixed_types_in_one_gather() -> None:
     for said in together(2, HERE + "refused", {"zero": 3, "dp_shard": 2}):
-        assert "Numbers has parameters of its own that are not" in said
+        assert "Numbers has both float32 parameters and parameters of another dtype" in said

@@ -624,11 +624,11 @@ REFUSED: dict[type[nn.Module], str] = {
     Remembers: "self.embed(x) + self.positions",
     Counts: "each forward changes calls",
     Noise: "noise",
-    DecidesByHidden: "decides by",
+    DecidesByHidden: "reads (in Python) a value that its stage",
     TwoLists: "once, in order",
     CollectsLater: "registers a hook on blocks.0",
-    LeavesInList: "block 2 is called with a value that a block leaves behind",
-    LeavesReturnedInList: "block 2 is called with a value that a block leaves behind",
+    LeavesInList: "block 2 uses a value that an earlier block stored instead of returning",
+    LeavesReturnedInList: "block 2 uses a value that an earlier block stored instead of returning",
     LeavesReturnedOnSelf: "self.blocks[1].returned",
     ReplacesBufferInBlock: "self.through(self.before(x), x) * seen",
 }
@@ -813,7 +813,7 @@ def test_a_checkpoint_has_the_statistics_of_the_owning_stage(tmp_path: Path, nam
 def test_a_stage_creates_only_its_own_parameters() -> None:
     check("PositionsAndResidual", {"pp": 2, "materialize": "device"})
     for found in together(2, HERE + "train_stage", "Relative", {"pp": 2, "materialize": "device"}):
-        assert "relative.weight is used on another stage than it is defined for" in found
+        assert "relative.weight is used on another pipeline stage than the stage that creates it" in found
 
 
 @pytest.mark.parametrize("name", [model.__name__ for model in REFUSED])
