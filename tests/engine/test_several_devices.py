@@ -122,6 +122,7 @@ def test_context_parallel_sequences_train_like_whole_ones(fields: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", part(["gpt2", "vit", "llama", "bert"], 4))
+@pytest.mark.slow
 def test_pp_tp_and_zero_3_together_train_like_one_device(name: str) -> None:
     """Pipeline, tensor parallelism and ZeRO's third stage with recomputation, clipped: eight processes."""
     hold(name, CUBE, clip=0.1)

@@ -384,6 +384,7 @@ def test_a_plan_too_large_in_its_dry_run_says_what_it_needs(monkeypatch: pytest.
     assert reason.endswith(", 78.8 GiB are available")
 
 
+@pytest.mark.slow
 def test_results_list_faster_plans_that_do_not_fit() -> None:
     free = search(cases.job("llama"), GPU, {"states": "fp32"})[0]
     chosen, *others = search(limited(free.peak_bytes - 2e6), GPU, {"states": "fp32"})

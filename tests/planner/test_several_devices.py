@@ -305,6 +305,7 @@ def test_more_devices_than_samples_split_the_model() -> None:
         search(job, Machine.named("a100-80gb:8"), {"compile": "none", "dp_replicate": 8})
 
 
+@pytest.mark.slow
 def test_a_pinned_pipeline_is_split_by_cost() -> None:
     wide = {**LLAMA, "vocab_size": 60000, "hidden_size": 2048, "max_position_embeddings": 1024}
     job = JOB.replace(model=wide, data={"synthetic": "tokens", "sequence_length": 1024})
@@ -359,6 +360,7 @@ def test_latency_grows_with_the_number_of_calls(estimator: Estimator) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["none", "block"])
+@pytest.mark.slow
 def test_a_stage_sends_its_share_of_tensor_parallel_messages(compiled: str) -> None:
     """The tp devices of half of the blocks send half of the messages, compiled or not."""
     estimator = Estimator(JOB, Machine.named("a100-80gb:8"))

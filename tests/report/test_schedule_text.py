@@ -39,6 +39,7 @@ def test_a_picture_has_every_action(tmp_path: Path) -> None:
             assert drawn.count(f"fill: {colour}") == actions + bool(actions)  # and once in the legend
 
 
+@pytest.mark.slow
 def test_explain_draws_the_pipeline_or_says_there_is_none(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     command = ["explain", str(tmp_path / "job.yaml"), "--machine", "a100-80gb:2", "--timeline", str(tmp_path / "t.svg")]
