@@ -23,8 +23,8 @@ __all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_
 
 
 def open_samples(job: Job) -> Samples | UserStream:
-    """The samples of a job's data, prepared now or taken from the cache; a UserStream if the data
-    is an iterable.
+    """Open the samples of a job's data, and prepare the data if the cache does not have it yet.
+    Returns a UserStream if the data is an iterable without a length.
 
     Raises InputError for data that is missing, empty or damaged, or that the job's model cannot
     take.
@@ -41,8 +41,8 @@ def open_samples(job: Job) -> Samples | UserStream:
 
 
 def model_input(job: Job) -> ModelInput:
-    """The inputs that a job's model takes, as far as its config says; fields that it does not say
-    are None."""
+    """Return which inputs a job's model takes, read from the model's config. Fields for which the
+    config has no value are None."""
     config = model_config(job.model) if isinstance(job.model, ModelSpec) else None
     text = text_config(config)
     size = getattr(config, "image_size", None)

@@ -1,8 +1,8 @@
 """The cache of prepared data (token files, tokenizers, lists of damaged images).
 
-Each entry is a folder, named by a fingerprint of its inputs. It is either complete or absent. A
-manifest beside it holds the size and checksum of each file. If they do not match, the folder is
-made again.
+Each entry is a folder, named by a fingerprint of what its content depends on. The folder is either
+complete or absent. A manifest next to the folder holds the size and checksum of each file. If these
+do not match the files, the folder is made again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ _END_BYTES = 2**20
 
 
 def fingerprint(content: Any) -> str:
-    """A hash of JSON-like content, 32 hex digits. Equal content has equal fingerprints."""
+    """Return a hash of JSON-like content: 32 hex digits. Equal content has equal fingerprints."""
     text = json.dumps([_FORMAT_VERSION, content], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """(path, size in bytes, modification time in ns) of each file. They change when a file is
-    changed."""
+    """Return (path, size in bytes, modification time in ns) of each file. The result differs after
+    a file was changed."""
     return [(str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in files]
 
 
 def cached_folder(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
-    """The cache folder for `identity`; if there is none yet, `make(folder)` fills it now.
+    """Return the cache folder for `identity`. If the cache has no valid one, `make(folder)` fills a
+    new folder first.
 
-    kind      the kind of the content, which begins the folder's name
+    kind      the kind of content, such as "tokens"; the folder's name begins with it
     identity  JSON-like: everything that the content depends on
 
     The folder is filled under another name and renamed when it is complete, so an interrupted run
@@ -81,7 +82,7 @@ def _manifest(folder: Path) -> Path:
 
 
 def _is_valid(folder: Path) -> bool:
-    """Whether the folder exists and its files match its manifest."""
+    """Return whether the folder exists and its files match its manifest."""
     try:
         return folder.exists() and json.loads(_manifest(folder).read_text()) == _checksums(folder)
     except (OSError, ValueError):
@@ -89,7 +90,7 @@ def _is_valid(folder: Path) -> bool:
 
 
 def _checksums(folder: Path) -> dict[str, list[Any]]:
-    """[size in bytes, checksum] of each file, by its path within the folder."""
+    """Return {path within the folder: [size in bytes, checksum]} for all files in the folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): [path.stat().st_size, _checksum(path)] for path in files}
 
@@ -106,8 +107,8 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Only one process at a time is inside. The operating system releases the lock if the process
-    dies."""
+    """Let only one process at a time into the context. If that process dies, the operating system
+    releases the lock."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,5 +1,5 @@
-"""Collation of the user's own samples: convert them to tensors, check them against the model, stack
-them."""
+"""Collation of the user's own samples: converts them to tensors, checks them against the model, and
+stacks them to batches."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tightfit.models.objective import IGNORED, Batch
 
 
 def as_tensors(sample: Any) -> Any:
-    """A sample with its arrays and lists of numbers converted to tensors. Single numbers stay as
-    they are.
+    """Convert a sample's arrays and lists of numbers to tensors. Other lists become tuples; single
+    numbers stay as they are.
 
     Raises InputError for any other kind of value.
     """
     if isinstance(sample, Tensor | bool | int | float | np.number | np.bool_):
         return sample
     if isinstance(sample, np.ndarray) and sample.dtype.kind in "biufc":
-        return torch.from_numpy(sample.copy())  # a copy: the dataset's own may be read-only, or change
+        return torch.from_numpy(sample.copy())  # copied: the dataset's array may be read-only
     if isinstance(sample, dict):
         return {name: as_tensors(value) for name, value in sample.items()}
     if isinstance(sample, tuple):
@@ -44,7 +44,8 @@ def as_tensors(sample: Any) -> Any:
 
 
 def _array_of(values: list[Any]) -> NDArray[Any] | None:
-    """Nested lists of numbers as an array; None if they hold anything else, or differ in length."""
+    """Convert nested lists of numbers to an array. Returns None if they hold anything else, or
+    differ in length."""
     innermost: Any = values
     while isinstance(innermost, list) and innermost:
         innermost = innermost[0]
@@ -58,7 +59,7 @@ def _array_of(values: list[Any]) -> NDArray[Any] | None:
 
 
 def tensors_in(sample: Any) -> list[Tensor]:
-    """The tensors of a sample of nested dicts and tuples."""
+    """Return all tensors in a sample of nested dicts and tuples."""
     if isinstance(sample, Tensor):
         return [sample]
     values = sample.values() if isinstance(sample, dict) else sample if isinstance(sample, tuple) else ()
@@ -66,7 +67,7 @@ def tensors_in(sample: Any) -> list[Tensor]:
 
 
 def items_in(sample: Any) -> int:
-    """The number of tokens of a sample with `input_ids`, else 1."""
+    """Return the number of tokens of a sample with `input_ids`, and 1 for other samples."""
     return sample["input_ids"].numel() if isinstance(sample, dict) and "input_ids" in sample else 1
 
 
@@ -78,8 +79,8 @@ _LABELS_FIX = {
 
 
 def warn_unshifted(sample: Any, model: ModelInput) -> None:
-    """Warn if labels look like a language model's but the model has no task, so that they are not
-    shifted."""
+    """Warn if labels look like those of a causal language model, but will not be shifted because
+    the model has no task."""
     if model.task is not None or model.own_loss or not isinstance(sample, dict):
         return
     ids, labels = sample.get("input_ids"), sample.get("labels")
@@ -94,7 +95,7 @@ def warn_unshifted(sample: Any, model: ModelInput) -> None:
 
 
 def check_labelled(sample: Any, model: ModelInput) -> None:
-    """Refuse samples without labels if the loss of the model's task needs labels."""
+    """Raise InputError if a sample has no labels, but the loss of the model's task needs them."""
     if model.own_loss:
         return
     if isinstance(sample, dict):
@@ -119,8 +120,8 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
 
 
 def collate(samples: list[Any], model: ModelInput) -> Batch:
-    """A batch: the samples, padded if their rows differ in length, stacked by torch's
-    default_collate.
+    """Stack samples to a batch with torch's default_collate. Rows that differ in length are padded
+    first.
 
     Raises InputError if the samples cannot be stacked, or if the model has no embedding or class
     for an id.
@@ -140,10 +141,10 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
 
 
 def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any]]:
-    """Rows (1-D tensors) padded on the right to the longest: labels with IGNORED, other fields with
-    0.
+    """Pad rows (1-D tensors) on the right to the longest row of their field: labels with IGNORED,
+    other fields with 0.
 
-    An attention mask is added if the samples have none, except for causal-lm, which needs none.
+    An attention mask is added if the samples have none. A causal-lm needs no mask and gets none.
     Example: input_ids of 3 and 5 tokens both get 5; the masks are 1 1 1 0 0 and 1 1 1 1 1.
     """
     rows = [name for name, value in samples[0].items() if isinstance(value, Tensor) and value.dim() == 1]
@@ -166,8 +167,8 @@ def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any
 
 
 def _check_ids(batch: Batch, model: ModelInput) -> None:
-    """Refuse ids for which the model has no embedding or class: on a GPU they would abort the
-    process without a clear error."""
+    """Raise InputError for ids for which the model has no embedding or class. On a GPU such ids
+    would abort the process without a clear error."""
     if isinstance(batch, dict) and "input_ids" in batch:
         model.check_ids(batch["input_ids"])
     if model.task == "classification" and not model.own_loss:

@@ -1,10 +1,12 @@
-"""Chunks of long documents, so that the memory for tokenizing does not grow with a document.
+"""Splits long documents into chunks, so that the memory for tokenizing does not grow with their
+length.
 
-A document is split at a single white-space character between two others, and only where tokenizing
-both sides together gives the same tokens as tokenizing each alone. The tokens are then those of the
-whole document. Some tokenizers (Llama 2's) put a space before every text; for these, the right side
-loses its own space. A word that is longer than half a chunk is split inside, and its halves are
-tokenized as separate words.
+A document is split before a single white-space character, at a place where tokenizing the two sides
+separately gives the same tokens as tokenizing them together. The chunks then have the same tokens
+as the full document. Some tokenizers (Llama 2's) put a space before every text; for these, the
+space at the start of the right side is dropped. If no such place is found among the last 50 spaces
+of a chunk, the document is split before the last space. A word that is longer than half a chunk is
+split inside the word, and its parts are tokenized as separate words.
 
 Example: "the cat sat" splits into "the cat" and " sat" for a tokenizer whose tokens are
 "the", " cat" and " sat". For a tokenizer that adds a space itself, it splits into "the cat" and
@@ -21,7 +23,7 @@ from tightfit.data.text import Document
 
 PIECE = 1 << 17  # characters
 CONTEXT = 64  # characters on each side of a split that are tokenized to see whether it changes tokens
-TRIED = 50  # places that are tried for a split
+TRIED = 50  # how many places are tried for a split
 
 _GAP = re.compile(r"(?<=\S)\s(?=\S)")
 
@@ -32,8 +34,8 @@ Encode = Callable[[str], list[int]]
 class DocumentChunk:
     """A chunk of a document.
 
-    field         the field that it is from: "text" or "target"
-    begins, ends  whether it is the first and the last chunk of the field
+    field         the document's field that the chunk is from: "text" or "target"
+    begins, ends  whether this is the first chunk of the field, and whether it is the last
     """
 
     field: str
@@ -43,8 +45,8 @@ class DocumentChunk:
 
 
 def chunk_documents(documents: Iterable[Document], encode: Encode, piece: int) -> Iterator[DocumentChunk]:
-    """The documents in chunks of at most `piece` characters. encode: text -> token ids, without
-    special tokens."""
+    """Yield the documents in chunks of at most `piece` characters. encode: text -> token ids,
+    without special tokens."""
     text = _Splitter("text", encode, piece)
     for document in documents:
         yield from text.split(document.text, document.is_last_part)
@@ -78,12 +80,12 @@ class _Splitter:
 
 
 def _split(text: str, encode: Encode, piece: int) -> tuple[str, str]:
-    """The first chunk of a text, at most `piece` characters, and the rest."""
+    """Return (the first chunk of a text, of at most `piece` characters, the rest of the text)."""
     places = [match.start() for match in _GAP.finditer(text, piece // 2, piece)][-TRIED:]
     for place in reversed(places):
         left, right = text[max(place - CONTEXT, 0) : place], text[place : place + CONTEXT]
         whole = encode(left + right)
-        for dropped in (0, 1):  # characters of the right side
+        for dropped in (0, 1):  # how many characters of the right side are dropped
             if whole == encode(left) + encode(right[dropped:]):
                 return text[:place], text[place + dropped :]
     place = places[-1] if places else piece

@@ -41,8 +41,9 @@ class ImageSource(Protocol):
     """A source of images.
 
     location  the name of an image in messages
-    open      read an image's header; raises one of _BROKEN
-    image     decode an image at a size that is at least (size, size) if the file has one
+    open      read an image's header; raises one of _BROKEN if it is damaged
+    image     decode an image. A JPEG may be decoded at a smaller scale, but at no less than
+              (size, size)
     """
 
     def __len__(self) -> int: ...
@@ -91,7 +92,7 @@ class ImageColumn:
         return f"{self.folder}: row {index + 1}"
 
     def open(self, index: int) -> None:
-        """Do nothing: a dataset can only give a decoded image."""
+        """Do nothing: a dataset returns only decoded images, not their headers."""
 
     def image(self, index: int, size: int) -> Image.Image:
         image = self.rows[index][self.column]
@@ -102,7 +103,7 @@ class ImageColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleImages:
-    """The base of samples that are one image each, all of one size.
+    """Base class of samples that consist of one image each, all of the same size.
 
     damaged  how many images were left out
     """
@@ -126,8 +127,9 @@ class SingleImages:
 class ImageSamples(SingleImages):
     """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64} of undamaged images.
 
+    images    the source
     undamaged (samples,) the indices of the undamaged images in the source
-    labels    (images of the source,) their classes
+    labels    (images of the source,) the class of each image, damaged ones included
     size      H and W in pixels; channels: C
     """
 
@@ -146,7 +148,7 @@ class ImageSamples(SingleImages):
         return {"pixel_values": normalise(fractions), "labels": torch.from_numpy(self.labels[self.undamaged[indices]])}
 
     def _pixels(self, index: int) -> NDArray[np.uint8]:
-        """(H, W, C)"""
+        """Decode an image to pixels of shape (H, W, C). Raises InputError if it is damaged."""
         try:
             image = self.images.image(index, self.size).convert(_MODES[self.channels])
         except _BROKEN as error:
@@ -177,7 +179,7 @@ class DigitSamples(SingleImages):
 
 
 def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSamples:
-    """The samples of `spec.images`, or of the image column in `spec.dataset`.
+    """Open the images of `spec.images`, or of the image column in `spec.dataset`, as samples.
 
     Raises InputError for missing, damaged or unlabelled images, and for sizes that the model cannot
     take.
@@ -193,8 +195,8 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
 
 
 def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
-    """The first `count` images of a folder, unchecked, to measure how long one takes to decode;
-    None if there are none."""
+    """Open the first `count` images of a folder without checking them, to measure how long decoding
+    takes. Returns None if the folder has no images."""
     try:
         files, labels = class_folders(expand_path(str(spec.images)))
     except InputError:
@@ -204,8 +206,8 @@ def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples 
 
 
 def class_folders(folder: Path) -> tuple[list[Path], Integers]:
-    """The images in the sub-folders of `folder`, sorted, and the class of each: the number of its
-    sub-folder.
+    """Return (the image files in the sub-folders of `folder`, sorted, the class of each image). A
+    class is the number of its sub-folder in alphabetical order, from 0.
 
     Raises InputError if the folder, its sub-folders or their images do not exist.
     """
@@ -273,8 +275,9 @@ def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
 
 
 def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
-    """(size, channels) of the images: the model's if its config has them, else the job's, else the
-    defaults `size` and `channels`."""
+    """Return (size, channels) of the images. The size is the model's if its config has one, else
+    the job's, else the default `size`. The channels are the model's, else the default
+    `channels`."""
     if spec.image_size and model.image_size and spec.image_size != model.image_size:
         raise InputError(
             f"data: image_size={spec.image_size}",
@@ -288,10 +291,10 @@ def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: i
 
 
 def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
-    """Indices of the damaged images, from the cache or found now.
+    """Return the indices of the damaged images, which are found once and then cached.
 
-    With `skip`, each image is decoded once to find damage. Without it, only the header of each is
-    read, and the first damaged image raises InputError.
+    With `skip`, each image is decoded. Without `skip`, only the header of each image is read, and
+    the first damaged image raises InputError.
     """
 
     def make(folder: Path) -> None:
@@ -311,7 +314,8 @@ def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
 
 
 def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[int, str]:
-    """By index, the error message of each damaged image among `indices`."""
+    """Return {index: error message} of the damaged images among `indices`. decode: decode each
+    image; otherwise only its header is read."""
     found = {}
     for index in indices:
         try:
@@ -331,5 +335,5 @@ def _not_readable(location: str, error: Exception) -> InputError:
 
 
 def normalise(fractions: Tensor) -> Tensor:
-    """(x - 0.5) / 0.5 of pixels x in [0, 1], in place."""
+    """Compute (x - 0.5) / 0.5 in place for pixels x in [0, 1]."""
     return fractions.sub_(0.5).div_(0.5)

@@ -1,4 +1,4 @@
-"""Text as samples of the model's task.
+"""Prepares text as samples of the model's task.
 
 The steps are: open the source (`text`), load or train a tokenizer (`tokenizer`), write the token
 file (`tokens`), cut it into sequences, and turn these into samples of the task (`sequences`).
@@ -31,15 +31,15 @@ from tightfit.job import DataSpec
 
 
 def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """The samples of a text source.
+    """Open a text source as samples of the model's task.
 
-    seed: of the random masks and spans. Raises InputError if the data, the tokenizer or the model
-    lacks something that the task needs.
+    seed: selects the random masks and spans. Raises InputError if the data, the tokenizer or the
+    model lacks something that the task needs.
     """
     task = _task(spec, model)
     pairs, labelled = task == "seq2seq-lm" and spec.target_field is not None, task == "classification"
     source = open_text(spec, Columns(spec.field, spec.target_field, spec.label_field if labelled else None))
-    # a wrong field fails now, not after a tokenizer was trained
+    # so that a wrong field name fails before a tokenizer is trained
     first_document(source, spec.skip_damaged)
     _check_lengths(spec, model)
     spanned = task == "seq2seq-lm" and not pairs
@@ -72,8 +72,8 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
 
 
 def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """Synthetic sequences as samples of the model's task. Raises InputError if no vocabulary size
-    is known."""
+    """Make synthetic sequences as samples of the model's task. Raises InputError if no vocabulary
+    size is known."""
     task, vocabulary = _task(spec, model), spec.vocabulary_size or model.vocabulary
     if vocabulary is None:
         raise InputError(
@@ -91,8 +91,8 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
 
 
 def _task(spec: DataSpec, model: ModelInput) -> str:
-    """The task for which text is prepared. Raises InputError if the model does not read text, or
-    its task is unknown."""
+    """Return the task for which text is prepared. Raises InputError if the model does not read
+    text, or if its task is unknown."""
     task = model.task or ("causal-lm" if model.own_loss else None)
     if task is None:
         raise InputError(

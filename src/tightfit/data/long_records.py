@@ -1,8 +1,8 @@
-"""One JSON object that is too long to be read at once: its fields, and one text in parts, from a
-mapped file.
+"""Reads one JSON object that is too long to be held in memory: its short fields, and one long text
+in parts. The file is memory-mapped.
 
-`data/text.py` uses it for long lines of JSON. The object is scanned twice: first to check it and to
-read its short fields, then to read the text.
+`data/text.py` uses this for long lines of JSON. The object is scanned twice: first to check it and
+to read its short fields, then to read the text.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 @dataclass(frozen=True)
 class LongRecord:
-    """The JSON object at the bytes start..stop of a file. Methods raise ValueError, which says what
-    is not JSON."""
+    """The JSON object at the bytes start..stop of a file. If it is not valid JSON, the methods
+    raise a ValueError that says why."""
 
     file: Path
     start: int
     stop: int
 
     def fields(self, text: str) -> dict[str, Any]:
-        """The fields of the object. If the field `text` is a string, only its first character is
-        returned."""
+        """Return all fields of the object, and check that the object is valid JSON.
+
+        text: the name of the long field. If it is a string, only its first character is returned
+        ("" if it is empty), to show its type."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found: dict[str, Any] = {}
             for name, at, is_text in _Scanner(data, self.start, self.stop).members():
@@ -55,14 +57,15 @@ class LongRecord:
             return found
 
     def text(self, name: str) -> Iterator[str]:
-        """The text of a field, in parts. `fields` must have shown that the field is a string."""
+        """Yield the text of a field, in parts. Call `fields` first: the field must be a string."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             places = [at for known, at, _ in _Scanner(data, self.start, self.stop).members() if known == name]
-            # as json does: the last of several fields with one name
+            # of several fields with the same name, json uses the last one
             yield from self._parts(data, places[-1])
 
     def _parts(self, data: mmap.mmap, at: int) -> Iterator[str]:
-        """The string that begins at byte `at`, in parts of about PART bytes."""
+        """Yield the string whose opening quote is at byte `at`, in parts of at most about PART
+        bytes."""
         place = at + 1
         while data[place : place + 1] != b'"':
             match = _STRING_BODY.match(data, place, min(place + PART, self.stop))
@@ -79,14 +82,14 @@ class LongRecord:
 
 
 class _Scanner:
-    """A scanner of JSON in a mapped file that finds where members and values begin and end, without
+    """Finds where the members and values of a JSON object in a mapped file begin and end, without
     copying them."""
 
     def __init__(self, data: mmap.mmap, start: int, stop: int) -> None:
         self.data, self.at, self.stop = data, start, stop
 
     def members(self) -> Iterator[tuple[str, int, bool]]:
-        """(name, offset of the value, whether the value is a string) of each member."""
+        """Yield (name, offset of the value, whether the value is a string) of each member."""
         self._expect(b"{")
         while self._peek() != b"}":
             if self._peek() != b'"':
@@ -112,7 +115,7 @@ class _Scanner:
             raise ValueError("more after its end")
 
     def after_value(self) -> int:
-        """The offset of the end of the value that begins here."""
+        """Return the offset at which the value that begins at `self.at` ends."""
         place, open_brackets = self.at, []
         while True:
             place = _SPACE.match(self.data, place, self.stop).end()  # type: ignore[union-attr]
@@ -153,7 +156,7 @@ class _Scanner:
 
 
 def incomplete(tail: bytes) -> int:
-    """How many bytes at the end of `tail` are an incomplete UTF-8 character."""
+    """Return how many bytes at the end of `tail` are an incomplete UTF-8 character; 0 if none."""
     for length in range(1, min(len(tail), 3) + 1):
         byte = tail[-length]
         if byte >= 0xC0:
@@ -164,7 +167,8 @@ def incomplete(tail: bytes) -> int:
 
 
 def _backslashes(data: mmap.mmap, start: int, place: int) -> int:
-    """How many backslashes stand directly before byte `place`, at or after byte `start`."""
+    """Count the backslashes directly before byte `place`. Those before byte `start` do not
+    count."""
     count = 0
     while place - count > start and data[place - count - 1 : place - count] == b"\\":
         count += 1

@@ -1,13 +1,13 @@
-"""The order of samples: a pure function of the seed and the position, computed at any position
-directly.
+"""The order of samples: which sample is at a position of the stream is a pure function of the seed
+and the position, and can be computed for any position directly.
 
 The stream of samples is a sequence of permutations of the training samples, one for each epoch.
 Workers, micro-batches and devices read ranges of the stream and cannot change it. A resumed run
 needs only the number of samples consumed so far. The order uses only integer arithmetic, so it does
 not depend on the version of any library, and no list of an epoch's samples is held in memory.
 
-Example: 1,000 training samples and steps of 64. Step 20 reads positions 1280..1344, which are
-places 280..344 of epoch 1, whatever the number of workers and devices.
+Example: with 1,000 training samples and 64 samples per step, step 20 reads positions 1280..1344 of
+the stream. These are places 280..344 of epoch 1, for any number of workers and devices.
 
 Source  the mixer is splitmix64's (Steele et al. 2014, doi:10.1145/2660193.2660195). The permutation
         is a generalised Feistel network over two digits with cycle walking: it is applied again
@@ -34,15 +34,15 @@ _EVALUATION_SPLIT = -1
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash of each 64-bit number: if one input bit changes, about half of the output bits change.
-    The array may have any shape except ()."""
+    """Return a hash of each 64-bit number. If one input bit changes, about half of the output bits
+    change. The array may have any shape except ()."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST_MULTIPLIER)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND_MULTIPLIER)
     return values ^ (values >> np.uint64(31))
 
 
 def hash_numbers(*numbers: int) -> int:
-    """A 64-bit hash of several numbers; their order matters."""
+    """Return a 64-bit hash of several numbers. Another order of the numbers gives another hash."""
     value = 0
     for number in numbers:
         value = (value + number + _STRIDE) & _MASK
@@ -53,20 +53,20 @@ def hash_numbers(*numbers: int) -> int:
 
 
 def random_numbers(seed: int, rows: NDArray[np.integer], columns: int) -> NDArray[np.uint64]:
-    """Random 64-bit numbers of shape (len(rows), columns), each a function of the seed, its value
-    in `rows` and its column."""
+    """Return random 64-bit numbers of shape (len(rows), columns). Each is a function of the seed,
+    the value in `rows` and the number of the column."""
     starts = mix(rows.astype(np.uint64) * np.uint64(_STRIDE) + np.uint64(hash_numbers(seed)))
     return mix(starts[:, None] + np.arange(1, columns + 1, dtype=np.uint64)[None] * np.uint64(_STRIDE))
 
 
 def uniform(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """64-bit numbers as fractions in [0, 1)."""
+    """Convert random 64-bit numbers to fractions in [0, 1)."""
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def permute(places: Integers, count: int, secret: int) -> Integers:
-    """The images of `places`, in [0, count), under a permutation of `count` items. secret: selects
-    the permutation."""
+    """Map each of `places`, integers in [0, count), by a permutation of the integers in [0, count).
+    Each `secret` selects another permutation."""
     rows = math.isqrt(count - 1) + 1 if count > 1 else 1
     a, b = np.uint64(rows), np.uint64(-(-count // rows))
     keys = [np.uint64(hash_numbers(secret, turn)) for turn in range(_ROUNDS)]
@@ -84,12 +84,12 @@ def permute(places: Integers, count: int, secret: int) -> Integers:
 
 @dataclass(frozen=True)
 class Order:
-    """The order of training samples and the choice of held-out ones.
+    """The order of the training samples, and the choice of the held-out samples.
 
-    count  samples of the source, including held-out ones
-    share  the share of them that is held out for evaluation: at least one sample if the share is
-           above 0 and there are two samples
-    seed   the job's
+    count  number of samples of the source, including the held-out samples
+    share  the share of all samples that is held out for evaluation, such as 0.01. If it is above 0,
+           at least one sample is held out, unless the source has only one
+    seed   the job's seed
     """
 
     count: int
@@ -98,18 +98,18 @@ class Order:
 
     @property
     def evaluation_count(self) -> int:
-        """How many samples are held out."""
+        """The number of held-out samples."""
         wanted = max(1, round(self.share * self.count)) if self.share > 0 else 0
         return min(wanted, self.count - 1)
 
     @property
     def training_count(self) -> int:
-        """How many training samples one epoch has."""
+        """The number of training samples in one epoch."""
         return self.count - self.evaluation_count
 
     def training_samples(self, start: int, stop: int) -> tuple[Integers, Integers]:
-        """(indices, epochs) of the training samples at positions start..stop of the stream: two
-        arrays of shape (stop - start,)."""
+        """Return (indices, epochs) of the training samples at positions start..stop of the stream,
+        without stop: two arrays of shape (stop - start,)."""
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training_count)
         inner = np.empty_like(places)
         for epoch in range(start // self.training_count, -(-stop // self.training_count)):
@@ -118,7 +118,7 @@ class Order:
         return self._split(inner), epochs
 
     def held_out(self, limit: int) -> Integers:
-        """Indices of the first `limit` held-out samples, which are the same at every call."""
+        """Return the indices of the first `limit` held-out samples: the same at every call."""
         stop = self.training_count + min(limit, self.evaluation_count)
         return self._split(np.arange(self.training_count, stop, dtype=np.int64))
 
@@ -129,6 +129,7 @@ class Order:
 
 
 def split_ranges(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """start..stop as consecutive ranges of `size`; the last one may be shorter."""
+    """Yield start..stop as consecutive ranges (begin, end) of `size`. The last range may be
+    shorter."""
     for begin in range(start, stop, size):
         yield begin, min(begin + size, stop)

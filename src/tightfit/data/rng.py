@@ -28,8 +28,9 @@ class GeneratorStates:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the generators have this state. On exit, it is updated, and the state from before
-        is restored."""
+        """Within the context, the global generators of Python, NumPy and torch continue from this
+        object's state. At the end, their state is saved in this object, and the state that they had
+        on entry is restored."""
         outside = _states()
         _restore(self.inside)
         try:

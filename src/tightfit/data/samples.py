@@ -18,12 +18,12 @@ class Samples(Protocol):
     """Samples with random access.
 
     len(samples)   the number of samples, including held-out ones
-    samples[i]     one sample, as in a batch but without the first dim
+    samples[i]     one sample, with the tensors of a batch without their batch dim
     batch          (indices, epochs), two arrays of shape (B,) -> the batch of these samples on the
-                   host; a pure function of the two in every process
+                   host. The same arguments give the same batch in every process
     sample_items   tokens in a full sample; 1 if samples are not sequences
-    ragged         whether batches differ in any dim but the first
-    damaged        how many samples were left out as damaged
+    ragged         whether the tensors of batches differ in shape beyond the batch dim
+    damaged        how many samples were left out because they are damaged
     tokenizer      a transformers tokenizer, or None
     """
 
@@ -53,10 +53,10 @@ class ModelInput:
     task         causal-lm, masked-lm, seq2seq-lm or classification
     own_loss     whether the job has its own loss, which then decides what fields a sample needs
     vocabulary   token ids are below this number
-    positions    the most tokens of a sequence
+    positions    the most tokens that a sequence can have
     labels       class labels are below this number
-    image_size   height and width of its images in pixels
-    channels     of its images
+    image_size   height and width of the input images in pixels
+    channels     number of channels of the input images
     """
 
     task: str | None
@@ -69,7 +69,7 @@ class ModelInput:
 
     def check_length(self, asked: str, length: int) -> None:
         """Raise InputError if sequences of `length` tokens are longer than the model has positions.
-        asked: the field that sets the length."""
+        asked: the field that sets the length, for the message."""
         if self.positions is not None and length > self.positions:
             raise InputError(
                 f"{asked}={length}",
@@ -78,7 +78,7 @@ class ModelInput:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InputError for token ids without an embedding: on a GPU they would abort the
+        """Raise InputError for token ids without an embedding. On a GPU such ids would abort the
         process without a clear error."""
         if self.vocabulary is not None and ids.numel():
             smallest, largest = (int(value) for value in ids.aminmax())
@@ -91,8 +91,8 @@ class ModelInput:
                 )
 
     def check_tokenizer(self, asked: str, size: int) -> None:
-        """Raise InputError if a tokenizer of `size` tokens has more of them than the model's
-        vocabulary."""
+        """Raise InputError if a tokenizer of `size` tokens has more tokens than the model's
+        vocabulary. asked: the tokenizer's field, for the message."""
         if self.vocabulary is not None and size > self.vocabulary:
             raise InputError(
                 asked,
@@ -101,7 +101,8 @@ class ModelInput:
             )
 
     def check_labels(self, asked: str, labels: Integers) -> None:
-        """Raise InputError for class labels that the model's last layer does not have."""
+        """Raise InputError for class labels for which the model's last layer has no output. asked:
+        the labels' field, for the message."""
         smallest, largest = int(labels.min(initial=0)), int(labels.max(initial=0))
         if smallest < 0:
             raise InputError(asked, f"has the label {smallest}", "number the classes from 0")
@@ -114,7 +115,8 @@ class ModelInput:
 
 
 def one_sample(samples: Samples, index: int) -> Any:
-    """One sample: a batch of size 1 without the first dim. Raises IndexError."""
+    """Return one sample: a batch of size 1 without its batch dim. Raises IndexError if the index is
+    out of range."""
     if not -len(samples) <= index < len(samples):
         raise IndexError(f"sample {index} of {len(samples)}")
     batch = samples.batch(np.array([index % len(samples)]), np.array([0]))
@@ -122,15 +124,18 @@ def one_sample(samples: Samples, index: int) -> Any:
 
 
 class DamagePolicy:
-    """The policy for damaged samples: refuse the first one, or (`skip`) leave all of them out and
-    count them."""
+    """The policy for damaged samples: raise InputError at the first one, or, with `skip`, leave all
+    of them out and count them."""
 
     def __init__(self, skip: bool) -> None:
         self.skip, self.count = skip, 0
 
     def report(self, place: str, found: str) -> None:
-        """Count the damaged sample at `place` (file or file:line), or raise InputError. found: what
-        is wrong."""
+        """Count a damaged sample, or raise InputError.
+
+        place  the sample's file or file:line
+        found  what is wrong with the sample
+        """
         if not self.skip:
             raise InputError(place, found, "mend it, or set data.skip_damaged: true to leave such samples out")
         self.count += 1

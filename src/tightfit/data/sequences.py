@@ -1,5 +1,5 @@
-"""Text samples: token sequences as the batches of each task, with the names and shapes of
-transformers' models.
+"""Text samples: makes the batches of each task from token sequences, with the names and shapes that
+transformers' models use.
 
 Source  masked-lm: Devlin et al. 2019, arXiv:1810.04805 (BERT); span corruption: Raffel et al. 2020,
         arXiv:1910.10683 (T5).
@@ -26,11 +26,11 @@ _MEAN_SPAN = 3  # mean length of a corrupted span, in tokens
 
 @dataclass(frozen=True)
 class CausalSamples:
-    """Batches {"input_ids", "labels"}, both (B, L) int64. Labels are not shifted, and IGNORED at
-    padding.
+    """Samples of causal-lm: batches {"input_ids", "labels"}, both (B, L) int64. The labels are the
+    input ids, not shifted, and IGNORED at padding.
 
-    There is no attention mask: padding is on the right, where a causal model does not look, and has
-    no label.
+    A causal model needs no attention mask: padding is on the right, to which no earlier token
+    attends, and has no labels.
     """
 
     rows: TokenSequences
@@ -44,7 +44,7 @@ class CausalSamples:
         return one_sample(self, index)
 
     def __getstate__(self) -> dict[str, Any]:
-        # workers need none, and importing transformers costs memory
+        # worker processes need no tokenizer, and importing transformers costs memory
         return {**self.__dict__, "tokenizer": None}
 
     @property
@@ -62,11 +62,12 @@ class CausalSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSamples(CausalSamples):
-    """Batches {"input_ids", "labels"} and, if rows are ragged, "attention_mask", all (B, L) int64.
+    """Samples of masked-lm: batches {"input_ids", "labels"} and, if rows are ragged,
+    "attention_mask", all (B, L) int64.
 
-    Each token that is not a special token is chosen with `probability` and gets a label. Of the
-    chosen tokens, 80 % become the mask token, 10 % a random token, and 10 % stay. The choice is a
-    function of the seed, the sample and the epoch.
+    Each token that is not a special token is chosen with `probability`, and only chosen tokens get
+    a label. Of the chosen tokens, 80 % are replaced by the mask token, 10 % by a random token, and
+    10 % are unchanged. The choice is a function of the seed, the sample and the epoch.
     """
 
     special: SpecialTokens
@@ -87,8 +88,8 @@ class MaskedSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledSamples(CausalSamples):
-    """Batches {"input_ids", "attention_mask"}, (B, L) int64, and "labels", (B,) int64: texts and
-    their classes."""
+    """Samples of classification, texts and their classes: batches {"input_ids", "attention_mask"},
+    (B, L) int64, and "labels", (B,) int64."""
 
     labels: Integers
 
@@ -99,8 +100,8 @@ class LabelledSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSamples(CausalSamples):
-    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: texts and
-    their target texts."""
+    """Samples of seq2seq-lm, texts and their target texts: batches {"input_ids", "attention_mask"},
+    (B, L), and "labels", (B, M), all int64."""
 
     targets: TokenSequences
 
@@ -116,12 +117,12 @@ class PairSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanSamples(CausalSamples):
-    """Batches {"input_ids", "attention_mask"}, (B, L), and "labels", (B, M), all int64: span
-    corruption (T5).
+    """Samples of seq2seq-lm by span corruption (T5): batches {"input_ids", "attention_mask"}, (B,
+    L), and "labels", (B, M), all int64.
 
-    A share `probability` of each row's tokens is removed in spans of 3 tokens on average. A
-    sentinel replaces each span in the input, and precedes it in the labels. The spans are a
-    function of the seed, the sample and the epoch.
+    A share `probability` of each row's tokens is removed, in spans of 3 tokens on average. In the
+    input, a sentinel replaces each span. In the labels, the same sentinel precedes the span. The
+    spans are a function of the seed, the sample and the epoch.
 
     Example: the row a b c d e f without the span c d has the input a b <0> e f <end> and the labels
     <0> c d <end>.
@@ -145,7 +146,7 @@ class SpanSamples(CausalSamples):
         return _tensors({"input_ids": inputs, "attention_mask": mask, "labels": labels})
 
     def _corrupt(self, row: Integers, numbers: NDArray[np.uint64]) -> tuple[Integers, Integers]:
-        """The input and the labels of one row (L,). numbers: 2 L or more random numbers."""
+        """Return (input, labels) of one row (L,). numbers: at least 2 L random numbers."""
         removed_count, spans = corruption(len(row), self.probability)
         kept_lengths = _random_lengths(len(row) - removed_count, spans, numbers[::2])
         removed_lengths = _random_lengths(removed_count, spans, numbers[1::2])
@@ -158,16 +159,16 @@ class SpanSamples(CausalSamples):
 
 
 def corruption(length: int, probability: float) -> tuple[int, int]:
-    """(tokens that are removed from a row of `length` tokens, number of spans)."""
+    """Return (how many tokens are removed from a row of `length` tokens, in how many spans)."""
     removed_count = min(max(round(length * probability), 1), length - 1)
     return removed_count, min(max(round(removed_count / _MEAN_SPAN), 1), removed_count, length - removed_count)
 
 
 def row_length(input_length: int, probability: float) -> int:
-    """The longest row whose corrupted input has at most `input_length` tokens, sentinels and
-    end-of-text included."""
-    # The share of its length to which a row is shortened, except for rounding: the tokens that stay, and
-    # one sentinel for each span.
+    """Return the length of the longest row whose corrupted input has at most `input_length` tokens,
+    including sentinels and the end-of-text token."""
+    # length of the input / length of the row, except for rounding: the tokens that are not removed,
+    # and one sentinel for each span
     shortened = (1 - probability) + min(probability / _MEAN_SPAN, 1 - probability)
     length = max(int((input_length - 6) / shortened) - 2, 2)
     while True:
@@ -178,7 +179,7 @@ def row_length(input_length: int, probability: float) -> int:
 
 
 def _random_lengths(total: int, parts: int, numbers: NDArray[np.uint64]) -> list[int]:
-    """`parts` random lengths of at least 1 whose sum is `total`."""
+    """Return `parts` random lengths of at least 1 whose sum is `total`."""
     if parts == 0:
         return []
     cuts = np.sort(np.argsort(numbers[: total - 1], kind="stable")[: parts - 1]) + 1
@@ -186,8 +187,8 @@ def _random_lengths(total: int, parts: int, numbers: NDArray[np.uint64]) -> list
 
 
 def _pad_rows(rows: list[Integers], fill: int) -> tuple[Integers, Mask]:
-    """Rows of different lengths padded with `fill` to (B, longest), and a mask that is False at
-    padding."""
+    """Return (rows of different lengths, padded with `fill` to (B, longest), a mask that is False
+    at padding)."""
     mask = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
     stacked = np.full(mask.shape, fill, dtype=np.int64)
     stacked[mask] = np.concatenate(rows)
@@ -195,7 +196,8 @@ def _pad_rows(rows: list[Integers], fill: int) -> tuple[Integers, Mask]:
 
 
 def _sample_keys(indices: Integers, epochs: Integers) -> Integers:
-    """A number for each pair of sample and epoch, which selects its random numbers."""
+    """Return a different number for each pair of sample and epoch, which selects the pair's random
+    numbers."""
     return epochs << 40 | indices
 
 

@@ -1,9 +1,9 @@
-"""Send a dataset object to worker processes with its tensors in shared memory, in one block if
-there are many.
+"""Sends a dataset object to worker processes with its tensors in shared memory: in one memory block
+if it has many tensors.
 
-torch shares each tensor through a file descriptor of its own. A new process can receive at most
-about 250 of them, and a list of samples has one or two tensors per sample. In one block they need
-one descriptor, and all workers read the same memory.
+torch shares each tensor through a separate file descriptor. A new process can receive at most about
+250 file descriptors, but a list of samples has one or two tensors per sample. One memory block
+needs one descriptor. All workers read the same memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ TensorLocation = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool]
 
 
 def pack_dataset(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
-    """The dataset as (pickle, storages, offsets), the arguments of `unpack_dataset`.
+    """Pickle a dataset. Returns (pickle, storages, offsets), the arguments of `unpack_dataset`.
 
-    pickle    of the dataset without the contents of its tensors
-    storages  uint8 tensors in shared memory: one for each storage if there are few, else one block
+    pickle    the dataset without the contents of its tensors
+    storages  uint8 tensors: one for each storage if there are few, which torch shares when they are
+              sent; else a single memory block in shared memory
     offsets   in bytes: where each storage begins in the block, and where the last one ends; None if
               there are few storages
 
@@ -50,8 +51,8 @@ def pack_dataset(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
 
 
 def unpack_dataset(content: bytes, storages: list[Tensor], offsets: list[int] | None) -> Any:
-    """The dataset that `pack_dataset` was given. Its tensors are views of the shared memory: do not write
-    to them."""
+    """Restore the dataset that `pack_dataset` pickled. Its tensors are views of the shared memory:
+    do not write to them."""
     return _Unpickler(io.BytesIO(content), storages, offsets).load()
 
 
@@ -60,7 +61,8 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles as multiprocessing does, but replaces the storages of tensors by numbers."""
+    """Pickles as multiprocessing does, but replaces the storages of tensors by numbers, and
+    collects these storages in `storages`."""
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)

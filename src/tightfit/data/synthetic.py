@@ -1,5 +1,5 @@
-"""Synthetic samples: functions of the seed and the index, with a pattern to learn, so that the loss
-can fall."""
+"""Synthetic samples. Each is a function of the seed and the index, and has a pattern that a model
+can learn, so that the loss can fall."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _TILE = 8  # rows and columns of a class's pattern
 
 @dataclass(frozen=True)
 class SyntheticRows:
-    """Sequences that count up from a random token by a random step of 1 to 8, with a tenth of the
-    tokens random.
+    """Sequences that count up from a random token by a random step of 1 to 8. A tenth of the tokens
+    is replaced by random tokens.
 
     Example with step 3: 17 20 23 26 91 32 ...; the token at position 4 is random.
     """
@@ -46,7 +46,7 @@ class SyntheticRows:
         return ids.astype(np.int64), np.ones(ids.shape, dtype=bool)
 
     def rules(self, indices: Integers) -> Integers:
-        """(B,) the number, 0 to 7, of the step of each sequence."""
+        """Return (B,) the step of each sequence minus 1: a number from 0 to 7."""
         return (random_numbers(self.seed, indices, 2)[:, 1] % np.uint64(_STEPS)).astype(np.int64)
 
 
@@ -69,7 +69,7 @@ class SyntheticImages(SingleImages):
 
     @cached_property
     def _textures(self) -> Tensor:
-        """(textures, C, H, W) of noise in [0, 1)."""
+        """The noise images, of shape (textures, C, H, W), in [0, 1)."""
         pixels = self.channels * self.size * self.size
         drawn = uniform(random_numbers(self.seed, np.arange(_TEXTURES), pixels)).astype(np.float32)
         return torch.from_numpy(drawn).view(_TEXTURES, self.channels, self.size, self.size)

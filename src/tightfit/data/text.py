@@ -2,7 +2,7 @@
 documents.
 
 `data/language.py` opens a source; `data/tokens.py` and `data/tokenizer.py` read its documents. Each
-document knows its file and line, for error messages. No reader holds a whole file in memory.
+document has its file and line, for error messages. No reader holds a full file in memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ class Document:
     """A text with its target or label.
 
     location      its file and line or row, for messages
-    target        the target text of a pair, if there is one
-    label         the class label, if there is one
-    is_last_part  False if the next document continues this one: large files are read in blocks
+    target        the target text, if the document is a pair of texts, else None
+    label         the class label, or None
+    is_last_part  False if the next Document continues the same text: a large file is read in
+                  several parts
     """
 
     location: str
@@ -66,10 +67,10 @@ class Columns:
 class TextSource:
     """A source of documents.
 
-    name        for messages
-    identity    JSON-like content that changes when the files or fields change; the cache's key
-    size_bytes  of all files
-    documents   reads the documents from the start; damaged ones go to the given DamagePolicy
+    name        the source's name in messages
+    identity    JSON-like content that changes when the files or fields change: the key of the cache
+    size_bytes  the size of all files
+    documents   yields the documents from the first one; reports damage to the given DamagePolicy
     """
 
     name: str
@@ -79,8 +80,8 @@ class TextSource:
 
 
 def open_text(spec: DataSpec, columns: Columns) -> TextSource:
-    """The source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if its
-    files do not exist."""
+    """Return the source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if
+    its files do not exist."""
     if spec.text is not None:
         if columns.target or columns.label:
             raise InputError(
@@ -104,7 +105,7 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
-    """The first undamaged document. Raises InputError if there is none."""
+    """Return the source's first undamaged document. Raises InputError if it has none."""
     damage = DamagePolicy(skip_damaged)
     for document in source.documents(damage):
         return document
@@ -120,8 +121,8 @@ def _source(
 
 
 def stdlib_files() -> list[Path]:
-    """The source files of the running Python's standard library, without its tests: about 12 MB of
-    text that every machine has."""
+    """Return the source files of the running Python's standard library, without its tests: about
+    12 MB of text that every machine has."""
     files: list[Path] = []
     for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
         inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk visits only these
@@ -130,10 +131,10 @@ def stdlib_files() -> list[Path]:
 
 
 def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """The files that `given` names: a file, a folder, a glob or a list of these.
+    """Return the files that `given` names. It is a file, a folder, a glob or a list of these.
 
-    field    the data field, for messages
-    endings  of the files that are taken from a folder; () takes all
+    field    the data field that has this value, for messages
+    endings  from a folder, only files with one of these endings are taken; () takes all
 
     Raises InputError if there are no such files.
     """
@@ -163,7 +164,7 @@ def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def _nearest_path_fix(path: Path) -> str:
-    """The remedy for a path that does not exist: the nearest name in its folder."""
+    """Return the remedy for a path that does not exist, such as the nearest name in its folder."""
     if glob.has_magic(str(path)) or not path.parent.is_dir():
         return "check the path; relative paths start at the job file's folder"
     names = sorted(other.name for other in path.parent.iterdir())
@@ -171,8 +172,8 @@ def _nearest_path_fix(path: Path) -> str:
 
 
 def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
-    """Each file as one document. A file larger than a block comes as several documents, split at
-    line ends."""
+    """Yield each file as one document, but a file larger than _BLOCK_BYTES in several parts, which
+    are split at line ends."""
     for file in files:
         held: Document | None = None
         for line, block in _blocks(file):
@@ -185,8 +186,8 @@ def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
 
 
 def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
-    """A file in blocks of about 1 MiB, each with the number of its first line. A block holds
-    whole lines, or a part of one line that is longer than a block."""
+    """Yield (number of the first line, bytes) for each block of about 1 MiB of a file. A block
+    holds complete lines, or a part of one line that is longer than a block."""
     line, rest = 1, b""
     with file.open("rb") as opened:
         while block := opened.read(_BLOCK_BYTES):
@@ -210,7 +211,8 @@ def _refuse_parquet(file: Path) -> None:
 
 
 def _decode(file: Path, first: int, block: bytes, damage: DamagePolicy) -> str:
-    """The block as text. Lines that are not UTF-8 are reported as damage and left out."""
+    """Decode a block. Lines that are not UTF-8 are reported as damage and left out. first: the
+    number of the block's first line."""
     try:
         return block.decode()
     except UnicodeDecodeError:
@@ -255,7 +257,8 @@ def _json_error(error: Exception) -> str:
 
 
 def _line_end(lines: BinaryIO) -> int:
-    """Read to the end of the line. Returns the file offset of its end, without the newline."""
+    """Read to the end of the present line. Returns the offset in the file at which the line ends,
+    before the newline."""
     while part := lines.readline(_BLOCK_BYTES):
         if part.endswith(b"\n"):
             return lines.tell() - 1
@@ -263,7 +266,7 @@ def _line_end(lines: BinaryIO) -> int:
 
 
 def _read_long(place: str, record: LongRecord, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
-    """The document of a line that is too long to be read at once, with its text in several
+    """Yield the document of a line that is too long to be read at once, with its text in several
     parts."""
     try:
         row = record.fields(columns.text)
@@ -280,10 +283,10 @@ def _read_long(place: str, record: LongRecord, columns: Columns, damage: DamageP
 
 
 def _read_parquet(files: list[Path], columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
-    """The rows of parquet files, one by one.
+    """Yield the rows of parquet files as documents, one by one.
 
-    Texts are read in their dictionary encoding: if many rows repeat a text, a small file would
-    become large when decoded.
+    Texts are read in their dictionary encoding. Otherwise a small file in which many rows repeat a
+    text would need much memory when it is decoded.
     """
     import pyarrow
     from pyarrow import parquet
@@ -322,8 +325,8 @@ def _read_dataset(folder: Path, columns: Columns, damage: DamagePolicy) -> Itera
 
 
 def load_dataset(folder: Path) -> Any:
-    """The datasets.Dataset that save_to_disk wrote to a folder; of several splits the one named
-    train.
+    """Load the datasets.Dataset that save_to_disk wrote to a folder. Of several splits, the split
+    named train is loaded.
 
     Raises InputError if the folder holds no dataset, or splits without one named train.
     """
@@ -349,7 +352,7 @@ def load_dataset(folder: Path) -> Any:
 
 
 def _documents(place: str, row: Any, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
-    """The document of one row; nothing if it is damaged or its text is empty."""
+    """Yield the document of one row, or nothing if the row is damaged or its text is empty."""
     found = _row_damage(row, columns)
     if found:
         damage.report(place, found)
@@ -359,7 +362,7 @@ def _documents(place: str, row: Any, columns: Columns, damage: DamagePolicy) -> 
 
 
 def _row_damage(row: Any, columns: Columns) -> str | None:
-    """What is wrong with a row, as a message; None if nothing is."""
+    """Return what is wrong with a row, as a message, or None if the row is not damaged."""
     if not isinstance(row, dict):
         return f"expected a mapping of fields, found {type(row).__name__}"
     for name in columns.names():

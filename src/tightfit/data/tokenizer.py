@@ -1,4 +1,4 @@
-"""Tokenizers: the user's own tokenizer, or a byte-level BPE that is trained on the data and cached.
+"""Tokenizers: loads the user's tokenizer, or trains a byte-level BPE on the data and caches it.
 
 Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinels: Raffel et al. 2020, arXiv:1910.10683
         (T5).
@@ -35,8 +35,8 @@ class SpecialTokens:
     """The ids of the special tokens, which represent no text.
 
     vocabulary  the number of all tokens
-    end, pad    the end-of-text token, and the padding token (the end-of-text token if there is
-                none)
+    end, pad    the end-of-text token, and the padding token. If the tokenizer has no padding token,
+                `pad` is the end-of-text token
     mask        the mask token of a masked-lm, or None
     sentinels   <extra_id_0>, <extra_id_1>, ... of span corruption
     all         all of these and the tokenizer's own special tokens, sorted
@@ -51,8 +51,8 @@ class SpecialTokens:
 
 
 def load_tokenizer(path: str) -> Any:
-    """The transformers tokenizer in a folder or a tokenizer.json. Raises InputError if there is
-    none."""
+    """Load a transformers tokenizer. path: a tokenizer.json or a folder with one. Raises InputError
+    if the path holds no tokenizer."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -62,7 +62,7 @@ def load_tokenizer(path: str) -> Any:
     try:
         if place.is_dir() and (place / "tokenizer_config.json").exists():
             loaded = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
-            loaded.backend_tokenizer  # noqa: B018  a tokenizer in pure Python has none
+            loaded.backend_tokenizer  # noqa: B018  fails for a tokenizer in pure Python
             return loaded
         return _with_roles(Tokenizer.from_file(str(place / "tokenizer.json" if place.is_dir() else place)))
     except Exception as error:  # the Rust library raises plain Exception, transformers many classes
@@ -72,8 +72,8 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _with_roles(backend: Any) -> Any:
-    """Wrap a tokenizers.Tokenizer for transformers. It does not say what its special tokens are
-    for, so they are recognised by their usual names."""
+    """Wrap a tokenizers.Tokenizer for transformers. A tokenizers.Tokenizer does not say what its
+    special tokens are for, so they are recognised by their usual names."""
     from transformers import PreTrainedTokenizerFast
 
     def named(names: tuple[str, ...]) -> str | None:
@@ -88,11 +88,11 @@ def _with_roles(backend: Any) -> Any:
 
 
 def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sentinels: int) -> Any:
-    """A byte-level BPE of the model's vocabulary size, trained on about 8 MB of the source and
-    cached.
+    """Train a byte-level BPE of the model's vocabulary size on about 8 MB of the source, or take it
+    from the cache.
 
-    sentinels: how many sentinel tokens it needs. Raises InputError if the vocabulary size is
-    unknown, or smaller than the 256 bytes and the special tokens.
+    sentinels: how many sentinel tokens the tokenizer needs. Raises InputError if the vocabulary
+    size is unknown, or less than 256 (one token for each byte) plus the number of special tokens.
     """
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
     if size is None:
@@ -112,8 +112,8 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
 
 
 def _special_names(task: str | None, sentinels: int) -> list[str]:
-    """The names of the special tokens in the order of their ids: padding first, if there is any, as
-    in BERT and T5."""
+    """Return the names of the special tokens in the order of their ids. The padding token, if the
+    task has one, is the first, as in BERT and T5."""
     if task in (None, "causal-lm"):
         return [END]
     extra = [MASK] if task == "masked-lm" else []
@@ -135,10 +135,10 @@ def _train(folder: Path, source: TextSource, vocabulary: int, names: list[str]) 
 
 
 def _training_texts(source: TextSource) -> Iterator[str]:
-    """Documents spread evenly over the source, about 8 MB in all.
+    """Yield texts of documents that are spread evenly over the source, about 8 MB in all.
 
-    Runs of more than 1024 characters without a space, or of spaces, are shortened: they are data or
-    drawings, not words.
+    More than 1024 successive characters without white space are cut to 1024, and so is more than
+    1024 characters of white space: they are data or drawings, not words.
     """
     every = max(1, -(-source.size_bytes // _TRAINING_CHARACTERS))
     left, read = _TRAINING_CHARACTERS, 0
@@ -154,7 +154,8 @@ def _training_texts(source: TextSource) -> Iterator[str]:
 
 
 def special_tokens(tokenizer: Any, asked: str, task: str | None) -> SpecialTokens:
-    """The special tokens of a tokenizer. Raises InputError if it lacks one that `task` needs."""
+    """Return the special tokens of a tokenizer. Raises InputError if it lacks one that `task`
+    needs. asked: the tokenizer's field, for the message."""
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise InputError(asked, "has no end-of-text token", "add eos_token to its tokenizer_config.json")

@@ -1,8 +1,8 @@
-"""Token files: documents are tokenized once into a memory-mapped file; training sequences are
-slices of it.
+"""Token files: documents are tokenized once into a memory-mapped file, and training sequences are
+slices of this file.
 
-`token_file` makes or finds the file in the cache. `PackedSequences` and `PaddedSequences` cut
-sequences from it, and `data/sequences.py` turns these into samples of the model's task.
+`token_file` finds the file in the cache, or makes it. `PackedSequences` and `PaddedSequences` cut
+sequences from the file, and `data/sequences.py` turns these into samples of the model's task.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A folder of the cache with the token ids of all documents, one after another.
+    """A cache folder with the token ids of all documents, one after another.
 
-    field    which field of the documents: "text" or "target"
+    field    the field of the documents that was tokenized: "text" or "target"
     ids      (tokens,) uint16 or uint32; each document ends with an end-of-text token
     offsets  (documents + 1,) int64; document i is ids[offsets[i] : offsets[i + 1]]
     labels   (documents,) int64 class labels, if the source has labels
-    facts    "dtype" of the ids, "damaged": documents left out, "classes": names of the labels
+    facts    "dtype": that of the ids, "damaged": how many documents were left out as damaged,
+             "classes": the names of the classes, if the labels are text
 
-    Pickles as its path: each worker process maps the file itself.
+    Only the folder's path and the field are pickled: each worker process maps the file itself.
     """
 
     folder: Path
@@ -71,12 +72,13 @@ class TokenFile:
 def token_file(
     source: TextSource, tokenizer: Any, special: SpecialTokens, template: bool, skip_damaged: bool
 ) -> TokenFile:
-    """The tokens of a source, from the cache or made now.
+    """Return the tokens of a source, which are made once and then cached.
 
-    template      put the tokenizer's own special tokens around each text, such as [CLS] and [SEP]
-    skip_damaged  leave damaged documents out instead of refusing them
+    template      whether to put the tokenizer's special tokens around each text, such as [CLS] and
+                  [SEP]
+    skip_damaged  leave damaged documents out instead of raising InputError
 
-    Raises InputError for damaged text and for labels of two kinds.
+    Raises InputError for damaged text, and if some labels are text and some are numbers.
     """
     identity = [source.identity, tokenizer.backend_tokenizer.to_str(), special.end, template, skip_damaged]
 
@@ -93,8 +95,8 @@ def token_file(
 
 
 def _batches(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
-    """Chunks in lists of about a million characters, which the tokenizer encodes in parallel. It
-    needs about 200 bytes for each character."""
+    """Yield chunks in lists of about a million characters. The tokenizer encodes the chunks of a
+    list in parallel, which needs about 200 bytes of memory per character."""
     batch: list[DocumentChunk] = []
     size = 0
     for piece in pieces:
@@ -113,22 +115,23 @@ class _Writer:
     def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
         self.folder, self.special, self.template = folder, special, template
         self.backend = tokenizer.backend_tokenizer
-        self.backend.no_truncation()  # a tokenizer.json may switch on both, which would change documents
+        self.backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
         self.backend.no_padding()
         self.dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
         self.written = {"text": 0, "target": 0}
         self.offsets = {"text": array("q", [0]), "target": array("q", [0])}
         self.labels: list[int | str] = []
         self.read = 0.0  # millions of characters
-        self._closing: list[int] = []  # the special tokens after the current document
+        self._closing: list[int] = []  # the special tokens that follow the current document
         self._last = -1  # the last token of the current document
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def counted(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Pass the documents on. Collects their labels and counts their characters."""
+        """Yield the documents unchanged, while collecting their labels and counting their
+        characters."""
         for document in documents:
             self.read += len(document.text) / 1e6
             if document.is_last_part and document.label is not None:
@@ -158,7 +161,7 @@ class _Writer:
             self.offsets[piece.field].append(self.written[piece.field])
 
     def _template_tokens(self, encoding: Any) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts before and after a text."""
+        """Return (the special tokens that the tokenizer puts before a text, those after a text)."""
         ids, whole = encoding.ids, self.backend.post_process(encoding, None, True).ids
         for before in range(len(whole) - len(ids) + 1):
             if whole[before : before + len(ids)] == ids:
@@ -204,9 +207,9 @@ class TokenSequences(Protocol):
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """All documents joined and cut into sequences of `length` tokens. The remainder after the last
-    full sequence is left out. Example: 1,000 tokens with length 300 give 3 sequences; 100 tokens
-    are unused."""
+    """All documents, joined and cut into sequences of `length` tokens. The tokens after the last
+    full sequence are left out. Example: 1,000 tokens with length 300 give 3 sequences, and 100
+    tokens are unused."""
 
     tokens: TokenFile
     length: int
@@ -223,8 +226,8 @@ class PackedSequences:
 
 @dataclass(frozen=True)
 class PaddedSequences:
-    """One document per sequence, truncated to `length` and padded on the right with `pad` to the
-    longest of the batch."""
+    """One document per sequence, truncated to `length` tokens. In a batch, sequences are padded on
+    the right with the token `pad` to the longest sequence."""
 
     tokens: TokenFile
     length: int

@@ -1,9 +1,10 @@
-"""The user's own samples: any map-style dataset or sequence, and iterables, which set their own
-order.
+"""The user's own samples: those of map-style datasets and sequences, which are read in the order
+that `Order` computes, and those of iterables, which are read in the iterable's order.
 
 A dataset may use the random generators of Python, NumPy and torch, for example to augment samples.
-The numbers that it gets are a function of the seed, the sample and the epoch. The training's own
-generators do not change.
+For a map-style dataset, the random numbers are a function of the seed, the sample and the epoch;
+for an iterable, of the seed and the epoch. The state of the training's own generators does not
+change.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True)
 class DatasetObject:
-    """A dataset that was given as a Python object. Pickles with its tensors in shared memory, where
-    all worker processes read them."""
+    """A dataset that the user gave as a Python object. It is pickled with its tensors in shared
+    memory, so that all worker processes read the same memory."""
 
     dataset: Any
 
@@ -62,8 +63,8 @@ def _restore_given(*parts: Any) -> DatasetObject:
 
 @dataclass(frozen=True)
 class DatasetFunction:
-    """The dataset that the function "file.py:function" or "module:function" returns. Pickles as
-    that name: each worker process calls the function itself."""
+    """The dataset that a user's function returns. Only the function's name, "file.py:function" or
+    "module:function", is pickled: each worker process calls the function itself."""
 
     source: str
 
@@ -84,8 +85,9 @@ class DatasetFunction:
 class UserSamples:
     """The samples of a user's map-style dataset. Batches are padded and stacked by `collate`.
 
-    Opening it reads the first 8 samples to see their fields, lengths and whether they are ragged.
-    Raises InputError if it is empty, or if a sample lacks what the model's task needs.
+    The constructor reads the first 8 samples, to find out their fields, their lengths and whether
+    the lengths differ. It raises InputError if the dataset is empty, or if the first sample lacks
+    what the model's task needs.
     """
 
     damaged = 0
@@ -134,15 +136,16 @@ class UserSamples:
 
 
 class UserStream:
-    """The samples of a user's iterable dataset. When it ends, it is read again from its start. A
-    resumed run reads and skips the samples that were consumed before."""
+    """The samples of a user's iterable dataset. When the iterable ends, it is read again from its
+    start. A resumed run reads and skips the samples that were consumed before."""
 
     def __init__(self, make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> None:
         self.make, self.model, self.seed = make, model, seed
 
     def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-        """The batches of samples first..stop of the stream, in order. A range that was read already
-        gives the previous batch again."""
+        """Yield the batch of samples first..stop of the stream for each of `ranges`, which are in
+        order. For a range that begins before the end of the previous one, the previous batch is
+        yielded again."""
         samples, place, batch = self._samples(), 0, None
         for first, stop in ranges:
             if batch is None or first >= place:
@@ -153,7 +156,7 @@ class UserStream:
 
     @property
     def sample_items(self) -> int:
-        """The number of tokens of the first sample, or 1."""
+        """The number of tokens of the first sample; 1 if it is not a sequence of tokens."""
         sample = as_tensors(next(self._samples()))
         warn_unshifted(sample, self.model)
         return items_in(sample)
@@ -192,10 +195,11 @@ class UserStream:
 
 
 def open_user(make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> UserSamples | UserStream:
-    """A user's dataset as UserSamples, or as a UserStream if it is an iterable without a length.
+    """Open a user's dataset as UserSamples, or as a UserStream if it is an iterable without a
+    length.
 
-    Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator that can be
-    read only once.
+    Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator object,
+    which can be read only once.
     """
     dataset, asked = make(), f"data: python={make.source}" if isinstance(make, DatasetFunction) else "data"
     found = f"a {type(dataset).__name__}"

@@ -1,8 +1,8 @@
 """Copies micro-batches to a CUDA device on a separate copy stream, while the device computes.
 
-If the plan prefetches batches, `loader` puts a `BatchPrefetcher` into the Run. A step then takes its
-micro-batches from `BatchPrefetcher.prefetch`, which copies the next micro-batch while the device
-computes the present one.
+If the plan prefetches batches, `loader` puts a `BatchPrefetcher` into the Run. A step then takes
+its micro-batches from `BatchPrefetcher.prefetch`, which copies the next micro-batch while the
+device computes the present one.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 torch's own tracing, decompositions and partitioner run as they do in training, so the same tensors
 are saved for backward. The code generator does not run. Its effect follows from its rule: it fuses
 element-wise operations and reductions. So a tensor gets a buffer only if it leaves the graph, or if
-it is an input of an operation with a kernel of its own (a matrix product, a convolution, attention).
+it is an input of an operation with a kernel of its own (a matrix product, a convolution,
+attention).
 
 Example: y = gelu(x @ w + b) * m. The product x @ w has a kernel of its own, so its result is a
 buffer. The addition, gelu and the multiplication are fused into one generated kernel, which reads
@@ -43,8 +44,8 @@ from tightfit.models.tensors import tensors_in
 
 
 def fake_backend() -> Callable[..., Any]:
-    """Return a backend for torch.compile that allocates and frees buffers as generated code does, and
-    computes nothing.
+    """Return a backend for torch.compile that allocates and frees buffers as generated code does,
+    and computes nothing.
     """
     decompositions = inductor_decompositions()
     for name in ("max_pool2d_with_indices", "max_pool3d_with_indices"):
@@ -112,7 +113,7 @@ _FUSED_NAMES = frozenset(
 )  # fmt: skip
 
 
-_COSTLY = {  # on a CPU, these operations take longer to compute than to read and write their elements
+_COSTLY = {  # on a CPU, computing these takes longer than reading and writing their elements
     "compiled random": (
         "aten.rand", "aten.rand_like", "aten.bernoulli", "aten.randn", "aten.randn_like", "prims.inductor_random",
     ),
@@ -130,8 +131,8 @@ def _use_seeds(graph: fx.Graph) -> None:
     """Replace torch's wrappers around random operations, which draw the same numbers in forward and
     again in backward.
 
-    The wrappers of torch's partitioner save the random generator's state. The code generator saves a
-    seed instead, and fuses the random operation with those that use the numbers.
+    The wrappers of torch's partitioner save the random generator's state. The code generator saves
+    a seed instead, and fuses the random operation with those that use the numbers.
     """
     run_and_save_rng_state, run_with_rng_state = rng_state_wrappers()
     for node in list(graph.nodes):
@@ -249,7 +250,8 @@ def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]
 
 
 def _view_base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
-    """Return the node whose buffer a view refers to. A node that is not a view is returned itself."""
+    """Return the node whose buffer a view refers to. A node that is not a view is returned
+    itself."""
     while node in views:
         node = node.all_input_nodes[0]
     return node
@@ -358,8 +360,8 @@ def _release(
 
 
 def _run_generated(node: fx.Node, moved: int) -> Any:
-    """Allocate the outputs of a generated kernel, with the node's shapes and strides, and report the
-    kernel. moved: bytes that the kernel reads.
+    """Allocate the outputs of a generated kernel, with the node's shapes and strides, and report
+    the kernel. moved: bytes that the kernel reads.
     """
     made = node.meta["val"]
     outputs = _empty(made) if isinstance(made, Tensor) else tree_map_only(Tensor, _empty, made)

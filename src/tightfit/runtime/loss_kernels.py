@@ -1,5 +1,5 @@
-"""The kernels that compute one chunk of the loss, its matrix products and its softmax, for each kind
-of device.
+"""The kernels that compute one chunk of the loss, its matrix products and its softmax, for each
+kind of device.
 
 `loss` uses them for the plan's `chunked_loss`. On a CUDA device:
 
@@ -56,8 +56,8 @@ class LossKernels:
     accumulates_fp32  whether the 16-bit product that computes the weight's gradient adds its result
               to an fp32 sum itself
     fused     one kernel for the loss and the gradient of the logits; None: separate operations
-    row_multiple  rows without an ignored label are padded to a multiple of this number, so that
-              shapes repeat
+    row_multiple  the number of computed rows is rounded up to a multiple of this, so that shapes
+              repeat: some rows with an ignored label are computed, too
     """
 
     rows: int = ROWS_IN_CACHE

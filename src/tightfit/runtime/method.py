@@ -7,8 +7,9 @@ A module always has
 
     FIELDS      the plan fields that belong to the method; each plan field belongs to exactly one
                 method
-    VARIANTS    values of plan fields that turn the method on, such as {"zero": 2}. The contract
-                tests try each variant alone and with those of other methods
+    VARIANTS    values of plan fields that turn the method on, such as
+                {"zero": 2, "dp_shard": 2}. The contract tests try each variant alone and with those
+                of other methods
     enabled     plan -> whether the plan uses the method
     cost        (ledger, plan, machine) -> the ledger with the method's changes
     apply       (run, plan) -> the run with the method's changes

@@ -10,8 +10,9 @@ copies in do not wait for copies out. Events order the three streams. An optimiz
 parameters one after another. While update k runs, the states of update k + 1 are copied in, and
 those of update k - 1 are copied out.
 
-torch's allocator of page-locked memory reuses a freed buffer for a new one of the same size, but not
-before the copies that `Tensor.copy_` began for it have ended. This module copies with `copy_` only.
+torch's allocator of page-locked memory reuses a freed buffer for a new one of the same size, but
+not before the copies that `Tensor.copy_` began for it have ended. This module copies with `copy_`
+only.
 """
 
 from __future__ import annotations
@@ -289,8 +290,8 @@ class Store:
         return here
 
     def take_back(self, weight: Tensor, here: Tensor) -> None:
-        """Call after the update of a weight: frees its gradient on the device, and copies the weight
-        to the store if that is its place.
+        """Call after the update of a weight: frees its gradient on the device, and copies the
+        weight to the store if that is its place.
 
         weight  as it was given to `bring`
         here    the weight on the device that `bring` returned
@@ -520,8 +521,8 @@ class OffloadedGradients:
         parameter.grad = None
 
     def end(self) -> None:
-        """Call after a step's last backward: waits for the copies, then sets each weight's `grad` to
-        the stored gradient.
+        """Call after a step's last backward: waits for the copies, then sets each weight's `grad`
+        to the stored gradient.
         """
         self.store.settle()
         for parameter in self.there:

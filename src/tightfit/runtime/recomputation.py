@@ -36,17 +36,17 @@ SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]  # (module, name, buf
 
 
 def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -> Forward:
-    """Return `forward` with activation checkpointing: it saves only its inputs, and backward runs it
-    a second time.
+    """Return `forward` with activation checkpointing: it saves only its inputs, and backward runs
+    it a second time.
 
     modules    the modules that `forward` runs
     selective  0: save nothing else. n > 0: also save the output of attention, and of every n-th
                matrix product or convolution with weights
 
     The second forward draws the same random numbers for dropout, and starts with the buffer values
-    with which the first one started. Afterwards the buffers get back the values that they had before
-    the second forward. So running statistics are updated only once. Raises InputError if the block
-    modifies its inputs in place.
+    with which the first one started. Afterwards the buffers get back the values that they had
+    before the second forward. So running statistics are updated only once. Raises InputError if the
+    block modifies its inputs in place.
     """
     buffers = ChangingBuffers(modules)
     casts = AutocastCache()
@@ -162,8 +162,8 @@ def recompute_contexts(
 
 
 class _RecomputeContext:
-    """The context manager around each recomputation of a block. It can be entered more than once: if
-    a forward computes gradients itself, it recomputes the block before backward does.
+    """The context manager around each recomputation of a block. It can be entered more than once:
+    if a forward computes gradients itself, it recomputes the block before backward does.
     """
 
     def __init__(

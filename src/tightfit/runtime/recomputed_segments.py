@@ -112,8 +112,8 @@ def _with_first(
 
 
 class _OutputUses(TorchFunctionMode):
-    """Finds out whether the model's own code, outside its blocks, uses the output of a block that is
-    not the last of its segment.
+    """Finds out whether the model's own code, outside its blocks, uses the output of a block that
+    is not the last of its segment.
 
     When several blocks are recomputed as one segment, only the last block's output is available.
     Metadata such as an output's shape may be read. `used` becomes True at the first other use.
@@ -152,8 +152,8 @@ _METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device
 
 
 def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Run the model once, and raise InputError if it uses the output of a block that is not the last
-    of its segment for anything but the next block's input.
+    """Run the model once, and raise InputError if it uses the output of a block that is not the
+    last of its segment for anything but the next block's input.
 
     The modules are left unchanged. forward: calls the model.
     """

@@ -184,7 +184,8 @@ class StepExecutor(Protocol):
     unsynchronized  whether ranks continue without waiting for each other at each step
     counted         (items, samples, positions) of the last step; None if the caller can count them
                     in the micro-batches
-    staleness       by how many updates each gradient of the last step was stale; empty if none was
+    staleness       for each gradient of the last step, by how many updates it was stale; empty if
+                    gradients are never stale
     drain           completes earlier steps that are still in flight. It yields after the backward
                     of each, and the caller then updates the weights
     """
@@ -211,7 +212,8 @@ class Run:
 
     model          set by `materialize`; its parameters keep their names, whatever wraps its blocks
     objective      the job's loss
-    loss_sum       the loss with the plan's methods: a micro-batch on the device -> sum of its losses
+    loss_sum       the loss with the plan's methods: a micro-batch on the device -> sum of its
+                   losses
     data           set by `loader`
     optimizer      set by `optimizer_states`
     learning_rate  number of a step -> its learning rate
@@ -296,8 +298,8 @@ def with_label_count(batch: Batch, run: Run) -> Batch:
 def without_full_masks(batch: Batch, run: Run) -> Batch:
     """Return a host batch without the masks that hide nothing, because they are all ones.
 
-    A model with such a mask would read from the device whether the mask hides anything, and the host
-    would wait for the device.
+    A model with such a mask would read from the device whether the mask hides anything, and the
+    host would wait for the device.
     """
     if not isinstance(batch, dict):
         return batch
@@ -320,7 +322,8 @@ def optimizer_weights_named(run: Run, names: frozenset[str]) -> list[nn.Paramete
 
 
 def wait_for_weights(run: Run) -> None:
-    """Wait until the weights that other devices updated have arrived (see `parallel/weight_gathers.py`).
+    """Wait until the weights that other devices updated have arrived (see
+    `parallel/weight_gathers.py`).
 
     Call it before anything reads or writes weights between two steps. It is no collective: a device
     does not wait for the others to call it.
@@ -352,8 +355,8 @@ def refuse_hooks(model: nn.Module, asked: str) -> None:
 
 
 def unshard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
-    """Return the full tensor of which `value` is this device's shard. A collective: all devices call
-    it.
+    """Return the full tensor of which `value` is this device's shard. A collective: all devices
+    call it.
 
     weight  what the optimizer updates
     value   the shard of `weight` itself, or of its gradient or one of its optimizer states
