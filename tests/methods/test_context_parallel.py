@@ -148,7 +148,7 @@ def test_unsupported_attention_is_refused() -> None:
 
 def test_position_ids_in_the_data_are_refused() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    with pytest.raises(InputError, match="position_ids of their own"):
+    with pytest.raises(InputError, match="the batches have position_ids"):
         sequence_chunks.shard_batch({"input_ids": tokens, "labels": tokens, "position_ids": tokens}, True, 0, 2)
 
 

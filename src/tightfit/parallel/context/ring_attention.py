@@ -1,21 +1,23 @@
-"""Ring attention: keys and values travel around a ring of devices, and each device attends from its
-own queries to all of them.
+"""Ring attention: devices pass their keys and values around a ring, so that the queries of each
+device attend to the keys of all devices.
 
 `context_parallel` registers `attend` as transformers' attention function. The devices of a ring
-share their samples; each has two chunks of each sequence (see `shard_batch`).
+process the same samples; each device has two chunks of each sequence (see `shard_batch`).
 
 Example: cp=2 and 8 tokens. Device 0 has positions 0, 1, 6, 7 (chunks 0 and 3). Device 1 has
-positions 2, 3, 4, 5 (chunks 1 and 2). On each, query, key and value have shape (batch, heads, 4,
-width).
+positions 2, 3, 4, 5 (chunks 1 and 2). On each device, query, key and value have shape (batch,
+heads, 4, width).
 
     step   device 0                               device 1
     0      own keys, causal mask: 10 pairs        own keys, causal mask: 10 pairs
     1      queries 6, 7 with keys 2 to 5: 8       queries 2 to 5 with keys 0, 1: 8
 
-In step 0 each device also sends its keys and values to the other one. In step 1, device 0's queries
-0 and 1 see no key of device 1, which are all later; device 1's queries see only the first chunk of
-device 0. So both devices compute 18 pairs, and neither needs a mask in step 1. Each step gives
-partial outputs and their log-sum-exp, by which they are merged.
+In step 0, each device also sends its keys and values to the other device. In step 1, queries 0 and
+1 of device 0 attend to no key of device 1, because all of these keys are later. The queries of
+device 1 attend only to the first chunk of device 0. So both devices compute 18 pairs of a query and
+a key, and no mask is needed in step 1. Each step gives a partial output, and for each query the
+log-sum-exp of its scores, from which the weights of the partial outputs are computed when they are
+merged.
 
 Source  Liu et al. 2023, arXiv:2310.01889; balanced chunks under a causal mask: Grattafiori et al.
         2024, arXiv:2407.21783, section 3.3.2; merging by log-sum-exp: Dao et al. 2022,
@@ -46,7 +48,7 @@ from tightfit.errors import InputError
 NAME = "tightfit_ring"
 ALIGNED = 8  # elements: CUDA's kernels need head widths and mask rows of a multiple of this
 WIDEST_FLASH = 256  # elements: the widest head of the flash kernel
-# arguments of some models' attention
+# arguments that some models pass to attention
 _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
@@ -57,8 +59,11 @@ class Ring:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def send_to_next(self, tensors: tuple[Tensor, ...]) -> _Transfer:
-        """Begin to send `tensors`, of one dtype, to the next device and to receive tensors of the
-        same shapes from the previous one. Returns the transfer; `wait` gives the received tensors.
+        """Begin to send `tensors` to the next device, and to receive tensors of the same shapes
+        from the previous device.
+
+        All tensors have the same dtype. Returns the transfer, whose `wait` returns the received
+        tensors.
         """
         sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
         received = torch.empty_like(sent)
@@ -73,15 +78,15 @@ class Ring:
 
 
 class _Transfer:
-    """A send and a receive in flight."""
+    """A send to the next device and a receive from the previous device, both in flight."""
 
     def __init__(self, work: list[dist.Work], sent: Tensor, received: Tensor, like: tuple[Tensor, ...]) -> None:
-        # keeps `sent` alive until the send has ended
+        # `sent` must stay alive until the send is complete
         self.work, self.sent, self.received = work, sent, received
         self.shapes = [tensor.shape for tensor in like]
 
     def wait(self) -> list[Tensor]:
-        """Wait for both, and return the received tensors."""
+        """Wait for the send and the receive, and return the received tensors."""
         for one in self.work:
             one.wait()
         parts = self.received.split([shape.numel() for shape in self.shapes])
@@ -90,11 +95,11 @@ class _Transfer:
 
 _rings: WeakKeyDictionary[nn.Module, Ring] = (
     WeakKeyDictionary()
-)  # a module -> its ring: modules hold no reference to the run
+)  # module -> its ring, in place of an attribute of the module
 
 
 def join_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let attention in the model's modules run over the ring of these devices."""
+    """Make the modules of `model` compute attention over the ring of the devices in `group`."""
     ring = Ring(group)
     _rings.update(dict.fromkeys(model.modules(), ring))
 
@@ -108,8 +113,10 @@ def register() -> None:
 
 
 def key_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' mask function: in place of a mask, which of this device's keys are not padding,
-    (batch, 1, 1, length). None if all of them count.
+    """Make the attention mask, as transformers' mask function.
+
+    Returns a bool tensor (batch, 1, 1, length) that is False for this device's keys that are
+    padding; None if the batch has no attention mask. `attend` applies the causal mask.
     """
     mask = kwargs.get("attention_mask")
     return None if mask is None else mask.bool()[:, None, None, :]
@@ -127,12 +134,14 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function.
+    """Compute attention over the keys of the whole ring (transformers' attention function).
 
     query           (batch, heads, length, width) of this device's positions
-    key             (batch, key heads, length, width), with as many heads or fewer
+    key             (batch, key heads, length, width); fewer heads than query in grouped-query
+                    attention
     value           (batch, key heads, length, value width)
-    attention_mask  (batch, 1, 1, length), bool: which of this device's keys count; None: all
+    attention_mask  bool (batch, 1, 1, length), False for this device's keys that are padding; None:
+                    no padding
     dropout         must be 0
     scaling         factor of the scores; None: width ** -0.5
 
@@ -159,25 +168,25 @@ def attend(
     most = max(narrow, wide)
     if _is_on_accelerator(query):
         most += -most % ALIGNED
-    # kernels need equal widths; zero columns change nothing, as the scale is fixed
+    # kernels need equal widths; padding with zeros changes no result, because the scale is given
     if not narrow == wide == most:
         query, key = (functional.pad(x, (0, most - narrow)) for x in (query, key))
         value = functional.pad(value, (0, most - wide))
     output = RingAttention.apply(query, key, value, attention_mask, causal, scale, _rings[module])
     return output[..., :wide].transpose(
         1, 2
-    ).contiguous(), None  # contiguous as sdpa's output is: some models call view on it
+    ).contiguous(), None  # contiguous, as the output of sdpa is: some models call view
 
 
 class RingAttention(torch.autograd.Function):
-    """softmax(query @ key^T x scale) @ value over the keys of all devices of a ring.
+    """Computes softmax(query @ key^T x scale) @ value over the keys of all devices of a ring.
 
-    query   (batch, heads, length, width), this device's
-    key     (batch, key heads, length, width), with as many heads or fewer
+    query   (batch, heads, length, width) of this device's positions
+    key     (batch, key heads, length, width); heads is a multiple of key heads
     value   the same shape as key
-    seen    (batch, 1, 1, length), bool: which keys count; None: all
-    causal  whether a causal mask applies; the positions must then be the two chunks of
-            `shard_batch`
+    seen    bool (batch, 1, 1, length), False for keys that are padding; None: no padding
+    causal  whether to apply a causal mask; this device's positions must then be the two chunks that
+            `shard_batch` gives
 
     Partial results are merged in fp32 (fp64 for fp64 inputs).
     """
@@ -230,8 +239,8 @@ class RingAttention(torch.autograd.Function):
                 _mask_columns(bias, columns), output[:, :, rows], total[:, :, rows], ctx.causal and not step, ctx.scale,
             )  # fmt: skip
             grad_query[:, :, rows] += parts[0]
-            # gradients follow their keys and values around the ring, back to the device that owns
-            # them
+            # gradients travel around the ring with their keys and values, back to the device of
+            # these keys
             if transfer is None:
                 grad_keys, grad_values = (torch.zeros(key.shape, dtype=wide, device=key.device) for _ in range(2))
             else:
@@ -247,8 +256,10 @@ class RingAttention(torch.autograd.Function):
 def _ring_steps(
     ring: Ring, key: Tensor, value: Tensor, seen: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yields keys, values and mask of this device, then of the previous one, and so on, while the
-    next ones are received.
+    """Yield (keys, values, mask) of this device, then of the previous device, and so on.
+
+    While the caller computes with the tensors of a step, those of the next step are received. The
+    mask is None if `seen` is None.
     """
     held = [key, value, *([] if seen is None else [seen.to(key.dtype)])]
     for step in range(ring.size):
@@ -259,14 +270,16 @@ def _ring_steps(
 
 
 def visible_slices(step: int, ring: Ring, causal: bool, length: int) -> tuple[slice, slice]:
-    """Which queries of this device attend to which keys of the device `step` positions before it:
-    (rows, columns).
+    """Return the slices (queries, keys) of the positions that are computed in a step of the ring.
 
-    Each device has two chunks. Under a causal mask, all queries see the first chunk of a device
-    with a lower rank. Only the queries of the second chunk see a device with a higher rank, and
-    they see both of its chunks.
+    In step s, this device has the keys of the device s positions before it in the ring. Each device
+    has two chunks of the sequence. Under a causal mask, there are three cases:
 
-    length  positions of a device, both chunks
+    - Step 0, the device's own keys: all queries and all keys, with a causal mask.
+    - Keys of a device with a lower rank: all queries attend to the first of its chunks.
+    - Keys of a device with a higher rank: the queries of the second chunk attend to all of them.
+
+    length: number of positions of a device, in both chunks.
     """
     if not causal or step == 0:
         return slice(None), slice(None)
@@ -276,7 +289,7 @@ def visible_slices(step: int, ring: Ring, causal: bool, length: int) -> tuple[sl
 
 
 def _mask_columns(seen: Tensor | None, columns: slice) -> Tensor | None:
-    """The mask of some keys."""
+    """Return the part of a mask that belongs to the keys in the slice `columns`."""
     return None if seen is None else seen[..., columns]
 
 
@@ -285,11 +298,11 @@ def _is_on_accelerator(tensor: Tensor) -> bool:
 
 
 def select_kernel(query: Tensor, seen: Tensor | None) -> str:
-    """Which kernel of PyTorch computes attention: "cpu", "flash", "efficient", or "plain" (matrix
-    products).
+    """Return which kernel computes attention: "cpu", "flash", "efficient" or "plain".
 
-    "flash" takes 16-bit dtypes without a mask, and fewer key heads than query heads. "efficient"
-    takes fp32 and masks.
+    "cpu", "flash" and "efficient" are fused kernels of PyTorch; "plain" means matrix products and a
+    softmax. "flash" supports only 16-bit dtypes without a mask of padding, but it supports fewer
+    key heads than query heads. "efficient" supports fp32 and masks.
     """
     if query.device.type == "cpu":
         return "cpu"
@@ -304,10 +317,10 @@ def select_kernel(query: Tensor, seen: Tensor | None) -> str:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention by one of PyTorch's fused kernels.
+    """Compute attention to the keys of one device, with the kernel of `select_kernel`.
 
-    Returns the output (batch, heads, queries, width), and each query's log-sum-exp of scores in
-    fp32, (batch, heads, queries).
+    Returns the output (batch, heads, queries, width) and, for each query, the log-sum-exp of its
+    scores (batch, heads, queries), by which partial outputs are merged.
     """
     kernel = select_kernel(query, seen)
     if kernel == "flash":
@@ -324,18 +337,21 @@ def attention(
         sums = scores.logsumexp(-1)
         return (scores - sums.unsqueeze(-1)).exp() @ value, sums
     output, sums, *_ = EFFICIENT_ATTENTION(query, key, value, bias, True, 0.0, causal, scale=scale)
-    return output, sums[..., : query.shape[2]]  # the kernel pads them to its tiles
+    return output, sums[..., : query.shape[2]]  # the kernel pads the sums to its tile size
 
 
 def attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, output: Tensor, sums: Tensor,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of query, key and value.
+    """Compute the gradients of query, key and value for the keys of one device.
 
-    gradient  that of the output
-    output    the merged output over the keys of all devices
-    sums      its log-sum-exp over the keys of all devices
+    gradient  the gradient of the output
+    output    the output over the keys of all devices
+    sums      each query's log-sum-exp of scores over the keys of all devices
+
+    If key has fewer heads than query, the gradients of key and value are summed over the query
+    heads that share a key head.
     """
     kernel, heads = select_kernel(query, seen), key.shape[1]
     if kernel == "flash":
@@ -358,7 +374,7 @@ def attention_backward(
         inner = shares * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
         found = inner @ key, inner.mT @ query, shares.mT @ gradient
     else:
-        # padded as in the forward
+        # the kernel needs the padding that its forward adds
         padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
         found = EFFICIENT_ATTENTION_BACKWARD(
@@ -386,7 +402,7 @@ def attention_backward(
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Scaled scores (batch, heads, queries, keys), masked."""
+    """Return the scaled and masked scores, (batch, heads, queries, keys)."""
     scores = query @ key.mT * scale
     if bias is not None:
         scores = scores + bias
@@ -397,14 +413,14 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 
 
 def _as_bias(seen: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as a bias on scores, (batch, heads, queries, keys): 0 for keys that count, and the
-    dtype's lowest number for others.
+    """Turn a mask into a bias that is added to scores: (batch, heads, queries, keys), 0 for keys
+    that count and the dtype's lowest number for padding.
 
-    It is not -inf: if a query sees none of a device's keys, its log-sum-exp has to be finite. It is
-    then so low that the other devices' results prevail.
+    The bias is not -inf, because each log-sum-exp has to be finite, even if all keys of a device
+    are padding. Such a log-sum-exp is so low that this device adds nothing to the merged output.
     """
     keys = seen.shape[-1]
-    if _is_on_accelerator(query):  # CUDA's kernel reads rows that begin at multiples of 16 bytes
+    if _is_on_accelerator(query):  # the CUDA kernel needs rows that are aligned to 16 bytes
         seen = functional.pad(seen, (0, -keys % ALIGNED))
     bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

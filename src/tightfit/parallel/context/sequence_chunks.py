@@ -1,10 +1,9 @@
-"""Shards sequences for context parallelism: each device of a group gets two chunks of each
-sequence.
+"""Shard sequences for context parallelism: each device of a group gets two chunks of each sequence.
 
 `context_parallel` wraps a run's data with `SequenceChunks`. With cp devices, a sequence has 2 x cp
-chunks, and the device with rank r gets chunks r and 2 x cp - 1 - r. Under a causal mask later
-positions attend to more keys. A device with an early chunk also has a late one, so all devices do
-the same work.
+chunks, and the device with rank r gets chunks r and 2 x cp - 1 - r. Under a causal mask, later
+positions attend to more keys. Each device has an early and a late chunk, so all devices do the same
+amount of work.
 
 Example: cp=2 and a sequence of 8 tokens has 4 chunks of 2 tokens.
 
@@ -36,26 +35,28 @@ from tightfit.runtime.run import Data, DummyMicroBatch
 
 
 def shard_batch(batch: Batch, causal: bool, cp_rank: int, cp_size: int) -> Batch:
-    """The chunks `cp_rank` and 2 x cp_size - 1 - cp_rank of each sequence of a batch, padded if the
-    chunks are uneven.
+    """Return chunks `cp_rank` and 2 x cp_size - 1 - cp_rank of each sequence of a batch.
 
-    batch   a dictionary with input_ids (samples, length). Other tensors of that shape are sharded
-            too
-    causal  whether the model predicts next tokens. Labels are then shifted first, so that each
-            stands at the position that predicts it
+    Sequences are padded to a multiple of 2 x cp_size tokens.
 
-    Returns a batch with tensors of shape (samples, 2 x chunk), and with position_ids: each token's
-    position in its sequence. Without a causal mask, padding is masked by attention_mask.
+    batch   a dictionary with input_ids (samples, length). Other tensors whose first two dimensions
+            are (samples, length) are sharded, too
+    causal  whether the model predicts next tokens. If so, labels are shifted before they are
+            sharded, so that the label of a position is the next token
 
-    Raises InputError for a batch with position_ids, or without input_ids.
+    The sharded tensors have shape (samples, 2 x chunk length, ...). The returned batch also has
+    position_ids, the position of each token in its full sequence. If `causal` is False, its
+    attention_mask hides the padding.
+
+    Raises InputError if the batch has position_ids, or has no input_ids.
     """
     if not isinstance(batch, dict) or "input_ids" not in batch or "position_ids" in batch:
         raise InputError(
             f"plan: cp={cp_size}",
-            "batches with position_ids of their own"
+            "the batches have position_ids, which context parallelism computes itself"
             if isinstance(batch, dict) and "position_ids" in batch
-            else "batches without input_ids",
-            "give input_ids and labels, one sequence in a row, or use cp: 1",
+            else "the batches have no input_ids",
+            "give batches with input_ids and without position_ids, one sequence in each row, or use cp: 1",
         )
     tokens = batch["input_ids"]
     samples, length = tokens.shape
@@ -76,21 +77,22 @@ def shard_batch(batch: Batch, causal: bool, cp_rank: int, cp_size: int) -> Batch
 
 
 def _chunks(value: Tensor, piece: int, pieces: int) -> Tensor:
-    """Two of the chunks along dimension 1, side by side."""
+    """Cut dimension 1 into 2 x pieces chunks; return chunks `piece` and 2 x pieces - 1 - piece."""
     chunks = value.chunk(2 * pieces, 1)
     return torch.cat([chunks[piece], chunks[2 * pieces - 1 - piece]], 1)
 
 
 @dataclass(frozen=True)
 class SequenceChunks:
-    """The `Data` of one device: its chunks of each sequence. The other devices of its group read
-    the same samples.
+    """The `Data` of one device under context parallelism: its chunks of each sequence.
 
-    data     the data of full sequences
+    All devices of a group read the same samples.
+
+    data     the `Data` with full sequences
     causal   whether the model predicts next tokens
     cp_rank  this device's rank in its group
     cp_size  the number of devices in the group
-    pinned   whether batches are put in page-locked memory
+    pinned   whether to put batches in page-locked memory
     """
 
     data: Data
@@ -120,20 +122,20 @@ class SequenceChunks:
         return self.data.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """The micro-batches of each step, sharded."""
+        """Yield the micro-batches of each step, with this device's chunks only."""
         for micro_batches in self.data.steps(consumed, until):
             yield [self.cut(batch) for batch in micro_batches]
 
     def held_out(self, samples: int) -> Iterator[Batch]:
-        """The evaluation batches, sharded."""
+        """Yield the evaluation batches, with this device's chunks only."""
         return map(self.cut, self.data.held_out(samples))
 
     def example(self) -> Batch:
-        """A batch of full sequences."""
+        """Return an example batch, with full sequences."""
         return self.data.example()
 
     def cut(self, batch: Batch) -> Batch:
-        """This device's chunks of a batch. A dummy micro-batch stays one."""
+        """Return this device's chunks of a batch; a DummyMicroBatch if `batch` is one."""
         if isinstance(batch, DummyMicroBatch):
             return DummyMicroBatch(self.cut(batch.batch))
         mine = shard_batch(batch, self.causal, self.cp_rank, self.cp_size)

@@ -202,8 +202,7 @@ class PipelineRank:
 
     @torch.no_grad()
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
-        """Run a micro-batch's forward. Returns its loss on the last rank, and 0 on all other
-        ranks."""
+        """Run a micro-batch's forward. Returns the loss on the last rank, 0 on all others."""
         total: Tensor | None = None
         self.messages.positions = {Action(FORWARD, piece, 0): piece for piece in range(len(self.blocks.stages))}
         for piece in self.blocks.own_stages:

@@ -207,8 +207,7 @@ class StageMessages:
                 break
 
     def post_receive(self, run: Run, action: Action, batch: Batch) -> bool:
-        """Post the receives of an action, so that its tensors can arrive during the preceding
-        action.
+        """Post the receives of an action, so that tensors can arrive during the preceding action.
 
         Returns False, and posts nothing, if the shapes of the tensors are not known yet. Returns
         True otherwise, also if the action receives nothing.
@@ -284,8 +283,7 @@ class StageMessages:
         inputs.differentiable = [spec[2] for spec in specs]
 
     def _receive_now(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
-        """Receive into `tensor`, and wait until the data have arrived. Does nothing in a dry
-        run."""
+        """Receive `tensor`, and wait until the data have arrived. Does nothing in a dry run."""
         if active_fake_mode() is not None:
             return
         began = time.perf_counter()
@@ -293,8 +291,7 @@ class StageMessages:
         self.waited_s += time.perf_counter() - began
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a posted receive (None in a dry run). On a GPU the stream waits, not the
-        host."""
+        """Wait for a posted receive (None: a dry run). On a GPU the stream waits, not the host."""
         began = time.perf_counter()
         if work is not None:
             work.wait()
@@ -339,8 +336,7 @@ class StageMessages:
         return [next(arrived) if is_so else None for is_so in has_gradient]
 
     def outputs_with_gradient(self, action: Action, count: int) -> list[bool]:
-        """Return, for each of the `count` tensors that a stage sent forward, whether it gets a
-        gradient.
+        """Return whether each of the `count` tensors that a stage sent forward gets a gradient.
 
         The next stage sends this mask once, before its first gradients. The first call waits for
         the mask; later calls return the same mask.

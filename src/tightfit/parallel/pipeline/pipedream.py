@@ -46,8 +46,7 @@ class _StepInFlight:
 
 
 class _StepMessages(StageMessages):
-    """Messages of a pipeline with several steps in flight: an action's position includes its
-    step."""
+    """Messages with several steps in flight: an action's position includes its step."""
 
     def position_of(self, action: Action) -> Any:
         """Return a value that orders the actions of a rank: (round, whether it is a backward,
@@ -147,13 +146,11 @@ class PipeDream(PipelineRank):
         return [(Action(BACKWARD, self.rank, place), None) for place in places]
 
     def _unique_number(self, step: _StepInFlight, number: int) -> int:
-        """Return a number for micro-batch `number` of a step that is unique among the steps in
-        flight."""
+        """Return a number for a micro-batch that is unique among all steps in flight."""
         return step.number * MAX_MICRO_BATCHES + number
 
     def _run_backward(self, run: Run) -> None:
-        """Run the backwards of the oldest step in flight, and assign the gradients to the newest
-        weights."""
+        """Run the oldest step's backwards, and assign the gradients to the newest weights."""
         step = self.steps_in_flight.popleft()
         for group in run.optimizer.param_groups:
             group["lr"] = step.rate
@@ -174,8 +171,7 @@ class PipeDream(PipelineRank):
         self.updates_done += 1
 
     def _request_loss(self, number: int) -> None:
-        """Post the receive of the loss of step `number`, which arrives before the step's
-        gradients."""
+        """Post the receive of step `number`'s loss, which arrives before the gradients."""
         if self.rank < self.pp_size - 1 and number not in self.requested_losses:
             loss = torch.zeros((), device=self.device)
             group, device = self.messages.link(self.rank, self.rank + 1, "backward")

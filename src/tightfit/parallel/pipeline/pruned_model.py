@@ -1,15 +1,15 @@
-"""Prunes a model to one pipeline rank's stages: stubs replace the blocks and weights of other
-ranks.
+"""Prune a model to one pipeline rank's stages: stubs replace the blocks and weights of other ranks.
 
-`pipeline` calls `prune` when it builds a run. The rank still runs the model's own forward, so that
-masks, positions and the like are computed as the model does it. A block of another stage is
-replaced by a `StubBlock`, which returns stub tensors of the right shapes; foreign weights are
-replaced by stub tensors too. Behind the rank's last block, `StageEnd` ends the forward.
+`pipeline` calls `prune` when it builds a run. The rank still runs the model's own forward, so
+masks, positions and similar tensors are computed by the model's code. A block of another stage is
+replaced by a `StubBlock`, which returns stub tensors of the right shapes. Weights of other ranks
+are replaced by stub tensors too. After the stage's last block, the exception `StageEnd` ends the
+forward.
 
-Example: rank 1 of pp: 2 has the blocks 4 to 7 of 8. The embedding's weight (50257, 2048) becomes
-a stub that uses 4 bytes. The blocks 0 to 3 return stubs (4, 1024, 2048). The wrapper of block 4
-replaces its argument by the received tensor (4, 1024, 2048), and the forward continues with the
-real blocks 4 to 7 and the head.
+Example: rank 1 of pp: 2 has blocks 4 to 7 of 8. The embedding's weight (50257, 2048) becomes a stub
+that takes 4 bytes. Blocks 0 to 3 return stubs (4, 1024, 2048). The wrapper of block 4 replaces the
+stub in its argument by the received tensor (4, 1024, 2048), and the forward continues with the real
+blocks 4 to 7 and the output head.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ from tightfit.models.dataflow import PP_FIELD, Leaf, OutputStructure, PathTo, bl
 
 
 def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
-    """Replace other ranks' parameters in `model` by stub tensors, which are no parameters.
+    """Replace the parameters of other ranks in `model` by stub tensors, which are not parameters.
 
-    foreign: those parameters. The stubs have their shapes and take no memory. What comes before the
-    blocks runs with them, and its output is not used. nn.Embedding returns a stub as well.
+    foreign: the parameters of other ranks. A stub has the shape of its parameter and takes the
+    memory of one element. The code before the blocks runs with the stubs, and results
+    that depend on stubs are not used. An nn.Embedding whose weight is replaced returns a stub, too.
     """
     for module in model.modules():
         for name, parameter in list(own_parameters(module).items()):
             if parameter is not None and parameter in foreign:
                 del own_parameters(module)[name]
                 setattr(module, name, stub_tensor(parameter.shape, parameter.dtype, parameter.device))
-                if type(module) is nn.Embedding:  # subclasses may do more than look up
+                if type(module) is nn.Embedding:  # a subclass may have a forward of its own
                     module.forward = _StubEmbedding(module.embedding_dim, parameter.dtype)  # type: ignore[method-assign]
 
 
 def stub_tensor(
     shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device, in_place: bool = False
 ) -> Tensor:
-    """A stub tensor: NaN where it is floating point, so that any use of its values would be
-    noticed.
+    """Return a tensor that stands in for a tensor of another stage.
 
-    It takes memory only where in_place is set, because the model writes into it. Otherwise it is
-    one expanded element.
+    It is filled with NaN, or with 0 for integers: a computation that used a stub by mistake would
+    give NaN. It is one expanded element, unless `in_place` is set because the model writes into the
+    tensor; then all elements have memory.
     """
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     if in_place:
@@ -62,9 +63,9 @@ def stub_tensor(
 
 @dataclass(frozen=True)
 class _StubEmbedding:
-    """The forward of an embedding whose weight is on another rank: returns a stub.
+    """Replaces the forward of an embedding whose weight is on another rank.
 
-    input (...) of token numbers -> (..., width).
+    Token numbers of shape (...) -> a stub of shape (..., width).
     """
 
     width: int
@@ -75,16 +76,16 @@ class _StubEmbedding:
 
 
 class ForwardState:
-    """The state of the forward that is running: which stage it runs, and what replaces its inputs.
+    """The state of the running forward, which all stubs and wrapped blocks of a rank share.
 
-    block_outputs    the structure of what each block returns
-    boundary_inputs  by the first block of each stage, the paths of its arguments that are sent
-    shapes           of one sample, when `block_outputs` was recorded
-    stage            the range of blocks of the stage that runs
-    receive          the stage's original inputs -> the received tensors that replace them
-    samples          number of samples in the batch
-    batch_shapes     the shapes of one sample of the present batch
-    blocks_called    number of blocks that were called so far, in order
+    block_outputs    for each block, the structure of its output
+    boundary_inputs  first block of a stage -> the paths of those of its arguments that are sent
+    shapes           shapes of one sample's tensors in the batch that was traced for `block_outputs`
+    stage            the range of blocks of the running stage
+    receive          missing arguments of the stage's first block -> the received tensors
+    samples          number of samples in the current batch
+    batch_shapes     shapes of one sample's tensors in the current batch
+    blocks_called    how many blocks the current forward has called
     """
 
     def __init__(
@@ -107,23 +108,35 @@ class ForwardState:
         samples: int,
         shapes: tuple[tuple[int, ...], ...],
     ) -> None:
-        """Begin the forward of a stage on a batch of `samples` samples."""
+        """Set the state for the forward of a stage.
+
+        piece    the range of the stage's blocks
+        take     missing arguments of the stage's first block -> the received tensors
+        samples  number of samples in the batch
+        shapes   shapes of one sample's tensors in the batch
+        """
         self.stage, self.receive, self.samples, self.batch_shapes, self.blocks_called = piece, take, samples, shapes, 0
 
     def note_call(self, number: int) -> None:
         """Note that block `number` is called.
 
-        Raises InputError unless each block is called once, in order: else ranks would wait for
-        messages that nobody sends.
+        Raises InputError unless the model calls each block once, in order: otherwise ranks would
+        wait for messages that are never sent.
         """
         if number != self.blocks_called:
             raise blocks_out_of_order()
         self.blocks_called += 1
 
     def replace_inputs(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> None:
-        """The stage's first block is called: replace its inputs by what the stage before sent.
+        """Replace the missing arguments of the stage's first block by the received tensors.
 
-        The tensors are swapped in place, for everybody who holds a reference. Raises InputError.
+        The contents of each tensor are replaced in place, so every reference to it sees the
+        received values.
+
+        number     number of the stage's first block
+        arguments  (args, kwargs) of its call
+
+        Raises InputError if such an argument is a tensor subclass, or not a tensor.
         """
         assert self.receive is not None
         given = self.sent_tensors(number, arguments)
@@ -131,35 +144,44 @@ class ForwardState:
             if type(tensor) is not type(sent):
                 raise InputError(
                     PP_FIELD,
-                    f"block {number} is called with a {type(tensor).__name__}, which a received tensor cannot replace",
+                    f"block {number} takes a {type(tensor).__name__} argument, and only plain tensors can be sent between "
+                    "pipeline stages",
                     "use pp: 1",
                 )
             swap_contents(tensor, sent)
 
     def sent_tensors(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> list[Tensor]:
-        """Those arguments of the stage's first block `number` that are sent. Raises InputError."""
+        """Return the arguments of a stage's first block, `number`, that are sent to the stage.
+
+        arguments: (args, kwargs) of the block's call. Raises InputError if one of them is no
+        tensor.
+        """
         found = []
         for path in self.boundary_inputs[number]:
             tensor = leaf_at(arguments, path)
             if not isinstance(tensor, Tensor):
                 raise InputError(
                     PP_FIELD,
-                    f"block {number} is called with {type(tensor).__name__} where it was called with a tensor before",
+                    f"an argument of block {number} is a {type(tensor).__name__}, and was a tensor in the traced forward",
                     "use pp: 1",
                 )
             found.append(tensor)
         return found
 
     def end_stage(self) -> None:
-        """The next stage's first block is called, or the forward has ended: all of this stage's
-        blocks must have been called. Raises InputError.
+        """Check at the end of a stage's forward that all of its blocks were called.
+
+        Raises InputError if not.
         """
         if self.blocks_called != self.stage.stop:
             raise blocks_out_of_order()
 
 
 class StageEnd(BaseException):
-    """Ends a forward behind a rank's last block. It carries the tensors that the next rank needs."""
+    """Raised after a stage's last block to end the forward.
+
+    sent: the tensors that the next stage needs.
+    """
 
     def __init__(self, sent: list[Tensor]) -> None:
         super().__init__()
@@ -167,9 +189,10 @@ class StageEnd(BaseException):
 
 
 class OwnBlock(nn.Module):
-    """Wraps a block of the stage that runs: at the stage's first block, it receives the inputs.
+    """Wraps a block of the running stage.
 
-    Attributes that it does not have are the block's.
+    The wrapper of the stage's first block receives the stage's inputs before it calls the block.
+    All other attributes of the wrapper are those of the block.
     """
 
     def __init__(self, number: int, forward_state: ForwardState, block: nn.Module) -> None:
@@ -187,14 +210,15 @@ class OwnBlock(nn.Module):
 
 
 class StubBlock(nn.Module):
-    """Replaces a block of another rank, or of a stage of this rank that does not run now.
+    """Replaces a block of another rank, or a block of this rank whose stage is not running.
 
-    block        the block it replaces, whose attributes the model may read; its parameters are on
-                 another rank
-    output_like  a block's input -> a tensor shaped like its output, where their shapes differ
+    The stub of a block before the running stage returns stub tensors. The stub of the first block
+    after the running stage raises `StageEnd`.
+
+    block        the block that is replaced, because the model may read its attributes
+    output_like  the block's input -> a stub with the shape of its output, for a block whose output
+                 is shorter than its input (sequence parallelism); None if the shapes are equal
     hooks        the model's own hooks on the block, which still run
-
-    Behind the running stage, it raises `StageEnd` in place of computing.
     """
 
     def __init__(
@@ -240,7 +264,7 @@ class StubBlock(nn.Module):
         if forward_state.batch_shapes != forward_state.shapes:
             raise InputError(
                 PP_FIELD,
-                f"block {self.number} returns a tensor whose shape depends on that of the samples, and samples differ in shape",
+                f"block {self.number} returns a tensor whose shape depends on the samples' shape, and samples differ in shape",
                 "use samples of one shape, or pp: 1",
             )
         device = next((one.device for one in (*arguments[0], *arguments[1].values()) if isinstance(one, Tensor)), None)

@@ -1,10 +1,11 @@
-"""Assigns blocks to pipeline stages, and reduces the whole model's ledger to one pipeline rank's.
+"""Assign blocks to pipeline stages, and reduce the ledger of the full model to one pipeline rank.
 
 `pipeline` calls `rank_ledger` when it estimates a plan, and `stage_ranges` when it builds a run.
 
 Example: `split_evenly` divides 10 blocks over pp: 4 as 2, 3, 3, 2, because the first and the last
-stage also have the embedding and the head. The stages are range(0, 2), range(2, 5), range(5, 8)
-and range(8, 10). With virtual_stages: 2 there are 8 stages, and rank r has the stages r and r + 4.
+stage also have the embedding and the output head. The stages are range(0, 2), range(2, 5),
+range(5, 8) and range(8, 10). With virtual_stages: 2 there are 8 stages, and rank r has the stages r
+and r + 4.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from tightfit.plan import Plan
 
 
 def stage_ranges(plan: Plan, blocks: int) -> list[range]:
-    """The range of blocks of each stage of the model, first to last.
+    """Return the range of blocks of each stage, from the first stage to the last.
 
-    Raises InputError where there are fewer blocks than stages, or where `split` does not add up to
-    the number of blocks.
+    blocks: number of blocks of the model. Raises InputError if there are fewer blocks than stages,
+    or if the plan's `split` does not add up to the number of blocks.
     """
     split = plan.split or split_evenly(blocks, plan.stages)
     if sum(split) != blocks or min(split) < 1:
         fewer = f"use a pipeline of at most {blocks} stages" if blocks > 1 else "use pp: 1"
         if plan.split:
-            said = f"the model has {blocks} blocks, not {sum(split)}"
+            said = f"the model has {blocks} blocks, and split adds up to {sum(split)}"
             raise InputError(
                 f"plan: split={list(plan.split)}",
                 said,
-                f"use a split that adds up to {blocks}, or leave it out",
+                f"use a split that adds up to {blocks}, or leave out split",
             )
         what = f"has {blocks} blocks" if blocks else "has no repeated blocks"
         raise InputError(f"plan: pp={plan.pp}, {plan.stages} stages", f"the model {what}", fewer)
@@ -49,16 +50,21 @@ def stage_ranges(plan: Plan, blocks: int) -> list[range]:
 
 
 def stages_using(places: Iterable[int], stages: list[range]) -> set[int]:
-    """The numbers of the stages that use a parameter. places: where it is used (see
-    `parameter_uses`)."""
+    """Return the numbers of the stages that use a parameter.
+
+    places: the blocks that use it (see `parameter_uses`). stages: the range of blocks of each
+    stage.
+    """
     ends = [piece.stop for piece in stages]
     return {min(bisect_right(ends, max(place, 0)), len(stages) - 1) for place in places}
 
 
 def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, ...]]) -> None:
-    """Raise InputError, on every rank, where some rank would have no trainable parameter.
+    """Raise InputError if any rank of the pipeline would have no trainable parameter.
 
-    trained: for each trainable parameter, where it is used (see `parameter_uses`).
+    Every rank checks all ranks, so that all of them raise the error.
+
+    trained: for each trainable parameter, the blocks that use it (see `parameter_uses`).
     """
     for device in range(plan.pp):
         own = set(range(device, plan.stages, plan.pp))
@@ -73,11 +79,14 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
 def rank_ledger(
     ledger: Ledger, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan, machine: Machine
 ) -> Ledger:
-    """The ledger of one rank: its stages' segments, parameters and updates, and its schedule.
+    """Return the ledger of one pipeline rank, which is number `ledger.device`.
 
-    boundary_inputs: by the first block of each stage but the first, the paths of the arguments that
-    are sent to it. Raises InputError where the model does not call its blocks in order, where there
-    are too few blocks, or where a rank has nothing to train.
+    It has the segments, parameters and updates of the rank's stages, and the rank's schedule.
+
+    boundary_inputs: first block of a stage -> the paths of those of its arguments that are sent.
+
+    Raises InputError if the model does not call its blocks in order, if there are fewer blocks than
+    stages, or if a rank has no trainable parameter.
     """
     stages, rank = stage_ranges(plan, ledger.blocks), ledger.device
     called = [segment.block for segment in ledger.training if segment.phase == "forward" and segment.block is not None]
@@ -88,7 +97,7 @@ def rank_ledger(
     programs, boundaries = _stage_programs(ledger, stages, own, boundary_inputs, plan)
     training = tuple(segment for one in programs.values() for segment in one.segments)
     sent_by_all = _communicated_bytes(ledger.training)
-    share = _communicated_bytes(training) / sent_by_all if sent_by_all else 1.0  # of the tp communication volume
+    share = _communicated_bytes(training) / sent_by_all if sent_by_all else 1.0  # of tp's bytes
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
     schedule, on_gpu = make_schedule(*shape), machine.device != "cpu"
     arriving = coming(*shape, rank, on_gpu)
@@ -118,7 +127,10 @@ def rank_ledger(
 def _stage_programs(
     ledger: Ledger, stages: list[range], own: range, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan
 ) -> tuple[dict[int, StageProgram], dict[int, StageBoundary]]:
-    """The programs of a rank's `own` stages, and the boundary before each stage but the first."""
+    """Return (stage -> its program, for the rank's `own` stages; stage -> the boundary before it).
+
+    The model's first stage has no boundary before it.
+    """
     sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
     inputs = [_block_inputs(ledger.training, blocks.start, boundary_inputs.get(blocks.start, ())) for blocks in stages]
     boundaries = {
@@ -139,15 +151,21 @@ def _stage_programs(
 
 
 def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, ...]) -> list[BlockInput]:
-    """Those arguments of a block, at these paths, that are tensors; each storage once."""
+    """Return the tensors among the arguments of `block` that are at `paths`.
+
+    Arguments that are not tensors are left out, and so are further views of the same storage.
+    """
     called = next((one for one in training if one.phase == "forward" and one.block == block), None)
     known = {one.path: one for one in called.timeline.block_inputs} if called is not None else {}
     return [known[str(path)] for path in paths if str(path) in known]
 
 
 def _stage_input(sections: Sections, piece: range, given: list[BlockInput]) -> StageInput:
-    """What a stage receives: bytes that its backward needs, other bytes, and the buffers they
-    replace."""
+    """Return the description of a stage's inputs: the bytes that its backward needs, the other
+    bytes, and the buffers of the recorded step that the inputs replace.
+
+    piece: the range of the stage's blocks. given: the inputs.
+    """
     kept = sections.saved(piece)
     return StageInput(
         _sum(one.size for one in given if one.buffer in kept),
@@ -161,18 +179,21 @@ def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
 
 
 def _communicated_bytes(segments: Iterable[Segment]) -> float:
-    """Bytes that the recorded operations communicate, for one sample."""
+    """Return the bytes that collectives access in these segments, for one sample."""
     return sum(
         operation.bytes_accessed.at(1) * operation.count.at(1)
         for segment in segments
         for operation in segment.timeline.operations
-        if operation.name.startswith(("c10d.", "_c10d_functional."))  # the latter in compiled blocks
+        if operation.name.startswith(("c10d.", "_c10d_functional."))  # the second in compiled blocks
     )
 
 
 def _weight_versions(plan: Plan, device: int) -> int:
-    """How many versions of the weights a rank keeps beside the newest: one per micro-batch in
-    flight."""
+    """Return how many versions of the weights a rank keeps beside the newest version.
+
+    This is 0 unless the schedule is pipedream. Example: pp: 4 gives 3, 2, 1 and 0 on ranks 0 to 3,
+    and 3 on every rank with vertical_sync.
+    """
     if plan.schedule != "pipedream":
         return 0
     return plan.pp - 1 - (0 if plan.vertical_sync else device)

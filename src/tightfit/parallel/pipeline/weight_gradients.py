@@ -1,12 +1,12 @@
-"""Splits the backward of linear layers, so that weight gradients can be computed later.
+"""Split the backward of linear layers, so that weight gradients can be computed later.
 
-Zero-bubble pipelines use it to fill their idle time: a backward needs the gradients of its inputs
-at once, but those of its weights at any time before the update.
+Zero-bubble pipelines use this to fill their idle time. The preceding stage waits for the gradient
+of a layer's input, but the gradient of a layer's weight is needed only before the update.
 
 Example: for input (4, 128, 512) and weight (2048, 512), backward receives the output's gradient
-(4, 128, 2048). It computes the input's gradient at once, (4, 128, 2048) @ (2048, 512). It stores
-the input and the output's gradient as 512 rows each; `run` computes (2048, 512 rows) @
-(512 rows, 512) later, which is the weight's gradient.
+(4, 128, 2048). It computes the input's gradient at once, (4, 128, 2048) @ (2048, 512), and stores
+the input and the output's gradient. Later, `run` views them as (4 x 128, 512) and (4 x 128, 2048)
+and computes the weight's gradient, (2048, 4 x 128) @ (4 x 128, 512).
 
 Source  Qi et al. 2023, arXiv:2401.10241 (zero-bubble pipelines).
 """
@@ -28,17 +28,19 @@ LINEAR = torch.nn.functional.linear
 
 
 class DeferredWeightGradients(TorchFunctionMode):
-    """Within this mode, a linear layer's backward computes only the gradient of its input.
+    """Defers the weight gradients of linear layers: within this mode, the backward of a linear
+    layer computes only the gradient of its input.
 
-    What the weight's gradient needs is stored until `run`.
+    The tensors that the weight's gradient needs are stored until `run` is called.
 
-    `attach` activates the mode in a model's linear layers, also where their forward runs again in
-    backward. `group` names the backward that is being run; `run` computes the weight gradients that
-    it left. They reach the weights as those of a normal backward do, hooks included. A weight that
-    was used several times gets one gradient, the sum.
+    `attach` activates the mode in a model's linear layers, also when they are recomputed in
+    backward. `group` sets the micro-batch under which a backward stores its tensors. `run` computes
+    the weight gradients of a micro-batch and accumulates them as a normal backward does, hooks
+    included. A weight that was used several times gets one gradient, the sum of the gradients of
+    its uses.
 
     Only calls of `linear` and of `addmm` (transformers' Conv1D) on a trainable nn.Parameter are
-    split. Other operations, and all biases, have their gradients computed at once.
+    deferred. The gradients of all other operations and of all biases are computed at once.
     """
 
     def __init__(self) -> None:
@@ -47,7 +49,7 @@ class DeferredWeightGradients(TorchFunctionMode):
         self._group: int | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Wrap the forward of each nn.Linear and Conv1D of `model`, so that it runs in this mode."""
+        """Make the forward of each nn.Linear and Conv1D of `model` run in this mode."""
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
                 module.forward = partial(self._forward_in_mode, module.forward)  # type: ignore[method-assign]
@@ -58,7 +60,7 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     @contextmanager
     def group(self, number: int) -> Iterator[None]:
-        """Within the context, weight gradients are stored under `number` (a micro-batch)."""
+        """Within this context, weight gradients are stored under micro-batch `number`."""
         self._group = number
         try:
             yield
@@ -66,9 +68,9 @@ class DeferredWeightGradients(TorchFunctionMode):
             self._group = None
 
     def run(self, number: int) -> None:
-        """Compute the weight gradients stored under `number`, in the order of their deferral.
+        """Compute the weight gradients that are stored under micro-batch `number`, in order.
 
-        Each of them is freed, with the tensors it needed, once it has been accumulated.
+        After a gradient is accumulated, the gradient and the tensors that it needed are freed.
         """
         deferred = self.left.pop(number, [])[::-1]
         uses = Counter(weight for weight, _ in deferred)
@@ -76,7 +78,7 @@ class DeferredWeightGradients(TorchFunctionMode):
         while deferred:
             weight, make = deferred.pop()
             gradient = make()
-            del make  # frees the tensors that it needed
+            del make  # frees the tensors that the gradient needed
             if weight in sums:
                 gradient = sums.pop(weight).add_(gradient)
             uses[weight] -= 1
@@ -86,7 +88,10 @@ class DeferredWeightGradients(TorchFunctionMode):
                 torch.autograd.backward([get_gradient_edge(weight)], [gradient])
 
     def defer(self, weight: nn.Parameter, make: Callable[[], Tensor]) -> None:
-        """Store one use of `weight`. make: computes this use's term of the weight's gradient."""
+        """Store the weight gradient of one use of `weight`.
+
+        make: a function that computes the gradient of this use.
+        """
         assert self._group is not None
         self.left.setdefault(self._group, []).append((weight, make))
 
@@ -108,7 +113,10 @@ def _is_trainable(weight: Any) -> bool:
 def _deferred_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, store: DeferredWeightGradients, transposed: bool
 ) -> Tensor:
-    """The linear layer's output, in autocast's dtype where autocast is enabled."""
+    """Return a linear layer's output, in autocast's dtype if autocast is enabled.
+
+    transposed: whether `weight` is (in, out), as in Conv1D, instead of (out, in).
+    """
     dtype = input.dtype
     if torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
@@ -117,9 +125,10 @@ def _deferred_linear(
 
 
 class _DeferredMatmul(torch.autograd.Function):
-    """input (..., in) @ weight -> (..., out), both in `dtype`; its weight gradient is deferred.
+    """Forward: input (..., in) times weight -> (..., out), in `dtype`. Backward: the gradient of
+    `input` only; the weight's gradient is stored in `store`.
 
-    weight is (out, in), or (in, out) where `transposed`.
+    weight is (out, in), or (in, out) if `transposed`.
     """
 
     @staticmethod
@@ -127,7 +136,7 @@ class _DeferredMatmul(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: Tensor, dtype: torch.dtype, store: DeferredWeightGradients, transposed: bool
     ) -> Tensor:
         ctx.save_for_backward(input)
-        # the weight itself: under recomputation, saved tensors are copies that accumulate nothing
+        # not with save_for_backward: under recomputation it gives a copy, whose gradient is lost
         ctx.weight = weight
         ctx.dtype, ctx.store, ctx.transposed = dtype, store, transposed
         with torch.autocast(input.device.type, enabled=False):

@@ -1,1 +1,1 @@
-"""A parameter server and its workers."""
+"""Run the processes of a parameter server and its workers."""

@@ -1,13 +1,15 @@
-"""The processes of a parameter server: the server, and the workers that send it gradients and
-receive weights.
+"""Run the processes of a parameter server. Workers send gradients to the server, and the server
+sends updated weights to the workers.
 
-`parameter_server` makes one of the four classes for each process: Worker or Server (synchronous),
-AsyncWorker or AsyncServer (asynchronous). Each is the run's StepExecutor and its Reduction.
-Messages are in host memory and pass through the "server" group of the mesh.
+In each process, `parameter_server` makes an object of one of four classes: Worker or Server for
+synchronous updates, AsyncWorker or AsyncServer for asynchronous updates. This object is the run's
+StepExecutor and its Reduction. Messages are tensors in host memory, sent in the "server" group of
+the mesh.
 
-Example of asynchronous updates with two workers: both receive the weights of version 0. The
-gradient of worker 1 arrives first; the server applies it and sends it version 1. Then the gradient
-of worker 2 arrives, which was computed with version 0: its staleness is 1 - 0 = 1.
+Example of asynchronous updates with two workers: both workers begin with version 0 of the weights.
+The gradient of worker 1 arrives first. The server applies the gradient and sends version 1 to
+worker 1. Then the gradient of worker 2 arrives, which was computed with version 0: its staleness is
+1 - 0 = 1.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SERVER = 0  # the rank of the server among the dp_replicate processes
 
 @dataclass(frozen=True)
 class ServerData:
-    """The server's `Data`: as many steps as the workers have, each without micro-batches."""
+    """The `Data` of the server: as many steps as the workers have, each without micro-batches."""
 
     worker_data: Data
 
@@ -58,14 +60,14 @@ class ServerData:
         return self.worker_data.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """One empty list for each step."""
+        """Yield an empty list of micro-batches for each step."""
         batch = getattr(self.worker_data, "batch", 1)
         while until is None or consumed < until:
             yield []
             consumed += batch
 
     def held_out(self, samples: int) -> Iterator[Batch]:
-        """No evaluation samples: the workers evaluate."""
+        """Return no batches, because the workers evaluate."""
         return iter(())
 
     def example(self) -> Batch:
@@ -75,8 +77,8 @@ class ServerData:
 class ParameterMessages:
     """Packs gradients and weights into the flat tensors that a worker and the server exchange.
 
-    All are in host memory, in fp32, or in fp64 if any parameter is (complex numbers count as
-    pairs).
+    The flat tensors are in host memory. Their dtype is fp64 if any parameter is fp64 or complex128,
+    else fp32. A complex number takes two elements.
 
     parameters  the model's parameters, in the same order in all processes
     mesh        the devices, with a "server" group
@@ -91,21 +93,24 @@ class ParameterMessages:
         self.workers = range(1, mesh.size("dp_replicate"))
 
     def empty(self) -> Tensor:
-        """A buffer for a message of gradients: (elements of all parameters + number of parameters)."""
+        """Return an uninitialized message of gradients: one element for each parameter element, and
+        one more for each parameter (see `gradients`)."""
         return torch.empty(sum(self.sizes) + len(self.sizes), dtype=self.dtype)
 
     def empty_weights(self) -> Tensor:
-        """A buffer for a message of weights: (elements of all parameters)."""
+        """Return an uninitialized message of weights: one element for each parameter element."""
         return torch.empty(sum(self.sizes), dtype=self.dtype)
 
     def _to_flat(self, tensor: Tensor) -> Tensor:
-        """A tensor as a flat one of the message's dtype, in host memory."""
+        """Return a flat copy of a tensor in host memory, in the dtype of messages."""
         return _as_real(tensor.detach()).cpu().to(self.dtype).flatten()
 
     @torch.no_grad()
     def gradients(self) -> Tensor:
-        """This worker's gradients, which are removed from the parameters. Behind them is 1 for each
-        parameter that has a gradient, and 0 for each that has none.
+        """Return this worker's gradients in one message, and set the parameters' gradients to None.
+
+        A missing gradient is sent as zeros. At the end of the message is one flag for each
+        parameter: 1 if the parameter has a gradient, else 0.
         """
         parts = [
             torch.zeros(size, dtype=self.dtype) if parameter.grad is None else self._to_flat(parameter.grad)
@@ -118,7 +123,11 @@ class ParameterMessages:
 
     @torch.no_grad()
     def put_gradients(self, flat: Tensor) -> None:
-        """Set the parameters' gradients from such a message, or None where no worker has one."""
+        """Set the parameters' gradients from a message of `gradients`, or from the sum of such
+        messages.
+
+        A parameter whose flag is 0 has no gradient on any worker; its gradient is set to None.
+        """
         for parameter, part, there in zip(
             self.parameters, flat.split([*self.sizes, len(self.sizes)]), flat[-len(self.sizes) :].tolist(), strict=False
         ):
@@ -130,24 +139,24 @@ class ParameterMessages:
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        """All weights in one message."""
+        """Return all weights in one message."""
         return torch.cat([self._to_flat(parameter) for parameter in self.parameters])
 
     @torch.no_grad()
     def put_weights(self, flat: Tensor) -> None:
-        """Set the parameters from such a message."""
+        """Set the parameters from a message of `weights`."""
         for parameter, part in zip(self.parameters, flat.split(self.sizes), strict=True):
             real = _as_real(parameter)
             real.copy_(part.view_as(real))
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as a view of pairs of real numbers; others as they are."""
+    """Return a complex tensor as a view of pairs of real numbers, and other tensors as they are."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class _ServerProcess(UnshardedReduction):
-    """What all four kinds of processes share, as StepExecutor and as Reduction."""
+    """The common base class of the server and worker processes, a StepExecutor and a Reduction."""
 
     replicated: frozenset[str] = frozenset()
     stale_buffers: frozenset[str] = frozenset()
@@ -161,14 +170,15 @@ class _ServerProcess(UnshardedReduction):
         self.staleness: list[int] = []
 
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
-        """The summed loss of an evaluation batch; 0 for a dummy micro-batch."""
+        """Return the summed loss of an evaluation batch; 0 for a DummyMicroBatch."""
         if isinstance(batch, DummyMicroBatch):
             return torch.zeros((), device=run.device)
         return run.loss_sum(to_device(batch, run))
 
     def drain(self, run: Run) -> Iterator[None]:
-        """Broadcast the server's weights to all workers, after asynchronous updates. Nothing is in
-        flight.
+        """After asynchronous updates, broadcast the server's weights to all workers.
+
+        Returns an empty iterator: no step is in flight.
         """
         if self.unsynchronized:
             flat = self.box.weights()
@@ -178,11 +188,13 @@ class _ServerProcess(UnshardedReduction):
 
 
 class Worker(_ServerProcess):
-    """A worker with synchronous updates."""
+    """A worker with synchronous updates: it sends gradients and waits for the updated weights."""
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Compute the gradients of this worker's samples and send them to the server. Returns its
-        summed loss.
+        """Compute the gradients of this worker's samples, and send them to the server.
+
+        scale: factor of the losses in backward. Returns the sum of the losses of this worker's
+        samples.
         """
         total = self._run_backward(run, micro_batches, scale)
         flat = self.box.gradients()
@@ -201,7 +213,7 @@ class Worker(_ServerProcess):
         return total
 
     def updated(self) -> None:
-        """Receive the updated weights."""
+        """Receive the updated weights from the server."""
         flat = self.box.empty_weights()
         if active_fake_mode() is None:
             dist.broadcast(flat, SERVER, group=self.box.group)
@@ -209,11 +221,13 @@ class Worker(_ServerProcess):
 
 
 class Server(_ServerProcess):
-    """A server with synchronous updates: it sums the workers' gradients, then updates once."""
+    """A server with synchronous updates: it sums the gradients of all workers for one update."""
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Receive all workers' gradients and sum them in the order of the workers. Returns a loss
-        of 0.
+        """Receive the gradients of all workers, and set the parameters' gradients to their sum.
+
+        The sum is computed in the order of the workers, so it does not depend on timing. Returns 0
+        for the loss, because the server has no samples.
         """
         total = torch.zeros_like(self.box.empty())
         for worker in self.box.workers:
@@ -226,7 +240,7 @@ class Server(_ServerProcess):
         return torch.zeros((), device=run.device)
 
     def updated(self) -> None:
-        """Broadcast the updated weights."""
+        """Broadcast the updated weights to all workers."""
         if active_fake_mode() is None:
             dist.broadcast(self.box.weights(), SERVER, group=self.box.group)
 
@@ -236,8 +250,10 @@ _HEADER_LENGTH = 7
 
 
 class AsyncWorker(Worker):
-    """A worker with asynchronous updates: it sends the mean gradient of its own samples, and
-    continues with the weights that come back.
+    """A worker with asynchronous updates: it sends the mean gradient of its own samples to
+    the server, and continues with the weights that it receives.
+
+    The server has updated these weights by this gradient, and perhaps by those of other workers.
     """
 
     unsynchronized = True
@@ -247,8 +263,10 @@ class AsyncWorker(Worker):
         self.step = self.version = 0
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Compute the gradients of this worker's samples and send them with a header. Returns its
-        summed loss.
+        """Compute the gradients of this worker's samples, and send them with a header.
+
+        scale: factor of the losses in backward. Returns the sum of the losses of this worker's
+        samples.
         """
         real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
         items = sum(map(run.objective.count, real))
@@ -264,8 +282,9 @@ class AsyncWorker(Worker):
         return total
 
     def updated(self) -> None:
-        """Receive the weights and their version. They may be late: a worker that is too far ahead
-        waits here.
+        """Receive the weights and their version from the server.
+
+        A worker that is more than `staleness` steps ahead waits here for the slowest worker.
         """
         version, flat = torch.zeros(1, dtype=torch.int64), self.box.empty_weights()
         if active_fake_mode() is not None:
@@ -277,16 +296,17 @@ class AsyncWorker(Worker):
 
 
 class AsyncServer(_ServerProcess):
-    """Applies each worker's gradient when it arrives, and sends the weights back.
+    """A server with asynchronous updates: it applies each gradient when the gradient arrives, and
+    sends the updated weights to the worker.
 
-    If a worker is more than `staleness` steps ahead of the slowest one, it gets the weights when
-    the slowest one has caught up.
+    A worker that is more than the plan's `staleness` steps ahead of the slowest worker gets the
+    weights only after the slowest worker has caught up.
 
     version  the number of updates so far
-    done     steps of each worker
-    waiting  workers that have not yet got the weights
-    log      (worker, its step, the version of the weights that its gradient was computed with) of
-             each update, in order. This is everything that depends on timing
+    done     worker -> number of its gradients that have arrived
+    waiting  workers to which no weights have been sent since their last gradient
+    log      for each update, in order: (worker, the worker's step, the version of the weights with
+             which the gradient was computed). Only this order and these versions depend on timing
     """
 
     unsynchronized = True
@@ -299,8 +319,9 @@ class AsyncServer(_ServerProcess):
         self.log: list[tuple[int, int, int]] = []
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Receive as many gradients as there are workers, with an update after each but the last.
-        The caller does the last update.
+        """Receive as many gradients as there are workers, with an update after each gradient.
+
+        The caller does the update after the last gradient. Returns the sum of the workers' losses.
         """
         counts, total = [0, 0, 0], 0.0
         self.staleness = []
@@ -326,8 +347,9 @@ class AsyncServer(_ServerProcess):
         return torch.tensor(total)
 
     def updated(self) -> None:
-        """Call after an update: send the weights to the waiting workers that `staleness` allows to
-        continue.
+        """Count an update, and send the weights to the waiting workers that may continue.
+
+        A worker may continue if it is at most the plan's `staleness` steps ahead of the slowest.
         """
         self.version += 1
         slowest, bound = min(self.done.values()), self.plan.staleness

@@ -1,1 +1,1 @@
-"""Modules that are divided among devices by columns and rows."""
+"""Shard linear layers and embeddings over the tp devices, by columns and rows."""

@@ -1,14 +1,14 @@
-"""Sequence parallelism: the tp devices shard along the sequence what tensor parallelism replicates
-(norms, dropout, the residual stream).
+"""Sequence parallelism: shard hidden states along the sequence where tensor parallelism replicates
+them (norms, dropout, the residual stream).
 
 The input of a column-parallel module is all-gathered along the sequence, and the output of a
-row-parallel module is reduce-scattered. Together they send as many bytes as the all-reduce that
-they replace. For backward, a column-parallel module saves only this device's shard of its input,
-which is all-gathered again there.
+row-parallel module is reduce-scattered. These two collectives together send as many bytes as the
+all-reduce that they replace. For backward, a column-parallel module saves only this device's shard
+of its input; backward all-gathers the shards again.
 
 Example: hidden states of shape (4, 10, 64) on tp=4. Ten positions are padded to 12, so each
-device's shard has shape (4, 3, 64) between the sharded modules. Within them a device has (4, 10,
-64) again: the padding is removed after the gather.
+device's shard between the sharded modules has shape (4, 3, 64). Within the sharded modules, each
+device has (4, 10, 64): the padding is removed after the all-gather.
 
 Source  Korthikanti et al. 2022, arXiv:2205.05198, sections 4.2 and 4.3.
 """
@@ -34,19 +34,19 @@ _ATTRIBUTE = "sequences_divided_by"
 
 class SequenceParallel:
     """Shards the hidden states between blocks along the sequence: (samples, length, width) ->
-    (samples, length / tp, width), rounded up.
+    (samples, ceil(length / tp), width).
 
-    blocks  (name, block) of the model's blocks. The first one's input is sharded and the last one's
-            output is gathered
+    blocks  (name, block) of each of the model's blocks. The input of the first block is sharded,
+            and the output of the last block is all-gathered
     plan    the plan
-    group   the tp devices
+    group   the process group of the tp devices
 
-    Raises InputError when the model has no repeated blocks.
+    Raises InputError if the model has no repeated blocks.
     """
 
     def __init__(self, blocks: list[tuple[str, nn.Module]], plan: Plan, group: dist.ProcessGroup) -> None:
         self.blocks, self.plan, self.group, self.size = blocks, plan, group, dist.get_world_size(group)
-        self.length: int | None = None  # of the current sequences, if tp does not divide it
+        self.length: int | None = None  # of current sequences; None if tp divides it
         self.gathers_again = regathers_inputs(plan)
         self.regions: set[nn.Module] = set()
         if not blocks:
@@ -60,9 +60,9 @@ class SequenceParallel:
     def gather_input(self, parent: nn.Module, module: nn.Module) -> None:
         """All-gather the input of `module`, a column-parallel child of `parent`.
 
-        The parent's input is gathered, because its code may look at the shape. If the parent is a
-        block, the module's own input is gathered, because the block's input also goes into the
-        residual stream.
+        The input of the parent is gathered, because the parent's code may use the full shape. If
+        the parent is a block, only the input of `module` is gathered, because the block's input is
+        also the residual stream, which stays sharded.
         """
         inner = parent if all(parent is not block for _, block in self.blocks) else module
         if inner not in self.regions:
@@ -80,18 +80,21 @@ class SequenceParallel:
         module.forward = forward  # type: ignore[method-assign]
 
     def reduce_scatter(self, product: Tensor) -> Tensor:
-        """Reduce-scatter the output of a row-parallel module: (samples, length, width) -> this
-        device's positions of the sum.
+        """Reduce-scatter the output of a row-parallel module.
+
+        (samples, length, width) on each device -> this device's positions of the sum over the
+        devices.
         """
         return _ReduceScatter.apply(product, self.group)
 
     def partial_gradients(self, model: nn.Module, sharded: set[str]) -> frozenset[str]:
-        """Names of the parameters whose gradients are partial on each device: they come from its
-        positions only.
+        """Return the names of the replicated parameters whose gradients need an all-reduce over tp.
 
-        sharded  names of the sharded parameters, which are left out
+        Each device computes the gradients of these parameters from its own positions only.
 
-        Raises InputError when a sharded module contains a parameter that is replicated.
+        sharded  names of the sharded parameters, which are not in the result
+
+        Raises InputError if a sharded module contains a replicated parameter.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         found = {names[id(p)] for _, block in self.blocks for p in block.parameters() if id(p) in names} - sharded
@@ -106,46 +109,49 @@ class SequenceParallel:
         return frozenset(found)
 
     def _shard_input(self, hidden: Tensor) -> Tensor:
-        """This device's shard of the first block's input. Raises InputError unless it has three
-        dimensions.
+        """Return this device's shard of the first block's input.
+
+        Raises InputError unless the input has three dimensions.
         """
         if hidden.dim() != 3:
             raise InputError(
                 "plan: sequence_parallel",
-                f"the first block's input is of shape {tuple(hidden.shape)}, not (samples, length, width)",
+                f"the first block's input has shape {tuple(hidden.shape)}, not (samples, length, width)",
                 "use sequence_parallel: false",
             )
         self._note_length(hidden.shape[1])
         return _ScatterToSequence.apply(hidden, self.group)
 
     def _note_length(self, length: int) -> None:
-        """Remember the length if tp does not divide it: the padding has to be removed after
-        gathers.
+        """Store the length if tp does not divide it, so that padding can be removed after gathers.
+
+        Raises InputError if this cannot work with the plan's pipeline and recompute.
         """
         self.length = length if length % self.size else None
         if self.length is not None and self.plan.pp > 1 and self.plan.recompute != "none":
-            raise InputError(  # a recomputation may follow forwards of another length
+            raise InputError(  # a recomputation may come after a forward of another length
                 "plan: sequence_parallel with recompute in a pipeline",
                 f"sequences of {length} positions, which tp={self.size} devices do not divide evenly",
                 f"use lengths that are a multiple of {self.size}, recompute: none, or sequence_parallel: false",
             )
 
     def stub_input(self, hidden: Tensor) -> Tensor:
-        """A stub of the first block's input, for pipeline ranks without that block: a view with a
-        shard's shape.
+        """Return a view of `hidden` with the shape of a shard, for the stub of the first block on
+        pipeline ranks without this block.
         """
         self._note_length(hidden.shape[1])
         return hidden[:, : -(-hidden.shape[1] // self.size)]
 
     def _gather_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """A hook of the last block that gathers its output."""
+        """All-gather the output of the last block, as its forward hook."""
         if isinstance(output, tuple):
             return (_GatherFromSequence.apply(output[0], self.length, self.group), *output[1:])
         return _GatherFromSequence.apply(output, self.length, self.group)
 
     def _gather(self, hidden: Tensor) -> Tensor:
-        """All-gather the input of column-parallel modules."""
-        # the products would cast it too; so half the bytes are sent
+        """All-gather the input of column-parallel modules. Save the shard alone if
+        `gathers_again`."""
+        # the matrix products would cast anyway; a cast before the gather halves the sent bytes
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if not self.gathers_again or not hidden.requires_grad:
@@ -158,24 +164,26 @@ class SequenceParallel:
 
 
 def sequence_parallel_of(block: nn.Module) -> SequenceParallel | None:
-    """The sequence parallelism that shards the input of `block`: it is the model's first block, and
-    sequences are sharded. None otherwise.
+    """Return the SequenceParallel that shards the input of `block`; None if `block` is not the
+    model's first block or sequences are not sharded.
     """
     found: SequenceParallel | None = getattr(block, _ATTRIBUTE, None)
     return found
 
 
 def regathers_inputs(plan: Plan) -> bool:
-    """Whether each device saves its shard of the inputs of products and gathers it again in
-    backward. Not with recompute or offloaded activations, which have these inputs anyway, nor in
-    compiled blocks.
+    """Return whether column-parallel modules save only a shard of their input for backward.
+
+    False with recompute or offloaded activations, where the full input is not kept on the device
+    anyway, and in compiled blocks.
     """
     return plan.recompute == "none" and "activations" not in plan.offload and plan.compile == "none"
 
 
 def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the first argument of a module's forward, whether it is positional or
-    named.
+    """Apply `change` to the first argument of a module's forward, in each call.
+
+    The argument may be passed by position or by name.
     """
     name = next(iter(inspect.signature(module.forward).parameters))
 
@@ -188,8 +196,11 @@ def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> No
 
 
 def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
-    """Biases of row-parallel modules. They are added after the reduce-scatter, to this device's
-    positions.
+    """Return the names of the biases of row-parallel modules in `region`.
+
+    These biases are added after the reduce-scatter, to this device's positions only.
+
+    names: id of a parameter -> its name in the model.
     """
     return {
         names[id(module.bias)]
@@ -199,8 +210,14 @@ def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
 
 
 class _SavedShard:
-    """This device's shard of a gathered tensor. It is saved for backward in place of the full
-    tensor.
+    """This device's shard of an all-gathered tensor, which is saved for backward in place of the
+    full tensor.
+
+    part     the shard
+    length   the length of the full sequence, if it was padded for the shards; else None
+    group    the tp devices
+    storage  identity of the full tensor's storage
+    whole    the full tensor, from its gather in backward until its last use
     """
 
     def __init__(self, part: Tensor, length: int | None, group: dist.ProcessGroup) -> None:
@@ -209,25 +226,28 @@ class _SavedShard:
         self.whole: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Any:
-        """Save only the shape if the tensor is a view of the gathered one."""
+        """Return what autograd saves for a tensor.
+
+        This is (shape, strides, offset) for a view of the gathered tensor, else the tensor itself.
+        """
         if storage_id(saved) != self.storage:
             return saved
         return saved.shape, saved.stride(), saved.storage_offset()
 
     def unpack(self, saved: Any) -> Tensor:
-        """Gather the full tensor again, or return what was saved."""
+        """Return the tensor that `pack` was given. All-gathers the full tensor again if needed."""
         if isinstance(saved, Tensor):
             return saved
-        if self.whole is None:  # gather once for all products of the same input
+        if self.whole is None:  # one gather for all products of the same input
             self.whole = all_gather_sequence(self.part, self.length, self.group)
         return self.whole.as_strided(*saved)
 
 
 def all_gather_sequence(part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tensor:
-    """All-gather along the sequence: (samples, shard, width) of each device -> (samples, length,
-    width).
+    """All-gather along the sequence: (samples, shard length, width) of each device -> (samples,
+    length, width).
 
-    length  the length without padding; None: there is no padding
+    length  the length without padding; None: the shards have no padding
     """
     size = dist.get_world_size(group)
     parts = part.new_empty(size, *part.shape)
@@ -239,7 +259,9 @@ def all_gather_sequence(part: Tensor, length: int | None, group: dist.ProcessGro
 
 def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter along the sequence: (samples, length, width) of each device -> this device's
-    positions of the sum. Pads if the devices do not divide the length.
+    positions of the sum, (samples, shard length, width).
+
+    Pads the sequence with zeros if the number of devices does not divide the length.
     """
     parts = torch.stack(_padded_chunks(whole, dist.get_world_size(group)))
     mine = torch.empty_like(parts[0])
@@ -248,15 +270,17 @@ def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def local_shard(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This device's shard of a tensor that all devices have. It is a copy: with one sample a shard
-    would be a contiguous view, which would keep the full tensor alive.
+    """Return a copy of this device's shard of a tensor that all devices have.
+
+    It is a copy because with one sample the shard would be a contiguous view, which would keep the
+    full tensor's memory allocated.
     """
     part = _padded_chunks(whole, dist.get_world_size(group))[dist.get_rank(group)]
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _padded_chunks(whole: Tensor, size: int) -> tuple[Tensor, ...]:
-    """`whole`, padded with zeros, in `size` equal chunks along the sequence."""
+    """Pad `whole` with zeros, and split it into `size` equal chunks along the sequence."""
     missing = -whole.shape[1] % size
     if missing:
         whole = nn.functional.pad(whole, (0, 0, 0, missing))
@@ -264,13 +288,13 @@ def _padded_chunks(whole: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 class _ScatterToSequence(torch.autograd.Function):
-    """Forward: this device's shard. Backward: all-gathers the gradient."""
+    """Forward: return this device's shard. Backward: all-gather the gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.length, ctx.group = whole.shape[1], group
         missing = -whole.shape[1] % dist.get_world_size(group)
-        # by repeating the last position: on zeros a norm's 1/std may be infinite in fp16
+        # pad by repeating the last position: for zeros, 1/std of a norm may be infinite in fp16
         if missing:
             whole = torch.cat((whole, whole[:, -1:].expand(-1, missing, -1)), 1)
         return local_shard(whole, group)
@@ -281,8 +305,8 @@ class _ScatterToSequence(torch.autograd.Function):
 
 
 class _GatherFromSequence(torch.autograd.Function):
-    """Forward: all-gathers. Backward: this device's shard of the gradient, which is the same on all
-    devices.
+    """Forward: all-gather. Backward: return this device's shard of the gradient, which is the same
+    on all devices.
     """
 
     @staticmethod
@@ -296,7 +320,7 @@ class _GatherFromSequence(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Forward: all-gathers. Backward: reduce-scatters the gradient."""
+    """Forward: all-gather. Backward: reduce-scatter the gradient."""
 
     @staticmethod
     def forward(
@@ -308,12 +332,12 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.kept is not None:
-            ctx.kept.whole = None  # all products of it have run their backward
+            ctx.kept.whole = None  # the backward of all products of this input has run
         return reduce_scatter_sequence(gradients[0], ctx.group), None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Forward: reduce-scatters. Backward: all-gathers the gradient."""
+    """Forward: reduce-scatter. Backward: all-gather the gradient."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:

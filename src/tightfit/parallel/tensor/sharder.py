@@ -1,13 +1,13 @@
-"""Shards a model's modules for tensor parallelism and inserts the communication between the
-devices.
+"""Shard a model's modules for tensor parallelism, and insert the communication between devices.
 
 `tensor_parallel` calls a `Sharder` for each module in its table of styles. A column-parallel module
-("colwise") holds some of the output features; its input is the same on all devices. A row-parallel
-module ("rowwise") holds the matching input features; its outputs are all-reduced.
+("colwise") has some of the output features on each device, and its input is the same on all
+devices. A row-parallel module ("rowwise") has the matching input features, and its outputs are
+all-reduced.
 
-Example: an MLP of shapes 64 -> 256 -> 64 on tp=2. Each device holds 128 of the 256 hidden features:
-its first weight has shape (128, 64), its second (64, 128). Each device's product has shape (tokens,
-64) and is one of two summands; the all-reduce adds them.
+Example: an MLP of shapes 64 -> 256 -> 64 on tp=2. Each device has 128 of the 256 hidden features:
+its first weight has shape (128, 64), its second (64, 128). Each device's output has shape (tokens,
+64) and is a partial sum; the all-reduce adds the outputs of the two devices.
 
 Source  Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053.
 """
@@ -35,7 +35,7 @@ GATHER_OUTPUT = "colwise_gather_output"
 
 
 class Sharder:
-    """Shards a model's modules in place, to this device's shards, and records what was sharded."""
+    """Replaces a model's weights by this device's shards, and records how each is sharded."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Sharder:
         sequences: SequenceParallel | None = None,
         blocks: list[tuple[str, nn.Module]] | None = None,
     ) -> None:
-        """Records the modules that own each parameter of `model`.
+        """Record which modules own each parameter of `model`. Nothing is sharded yet.
 
-        mesh       the devices; tp is the axis
-        sequences  the sequence parallelism of the model, or None
-        blocks     (name, block) of the model's blocks if they are compiled, else None
+        mesh       the devices, with an axis "tp"
+        sequences  shards the sequences; None without sequence parallelism
+        blocks     (name, block) of each of the model's blocks if they are compiled, else None
         """
         self.model, self.mesh, self.sequences = model, mesh, sequences
         self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
@@ -61,22 +61,23 @@ class Sharder:
         self.rng_tracker = RNGTracker(model, self.rank)
         self.compiled = None if blocks is None else [block for _, block in blocks]
         self.regions: set[nn.Module] = set()
-        # the last input of column-parallel modules, and its copy
+        # the latest input of a column-parallel module, and what `_CopyToRegion` returned for it
         self.copied: tuple[Tensor, Tensor] | None = None
-        # devices have different positions, so a block's dropout differs too
+        # each device has other positions, so dropout in a block has to differ between devices
         if sequences is not None:
             for _, block in sequences.blocks:
                 block.register_forward_pre_hook(self.rng_tracker.enter)
                 block.register_forward_hook(self.rng_tracker.leave)
 
     def shard_module(self, name: str, module: nn.Module, style: str) -> None:
-        """Shard one module and insert its communication.
+        """Shard one module, and insert the communication that its style needs.
 
         name   the module's name in the model
-        style  a style of the table: "colwise", "colwise_gather_output", "qkv" (three fused
-               matrices), "rowwise", or "heads" (an embedding with a column for each head)
+        style  "colwise"; "rowwise"; "colwise_gather_output" (every device gets the full output);
+               "qkv" (three matrices in one weight, each sharded by columns); or "heads" (an
+               embedding with a column for each head)
 
-        Raises InputError when this style cannot shard the module, or tp does not divide its size.
+        Raises InputError if this style cannot shard the module, or if tp does not divide its size.
         """
         if style == "heads" and isinstance(module, nn.Embedding):
             self._shard_parameter(module, "weight", 1)
@@ -87,22 +88,24 @@ class Sharder:
         if style == "heads" or not isinstance(weight, nn.Parameter) or not (is_linear or is_transposed):
             raise InputError(
                 f"plan: tp, table: {name}: {style}",
-                f"it is a {type(module).__name__}, which this style cannot shard",
-                "name nn.Linear modules in the table",
+                f"{name} is a {type(module).__name__}, which this style cannot shard",
+                "give this style to nn.Linear modules only",
             )
         columns, rows = (0, 1) if is_linear else (1, 0)
         pieces = 3 if style == "qkv" else 1
         dim = rows if style == "rowwise" else columns
         if weight.shape[dim] % (self.size * pieces):
             raise InputError(
-                f"plan: tp={self.size}", f"{name} has {weight.shape[dim]} rows or columns to divide", "use a smaller tp"
+                f"plan: tp={self.size}",
+                f"{name} has {weight.shape[dim]} features, which cannot be divided into {self.size * pieces} equal shards",
+                "use a smaller tp",
             )
         gathers = style == GATHER_OUTPUT
         if gathers and (len(self.owners[weight]) > 1 or self._is_sequence_parallel(module)):
             raise InputError(
                 f"plan: tp, table: {name}: {style}",
-                "its weight is another module's too, or its block is sequence-parallel",
-                "leave it out of the table, or give it the style whole",
+                f"{name} shares its weight with another module, or is in a block with sequence parallelism",
+                f"leave {name} out of the table, or give it the style whole",
             )
         self._shard_parameter(module, "weight", dim, pieces)
         if style == "rowwise":
@@ -118,7 +121,7 @@ class Sharder:
         self._set_sizes(name, module, style, is_transposed)
 
     def _set_sizes(self, name: str, module: Any, style: str, is_transposed: bool) -> None:
-        """Update the sizes that modules store as attributes."""
+        """Update the attributes in which the module and its parent store sizes."""
         if is_transposed:
             module.nf = module.weight.shape[1]
         else:
@@ -130,17 +133,20 @@ class Sharder:
             parent.n_heads //= self.size
 
     def _shard_parameter(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
-        """Replace a parameter by this device's shard, in all modules that share it."""
+        """Replace a parameter by this device's shard, in all modules that own the parameter.
+
+        dim: the dimension to shard. pieces: number of fused matrices along it, 3 for qkv.
+        """
         whole = getattr(module, name)
         if whole in self.made:
-            return  # a shared parameter, sharded already
+            return  # a shared parameter that is sharded already
         if whole not in self.cut:
             part = ParameterSharding(self.mesh, whole.shape, dim, pieces)
             values = part.shard(unshard_parameter(whole, self.mesh))
             shrunk = hasattr(whole, "rows")
             if shrunk:
                 kept = torch.empty(values.shape, dtype=values.dtype, device="meta")
-            else:  # a parameter of another pipeline stage has no values
+            else:  # a parameter of another pipeline stage has no memory
                 kept = values if whole.untyped_storage().nbytes() < whole.nbytes else values.clone()
             mine = nn.Parameter(kept, requires_grad=whole.requires_grad)
             if shrunk:
@@ -151,7 +157,10 @@ class Sharder:
             own_parameters(owner)[key] = self.cut[whole][0]
 
     def _copy_input(self, name: str, module: nn.Module) -> None:
-        """Let the module's input gradient be all-reduced (Megatron's f), or its input be gathered."""
+        """Make backward all-reduce the gradient of a column-parallel module's input (Megatron's f).
+
+        With sequence parallelism, the input is all-gathered instead.
+        """
         if self.sequences is not None:
             self.sequences.gather_input(self.model.get_submodule(name.rpartition(".")[0]), module)
             return
@@ -165,25 +174,27 @@ class Sharder:
         module.register_forward_pre_hook(lambda module, inputs: (self._copy_to_region(inputs[0]), *inputs[1:]))
 
     def _copy_to_region_hook(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """A pre-hook that applies Megatron's f to the module's own input."""
+        """Apply Megatron's f to the module's input, as a forward pre-hook."""
         return _CopyToRegion.apply(inputs[0], self.group), *inputs[1:]
 
     def _is_sequence_parallel(self, module: nn.Module) -> bool:
-        """Whether the module is in a block whose sequences are sharded."""
+        """Return whether the module is in a block whose sequences are sharded."""
         blocks = [] if self.sequences is None else [block for _, block in self.sequences.blocks]
         return any(module is inner for block in blocks for inner in block.modules())
 
     def _feeds_all(self, parent: nn.Module) -> bool:
-        """Whether all column-parallel modules in `parent` have its own input. That is not so in a
-        block, nor in attention to an encoder.
+        """Return whether all column-parallel modules in `parent` get the input of `parent` itself.
+
+        This is not so if `parent` is a block, or if it may attend to an encoder.
         """
         assert self.compiled is not None
         config: Any = getattr(self.model, "config", None)
         return all(parent is not block for block in self.compiled) and not getattr(config, "is_encoder_decoder", False)
 
     def _copy_to_region(self, input: Tensor) -> Tensor:
-        """One copy for all modules with the same input, so that their gradients are added on the
-        device before one all-reduce.
+        """Apply Megatron's f once for all modules that have the same input, such as q, k and v.
+
+        So the gradients of these modules are added on the device, and one all-reduce is enough.
         """
         if torch.compiler.is_compiling():
             return _CopyToRegion.apply(input, self.group)
@@ -192,7 +203,7 @@ class Sharder:
         return self.copied[1]
 
     def _reduce_output(self, module: Any) -> None:
-        """Reduce the output of a row-parallel module. Its bias is added once, after the reduction."""
+        """Reduce the output of a row-parallel module over the devices, and then add the bias."""
         bias, product = module.bias, module.forward
         module.sums = True
 
@@ -213,7 +224,7 @@ class Sharder:
         module.forward = forward
 
     def _reduce(self, product: Tensor) -> Tensor:
-        """All-reduce a product, or with sequence parallelism reduce-scatter it."""
+        """All-reduce a matrix product over tp; with sequence parallelism, reduce-scatter it."""
         return (
             self.sequences.reduce_scatter(product)
             if self.sequences is not None
@@ -221,11 +232,14 @@ class Sharder:
         )
 
     def shard_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
-        """Shard the embedding and the head by vocabulary. Full logits never exist; only a few
-        numbers for each token are sent.
+        """Shard the embedding and the output head by vocabulary.
 
-        head       the linear module that computes logits
-        objective  the objective, which has logits and targets
+        The full logits are never computed; the devices exchange a few numbers for each token.
+
+        model      a model with get_input_embeddings
+        head       the output head, which computes the logits
+        objective  the job's objective; its `logits` and `targets` must not be None
+
 
         Returns the objective with a vocabulary-parallel cross entropy.
         """
@@ -255,11 +269,12 @@ class Sharder:
         return replace(objective, total=total)
 
     def _look_up(self, embedding: nn.Embedding, first: int, last: int) -> None:
-        """Look up this device's tokens only. The rows of other tokens are zero here, and the
-        all-reduce adds those of the other devices.
+        """Make an embedding look up this device's shard of the vocabulary only.
 
-        first  first token of this device's shard of the vocabulary
-        last   end of the shard, exclusive
+        Tokens of other shards get zeros, and an all-reduce adds the results of all devices.
+
+        first  the first token of this device's shard
+        last   the end of the shard, exclusive
         """
         embedding.num_embeddings = last - first
         padding, lookup = embedding.padding_idx, embedding.forward
@@ -273,18 +288,21 @@ class Sharder:
         embedding.forward = forward  # type: ignore[method-assign]
 
     def shardings(self) -> dict[str, ParameterSharding]:
-        """How each sharded parameter is sharded, by its name in the model."""
+        """Return the name of each sharded parameter -> how the parameter is sharded."""
         parts = dict(self.cut.values())
         return {name: parts[p] for name, p in self.model.named_parameters() if p in parts}
 
 
 class RNGTracker:
-    """Gives dropout its random numbers, as Megatron's RNG tracker does. Between a column-parallel
-    and a row-parallel module each device draws different numbers; elsewhere all draw the same. With
-    sequence parallelism everything in a block is drawn differently.
+    """Makes dropout draw different random numbers on each tp device where activations are sharded,
+    as Megatron's RNG tracker does.
 
-    In the sharded region the generator is seeded with a number drawn from the common generator, so
-    a recomputation draws the same numbers again.
+    Activations are sharded between a column-parallel and the next row-parallel module, and with
+    sequence parallelism in the whole block. Elsewhere all devices draw the same numbers.
+
+    At the beginning of a sharded region, all devices draw the same number from the common
+    generator, and each device seeds the generator with this number and its rank. So a recomputation
+    draws the same numbers again.
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:
@@ -294,16 +312,16 @@ class RNGTracker:
         self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        """A pre-hook of the first module of a sharded region."""
+        """Begin a sharded region, as a forward pre-hook of its first module."""
         if self.needed and module.training:
             self._enter_sharded(module)
 
     def leave(self, *ignored: Any) -> None:
-        """Call at the end of a sharded region."""
+        """End a sharded region: restore the common generator."""
         if self.needed:
             self._leave_sharded()
 
-    # it reads a random number; without dropout it is not called and breaks no graph
+    # int() breaks the compiled graph, but models without dropout do not call this
     @torch.compiler.disable
     def _enter_sharded(self, module: nn.Module) -> None:
         if self.outside is None:
@@ -319,7 +337,7 @@ class RNGTracker:
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Whether the model's config names a dropout probability above 0."""
+    """Return whether the model's config has a dropout probability above 0."""
     config: Any = getattr(model, "config", None)
     return any(
         "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(config or object).items()
@@ -337,7 +355,7 @@ def _restore_rng(states: tuple[Tensor, Tensor | None]) -> None:
 
 
 class _CopyToRegion(torch.autograd.Function):
-    """Forward: the identity. Backward: all-reduces the gradient (Megatron's f)."""
+    """Forward: return the input. Backward: all-reduce the gradient (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -350,7 +368,7 @@ class _CopyToRegion(torch.autograd.Function):
 
 
 class _ReduceFromRegion(torch.autograd.Function):
-    """Forward: all-reduces. Backward: the identity (Megatron's g)."""
+    """Forward: all-reduce the input. Backward: return the gradient (Megatron's g)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -362,8 +380,8 @@ class _ReduceFromRegion(torch.autograd.Function):
 
 
 class _GatherFromRegion(torch.autograd.Function):
-    """Forward: all-gathers the columns (last dimension). Backward: this device's columns of the
-    gradient, which is the same on all devices.
+    """Forward: all-gather the columns (last dimension). Backward: return this device's columns of
+    the gradient, which is the same on all devices.
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""Vocabulary-parallel cross entropy: logits stay sharded by class, and no device has all classes of
-a token.
+"""Compute cross entropy from logits that are sharded by class (vocabulary-parallel).
 
-`tensor_parallel` calls it when the head is sharded by vocabulary, and so do the loss kernels.
+`tensor_parallel` and the loss kernels use this module if the output head is sharded by vocabulary.
+No device ever has the logits of all classes of a token.
 
 Example: 50,000 classes and 8,192 tokens on tp=2. Each device has logits of shape (8192, 25000). For
-each token three fp32 numbers are all-reduced, 96 KiB in all, where a gather of bf16 logits would
-send 391 MiB.
+each token, three fp32 numbers are all-reduced, 96 KiB in total. A gather of bf16 logits would send
+391 MiB.
 
 Source  Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3.
 """
@@ -22,15 +22,15 @@ from tightfit.models.objective import IGNORED
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Summed cross entropy of logits that are sharded by class.
+    """Return the summed cross entropy of logits that are sharded by class.
 
     logits   (tokens, classes of this device)
-    targets  (tokens), IGNORED for tokens that do not count
+    targets  (tokens), the class of each token; IGNORED for tokens that are left out of the loss
     first    the first class of this device's shard
-    group    the devices that share the classes
+    group    the devices among which the classes are sharded
 
-    Each token's largest logit, its sum of exponentials and its target's logit are all-reduced, in
-    fp32. Returns an fp32 scalar, the same on all devices.
+    For each token, the devices all-reduce the largest logit, the sum of exponentials and the
+    target's logit, in fp32. Returns an fp32 scalar, which is the same on all devices.
     """
     return _VocabCrossEntropy.apply(logits, targets, first, group)
 
@@ -54,11 +54,11 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy_with_gradient(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """As vocab_parallel_cross_entropy, with the gradient of this device's logits.
+    """Compute vocab_parallel_cross_entropy and the gradient of this device's logits.
 
-    Returns (loss, gradient). The gradient has the shape and dtype of `logits`; its rows are
-    meaningless where the target is IGNORED. For 16-bit logits it overwrites them, so aligned rows
-    stay aligned.
+    Returns (loss, gradient). The gradient has the shape and dtype of `logits`. Its rows of tokens
+    with the target IGNORED are meaningless. 16-bit logits are overwritten by their gradient, which
+    so has the same memory layout, with aligned rows.
     """
     losses, probabilities, local, here = _forward(logits, targets, first, group)
     gradient = _logits_gradient(probabilities, local, here)
@@ -68,9 +68,13 @@ def vocab_parallel_cross_entropy_with_gradient(
 def _forward(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For each token: its loss (tokens), the probabilities of this device's classes (tokens,
-    classes), its target's index among them (tokens), and whether this device has its target
-    (tokens).
+    """Compute the losses, and what the gradient of this device's logits needs.
+
+    Returns four tensors:
+    loss of each token, 0 if its target is IGNORED (tokens);
+    probabilities of this device's classes (tokens, classes);
+    index of each token's target among this device's classes, 0 if on another device (tokens);
+    whether this device has the token's target (tokens).
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = values.amax(-1)
@@ -87,5 +91,5 @@ def _forward(
 
 
 def _logits_gradient(probabilities: Tensor, local: Tensor, here: Tensor) -> Tensor:
-    """Subtract 1 at each target that this device has, in place: the gradient is softmax - onehot."""
+    """Return the gradient of the logits, softmax - onehot, in the memory of `probabilities`."""
     return probabilities.scatter_add_(-1, local.unsqueeze(-1), -here.to(probabilities.dtype).unsqueeze(-1))
