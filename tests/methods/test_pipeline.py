@@ -306,7 +306,7 @@ def test_inputs_of_an_action_are_received_during_the_one_before() -> None:
     [
         ("t5", {"pp": 2}, "an encoder and a decoder are two stacks of blocks"),
         ("gpt2", {"pp": 2, "schedule": "pipedream"}, "transformer.wte.weight is used by the first and the last device"),
-        ("llama", {"pp": 2, "split": (1, 2)}, "the model has 4 blocks, not 3"),
+        ("llama", {"pp": 2, "split": (1, 2)}, "the model has 4 blocks, and split adds up to 3"),
         ("llama", {"pp": 2, "schedule": "interleaved", "virtual_stages": 4}, "a pipeline of at most 4 stages"),
         ("llama", {"pp": 2, "schedule": "zero-bubble", "zero": 2, "dp_shard": 2}, "use schedule: 1f1b"),
     ],

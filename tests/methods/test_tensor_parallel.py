@@ -262,7 +262,11 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
         ),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "not a known style of sharding"),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.sideways": "colwise"}}, {"tp": 2}, "no module of the model"),
-        ({**cases.GPT2, "tensor_parallel": {"lm_head": "colwise_gather_output"}}, {"tp": 2}, "shares its weight with another module"),
+        (
+            {**cases.GPT2, "tensor_parallel": {"lm_head": "colwise_gather_output"}},
+            {"tp": 2},
+            "shares its weight with another module",
+        ),
         (
             {**cases.LLAMA, "tensor_parallel": {"*.mlp.up_proj": "colwise", "*.mlp.down_proj": "rowwise"}},
             {"tp": 2, "sequence_parallel": True},

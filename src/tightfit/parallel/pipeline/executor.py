@@ -142,7 +142,7 @@ class PipelineRank:
     counted: tuple[int, int, int] | None = None
 
     def drain(self, run: Run) -> Iterator[None]:
-        """Nothing to do: no step is in flight when the next one begins."""
+        """Return an empty iterator: no step is in flight when the next step begins."""
         return iter(())
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class PipelineRank:
 
     @torch.no_grad()
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
-        """Run a micro-batch's forward. Returns the loss on the last rank, 0 on all others."""
+        """Run a micro-batch's forward. Returns the loss on the last rank, else 0."""
         total: Tensor | None = None
         self.messages.positions = {Action(FORWARD, piece, 0): piece for piece in range(len(self.blocks.stages))}
         for piece in self.blocks.own_stages:

@@ -34,8 +34,8 @@ def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
     """Replace the parameters of other ranks in `model` by stub tensors, which are not parameters.
 
     foreign: the parameters of other ranks. A stub has the shape of its parameter and takes the
-    memory of one element. The code before the blocks runs with the stubs, and results
-    that depend on stubs are not used. An nn.Embedding whose weight is replaced returns a stub, too.
+    memory of one element. The code before the blocks runs with the stubs, and results that depend
+    on stubs are not used. An nn.Embedding whose weight is replaced returns a stub, too.
     """
     for module in model.modules():
         for name, parameter in list(own_parameters(module).items()):

@@ -250,8 +250,8 @@ _HEADER_LENGTH = 7
 
 
 class AsyncWorker(Worker):
-    """A worker with asynchronous updates: it sends the mean gradient of its own samples to
-    the server, and continues with the weights that it receives.
+    """A worker with asynchronous updates: it sends the mean gradient of its own samples to the
+    server, and continues with the weights that it receives.
 
     The server has updated these weights by this gradient, and perhaps by those of other workers.
     """
