@@ -50,8 +50,8 @@ from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
 OTHER_PARALLELISM = "use pp: 1, and split the model with zero: 3 or tp instead"
-# With materialize: device, a parameter may be used on another stage than the stage that creates it,
-# if it has at most this fraction of the model's parameter elements.
+# With materialize: device, every rank creates a parameter outside of the blocks if it has at most
+# this fraction of the model's parameter elements. Any stage may use such a parameter.
 MAX_REPLICATED_SHARE = 0.01
 
 Places = dict[str, tuple[int, ...]]
