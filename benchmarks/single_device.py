@@ -21,12 +21,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks.contenders import batches_of
+
 from benchmarks import harness
 
 JOB = harness.ROOT / "examples" / "demo.yaml"
@@ -190,7 +192,7 @@ def run_plain(contender: dict[str, Any], steps: int) -> tuple[list[float], float
     forward = torch.compile(model) if contender.get("compile") else model
     size = contender.get("micro_batch", train.batch)
     times, loss = [], torch.zeros(())
-    for _, tokens in zip(range(steps), tokens_of(job), strict=False):
+    for tokens in tokens_of(job, steps):
         began = time.perf_counter()
         loss = torch.zeros(())
         for part in tokens.split(size):
@@ -217,7 +219,7 @@ def run_trainer(contender: dict[str, Any], steps: int) -> tuple[list[float], flo
     if contender.get("bf16"):
         model = model.to(torch.bfloat16)
     size = contender.get("micro_batch", job.train.batch)
-    batches = [tokens for _, tokens in zip(range(steps), tokens_of(job), strict=False)]
+    batches = tokens_of(job, steps)
     samples = [{"input_ids": row, "labels": row} for tokens in batches for row in tokens]
 
     class Clock(TrainerCallback):
@@ -272,29 +274,9 @@ def run_tightfit(contender: dict[str, Any], steps: int) -> tuple[list[float], fl
     return [result.seconds for result in results], results[-1].loss
 
 
-def tokens_of(job: Any) -> Iterator[Any]:
-    """The job's own samples, (16, 256) tokens a step, as tightfit's loader gives them to everyone."""
-    from dataclasses import replace
-
-    import tightfit
-    from tightfit.methods import loader
-    from tightfit.runtime.run import Run
-
-    empty: Any = None
-    run = Run(
-        job=job,
-        plan=tightfit.Plan(),
-        device=empty,
-        objective=empty,
-        model=empty,
-        loss_sum=empty,
-        data=empty,
-        optimizer=empty,
-        learning_rate=empty,
-    )
-    run = replace(loader.apply(run, tightfit.Plan()))
-    for (batch,) in run.data.steps(0, None):
-        yield batch["input_ids"]
+def tokens_of(job: Any, steps: int) -> list[Any]:
+    """The job's own samples, (16, 256) tokens a step, as tightfit's loader gives them to every contender."""
+    return [batch["input_ids"] for batch in batches_of(job, steps)]
 
 
 # --- all of them, in turns ------------------------------------------------------------------------------------------

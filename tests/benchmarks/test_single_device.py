@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.single_device import BEST, CONTENDERS, LEAN, environment
+from benchmarks.single_device import BEST, CONTENDERS, LEAN, demo_job, environment, tokens_of
 
 import tightfit
 from tightfit.engine import launch
@@ -28,3 +28,12 @@ def test_peers_with_default_settings_start_without_any(monkeypatch: pytest.Monke
     defaults = [name for name in CONTENDERS if "default" in name]
     assert len(defaults) == 4
     assert all(environment(CONTENDERS[name]) == {} for name in defaults)
+
+
+def test_peers_train_on_the_job_s_own_tokens() -> None:
+    job = demo_job()
+    first, second = tokens_of(job, 2)
+    assert first.shape == second.shape == (job.train.batch, 256)
+    run = tightfit.build(job, tightfit.Plan())
+    (own,) = next(iter(run.data.steps(0, None)))
+    assert first.equal(own["input_ids"])
