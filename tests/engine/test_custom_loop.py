@@ -119,7 +119,6 @@ def trained(
         ({"recompute": "full"}, "penalty"),
         ({"recompute": "selective"}, "plain"),
         ({"materialize": "device"}, "penalty"),
-        ({"attention": "blocked"}, "penalty"),
         ({"offload": ["states", "activations"], "offload_to": "disk"}, "plain"),
     ],
     ids=str,

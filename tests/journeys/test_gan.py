@@ -101,7 +101,7 @@ def plain() -> tuple[list[float], dict[str, Tensor]]:
         score.backward()
         optimizers[0].step()
         average(mean, generator)
-        losses += [float(loss), float(score)]
+        losses += [float(loss.detach()), float(score.detach())]
     return losses, weights_of(generator, critic, mean)
 
 
@@ -161,6 +161,7 @@ def test_the_allocator_agrees_with_the_explanation() -> None:
     held = [*inputs, *step.mean, *states, *(p for run in models for p in run.model.parameters())]
     held += [p.grad for run in models for p in run.model.parameters() if p.grad is not None]
     now = most = sum(one.nbytes for one in held)
+    del held, states  # the step frees some of them
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
         step(*inputs)
