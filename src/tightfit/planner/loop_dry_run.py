@@ -81,10 +81,10 @@ def measure_loop(setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor
         raise InputError(
             f"plan: compile={plan.compile}", "hides the memory of a compiled region", "measure it with compile: none"
         )
-    return LoopPeak(_watched(setup, plan, list(inputs)), plan)
+    return LoopPeak(_watched(setup, plan, inputs), plan)
 
 
-def _watched(setup: Setup, plan: Plan, inputs: list[Tensor]) -> Peak:
+def _watched(setup: Setup, plan: Plan, inputs: Sequence[Tensor]) -> Peak:
     """Run the setup and two steps inside a tracker of storages, and return the second step's
     peak."""
     tracker = StorageTracker([])
