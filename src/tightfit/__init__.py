@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from tightfit.engine.build import build
     from tightfit.engine.checkpoint.resume import resume
     from tightfit.engine.checkpoint.save import save
+    from tightfit.engine.custom_loop import Prepared, prepare
     from tightfit.engine.loop import evaluate, train
     from tightfit.engine.step import Step
     from tightfit.errors import DoesNotFit, InputError, TightfitError
-    from tightfit.job import DataSpec, Job, Limits, ModelSpec, Train
+    from tightfit.job import DataSpec, Job, Limits, ModelSpec, ParameterGroup, Train
     from tightfit.machine import Machine
     from tightfit.measure.verify import verify
     from tightfit.models.objective import Objective
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tightfit.planner.defaults import complete
     from tightfit.planner.dry_run import dry_run
     from tightfit.planner.estimate import Estimate, estimate
+    from tightfit.planner.loop_dry_run import LoopPeak, explain_loop, measure_loop
     from tightfit.planner.search import search
     from tightfit.planner.tracing.profiler import profile
     from tightfit.record import Record
@@ -38,10 +40,13 @@ _MODULES = {
     "Job": "job",
     "Ledger": "cost.ledger",
     "Limits": "job",
+    "LoopPeak": "planner.loop_dry_run",
     "Machine": "machine",
     "ModelSpec": "job",
     "Objective": "models.objective",
+    "ParameterGroup": "job",
     "Plan": "plan",
+    "Prepared": "engine.custom_loop",
     "Record": "record",
     "Run": "runtime.run",
     "Step": "engine.step",
@@ -53,6 +58,9 @@ _MODULES = {
     "estimate": "planner.estimate",
     "evaluate": "engine.loop",
     "explain": "report.explain",
+    "explain_loop": "planner.loop_dry_run",
+    "measure_loop": "planner.loop_dry_run",
+    "prepare": "engine.custom_loop",
     "profile": "planner.tracing.profiler",
     "resume": "engine.checkpoint.resume",
     "save": "engine.checkpoint.save",
@@ -69,10 +77,13 @@ __all__ = [
     "Job",
     "Ledger",
     "Limits",
+    "LoopPeak",
     "Machine",
     "ModelSpec",
     "Objective",
+    "ParameterGroup",
     "Plan",
+    "Prepared",
     "Record",
     "Run",
     "Step",
@@ -84,6 +95,9 @@ __all__ = [
     "estimate",
     "evaluate",
     "explain",
+    "explain_loop",
+    "measure_loop",
+    "prepare",
     "profile",
     "resume",
     "save",

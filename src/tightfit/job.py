@@ -4,12 +4,12 @@ machine."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, WrapValidator, model_validator
 
 from tightfit.errors import InputError
 from tightfit.units import parse_bytes
@@ -34,6 +34,7 @@ Permission = Literal[
 ]
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
+WithoutDecay = Literal["norms", "biases", "embeddings"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
@@ -55,9 +56,38 @@ def _where_defined(thing: Any) -> dict[str, str] | None:
     return {"python": f"<a {type(thing).__qualname__}{size} made in Python>"}
 
 
+def _name_or_function(value: Any, by_name: Callable[[Any], Any]) -> Any:
+    """Return a function as it is, and the function's place for a mapping such as
+    {python: "file.py:function"}. `by_name` checks all other values, which are words."""
+    if callable(value) or isinstance(value, PythonSpec):
+        return value
+    return PythonSpec.parse(value) if isinstance(value, dict) else by_name(value)
+
+
+def _word_or_place(value: Any) -> Any:
+    return value if isinstance(value, str) else _where_defined(value)
+
+
+def _or_function(words: Any) -> tuple[Any, ...]:
+    """Return the annotations of a field that is one of `words` (a Literal) or a function."""
+    place = {"type": "object", "properties": {"python": {"type": "string"}}, "required": ["python"]}
+    schema = {"anyOf": [{"enum": list(get_args(words)), "type": "string"}, {**place, "additionalProperties": False}]}
+    return (
+        WrapValidator(_name_or_function),
+        PlainSerializer(_word_or_place, when_used="json"),
+        WithJsonSchema(schema),
+    )
+
+
 PythonObject = Annotated[
     Any, PlainSerializer(_where_defined), WithJsonSchema({"not": {}, "description": "a Python object, only in Python"})
 ]
+
+
+class PythonSpec(Value):
+    """A function of the user's: "file.py:function" or "package.module:function"."""
+
+    python: str
 
 
 class ModelSpec(Value):
@@ -177,15 +207,54 @@ class DataSpec(Value):
         )
 
 
+class ParameterGroup(Value):
+    """Parameters with a learning rate or a weight decay of their own.
+
+    match          a pattern of parameter names, as in a shell: "*.embed_tokens.*", "layers.[01].*"
+    learning_rate  their full learning rate. It follows the job's schedule in proportion; if left
+                   out, it is the job's
+    weight_decay   their weight decay, of norms and biases, too; if left out, they have the job's,
+                   which `train.no_decay` restricts
+    """
+
+    match: str = Field(min_length=1)
+    learning_rate: float | None = Field(None, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.learning_rate is None and self.weight_decay is None:
+            raise InputError(
+                f"job: train.groups: match={self.match}",
+                "gives neither a learning rate nor a weight decay",
+                "add learning_rate or weight_decay, or leave the group out",
+            )
+        return self
+
+
 class Train(Value):
     """How the model is trained: optimizer, learning-rate schedule, batch and length.
 
     `batch` is the number of samples (sequences) per optimizer step, on all devices together.
+
+    In Python, `optimizer` may be a function of the parameters that returns a torch optimizer, such
+    as lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3). It sets learning rate and weight
+    decay. `schedule` may be a function of the step that returns a factor of the learning rate, or a
+    function of an optimizer that returns one of torch's learning-rate schedulers. A job file names
+    such functions: {python: "file.py:function"}.
     """
 
-    optimizer: OptimizerName = "adamw"
+    optimizer: Annotated[OptimizerName, *_or_function(OptimizerName)] = "adamw"
     learning_rate: float = Field(3e-4, gt=0)
     weight_decay: float = Field(0.0, ge=0)
+    no_decay: tuple[WithoutDecay, ...] | None = Field(
+        None,
+        description="parameters without weight decay: norms, biases, embeddings. The default is [norms, biases]; [] decays all",
+    )
+    groups: tuple[ParameterGroup, ...] = Field(
+        (),
+        description="parameters with a learning rate or weight decay of their own; the first group that matches counts",
+    )
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = Field(1e-8, gt=0)
     momentum: float = Field(0.9, ge=0, lt=1)
@@ -197,7 +266,7 @@ class Train(Value):
     norm_clamp: tuple[float, float] | None = Field(
         None, description="LAMB: the smallest and the largest weight norm that the trust ratio is computed with"
     )
-    schedule: ScheduleName = "constant"
+    schedule: Annotated[ScheduleName, *_or_function(ScheduleName)] = "constant"
     warmup: int = Field(0, ge=0, description="steps of linear warm-up")
     decay: float = Field(
         0.2,
@@ -254,25 +323,62 @@ class Train(Value):
                 f"{list(self.norm_clamp)} are not two norms, the smaller one first",
                 "use two numbers such as [0, 10]",
             )
+        self._check_functions()
         if any(not 0 <= beta < 1 for beta in self.betas):
             raise InputError(
                 "job: train.betas", f"{list(self.betas)} lies outside [0, 1)", "use two numbers such as [0.9, 0.95]"
             )
         return self
 
+    def _check_functions(self) -> None:
+        """Raise InputError for a setting that a function of the user replaces."""
+        replaced: dict[str, tuple[tuple[str, str], ...]] = {
+            "optimizer": (
+                ("learning_rate", "set lr in the function that creates the optimizer"),
+                ("weight_decay", "set weight_decay in the function that creates the optimizer"),
+            ),
+            "schedule": (
+                ("warmup", "let the schedule's function warm up"),
+                ("final_learning_rate", "let the schedule's function decay"),
+            ),
+        }
+        for name, fields in replaced.items():
+            if not self.uses_function(name):
+                continue
+            for field, fix in fields:
+                value = getattr(self, field)
+                if value != type(self).model_fields[field].default:
+                    raise InputError(
+                        f"job: train.{field}={value}", f"has no effect, because train.{name} is a function", fix
+                    )
+
+    def uses_function(self, field: str) -> bool:
+        """Whether the optimizer or the schedule is a function of the user, and not one of
+        tightfit's by its name."""
+        return not isinstance(getattr(self, field), str)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's name; for a function its place in the user's code."""
+        place = _word_or_place(self.optimizer)
+        return place if isinstance(place, str) else str(place["python"])
+
     @property
     def scaled_learning_rate(self) -> float:
-        """The learning rate after `scale_learning_rate`: multiplied by batch / base_batch if linear
-        (Goyal et al. 2017), by the square root of this ratio if sqrt (Krizhevsky 2014)."""
+        """The learning rate after `scale_learning_rate`."""
+        return self.learning_rate * self.rate_scale
+
+    @property
+    def rate_scale(self) -> float:
+        """What `scale_learning_rate` multiplies the learning rate by: batch / base_batch if linear
+        (Goyal et al. 2017), the square root of this ratio if sqrt (Krizhevsky 2014)."""
         ratio = self.batch / (self.base_batch or self.batch)
-        return self.learning_rate * {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]
+        return {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]
 
 
-class LossSpec(Value):
+class LossSpec(PythonSpec):
     """The job's own loss: "file.py:function" or "package.module:function". The function takes and
     returns what `Job.loss` describes."""
-
-    python: str
 
 
 class Limits(Value):
@@ -391,9 +497,8 @@ class Job(Value):
             part if isinstance(part, Value) else (_where_defined(part) or {})["python"]
             for part in (self.model, self.data)
         )
-        return (
-            f"Job({model} on {data}, {train.optimizer} {train.scaled_learning_rate:g}, batch {train.batch}, {length})"
-        )
+        rate = "" if train.uses_function("optimizer") else f" {train.scaled_learning_rate:g}"
+        return f"Job({model} on {data}, {train.optimizer_name}{rate}, batch {train.batch}, {length})"
 
     __str__ = __repr__
 
@@ -525,4 +630,9 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
             if "python" in fields:
                 changed["python"] = python(fields["python"])
             content = {**content, section: {**fields, **changed}}
+    train = content.get("train")
+    if isinstance(train, dict):
+        functions = {name: train[name] for name in ("optimizer", "schedule") if isinstance(train.get(name), dict)}
+        places = {name: {**one, "python": python(one.get("python"))} for name, one in functions.items()}
+        content = {**content, "train": {**train, **places}}
     return content

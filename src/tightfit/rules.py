@@ -126,7 +126,7 @@ RULES = (
                 and (plan.rounding != "nearest" or plan.precision == "fp16-true")
             )
         ),
-        "use rounding: nearest and not fp16-true with {train.optimizer}, or zero: 0",
+        "use rounding: nearest and not fp16-true with {train.optimizer_name}, or zero: 0",
     ),
     Rule(
         "context parallelism uses ring attention, which has its own kernel",
@@ -256,7 +256,7 @@ RULES = (
             not ("states" in plan.offload and job.train.optimizer == "muon")
             and not (_brings(plan, device) and job.train.optimizer in (BY_MATRIX if plan.zero else ("muon",)))
         ),
-        "leave states, and on a GPU gradients and parameters, out of offload with {train.optimizer}",
+        "leave states, and on a GPU gradients and parameters, out of offload with {train.optimizer_name}",
     ),
     Rule(
         "schedule, virtual_stages and split have no effect without a pipeline",
@@ -321,12 +321,30 @@ RULES = (
     Rule(
         "bf16, 8-bit and 4-bit optimizer states need an optimizer whose arithmetic on the states is elementwise",
         lambda plan, job, device: plan.states == "fp32" or job.train.optimizer in _NARROW,
-        "use states: fp32 with {train.optimizer}, or one of the optimizers " + ", ".join(_NARROW),
+        "use states: fp32 with {train.optimizer_name}, or one of the optimizers " + ", ".join(_NARROW),
+    ),
+    Rule(
+        "an optimizer of the user's own keeps its states as it creates them and updates all parameters in one step, and the host "
+        "decides whether an fp16 step is skipped",
+        lambda plan, job, device: (
+            not job.train.uses_function("optimizer")
+            or (
+                plan.states == "fp32"
+                and plan.rounding == "nearest"
+                and not plan.update_in_backward
+                and "states" not in plan.offload
+                and not _brings(plan, device)
+                and plan.precision != "fp16-true"
+                and not (plan.precision.startswith("fp16") and device == "cuda")
+            )
+        ),
+        "use states: fp32, rounding: nearest, update_in_backward: false, no states in offload and bf16-mixed or fp32, or one of "
+        "tightfit's optimizers",
     ),
     Rule(
         "torch has fused kernels only for AdamW and SGD",
         lambda plan, job, device: not plan.fused_optimizer or job.train.optimizer in ("adamw", "sgd"),
-        "use fused_optimizer: false with {train.optimizer}",
+        "use fused_optimizer: false with {train.optimizer_name}",
     ),
     Rule(
         "pinned memory and non-blocking copies need a CUDA device",

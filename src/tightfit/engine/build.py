@@ -17,10 +17,11 @@ from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine
-from tightfit.methods import METHODS, loader, microbatch
+from tightfit.methods import METHODS, loader, materialize, microbatch
 from tightfit.models import load_python, task_of
 from tightfit.models.masks import without_mask_checks
-from tightfit.models.objective import objective_of
+from tightfit.models.objective import Objective, objective_of
+from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan
 from tightfit.rules import check
@@ -46,26 +47,49 @@ def build(
     with devices that tightfit does not train on.
     """
     plan = plan or Plan()
+    kind = kind_of_device(machine)
+    check(plan, job, TARGET.get() or kind)  # a dry run obeys the rules of its target device
+    loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
+    run = begin(job, plan, kind, objective_of(loss, task_of(job.model)), data, alone, job.train.seed)
+    run = apply_methods(run, keeps_data=data is not None)
+    microbatch.warn_of_dropped_tokens(run)
+    return run
+
+
+def kind_of_device(machine: Machine | None) -> str:
+    """Return the kind of device, "cpu" or "cuda", of a machine; None: of this host. Raises
+    InputError for devices that tightfit does not train on."""
     if machine is not None and machine.explain_only:
         raise InputError(
             f"machine {machine.name}",
             "tightfit explains for it and does not train on it",
             "train on a CUDA or ROCm device, or on a CPU",
         )
-    kind = (machine or Machine.detect()).device
-    check(plan, job, TARGET.get() or kind)  # a dry run obeys the rules of its target device
+    return (machine or Machine.detect()).device
+
+
+def begin(
+    job: Job, plan: Plan, kind: str, objective: Objective, data: Data | None, alone: bool, seed: int | None
+) -> Run:
+    """Return a run that has only what methods do not make: its device, its mesh and its objective.
+
+    kind  kind of device: "cpu" or "cuda"
+    seed  what the random number generators are seeded with; None: they are left as they are
+
+    The other arguments are those of `build`.
+    """
     device = local_device(kind)
     if kind == "cuda":  # before anything else, which would allocate memory on GPU 0, too
         torch.cuda.set_device(device)
     mesh = None if alone else make_mesh(plan, device)
-    seed_all(job.train.seed)
-    loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
-    unset = cast(Any, None)  # set by the methods below
-    run = Run(
+    if seed is not None:
+        seed_all(seed)
+    unset = cast(Any, None)  # set by the methods
+    return Run(
         job=job,
         plan=plan,
         device=device,
-        objective=objective_of(loss, task_of(job.model)),
+        objective=objective,
         model=unset,
         loss_sum=unset,
         data=cast(Any, data),
@@ -74,13 +98,22 @@ def build(
         mesh=mesh,
         store=Store(plan, device) if plan.offload else None,
     )
+
+
+def apply_methods(run: Run, keeps_data: bool) -> Run:
+    """Apply every enabled method to a run that `begin` has made.
+
+    keeps_data  whether the run has its data already
+    """
+    plan = run.plan
     for method in METHODS:
-        if method.enabled(plan) and not (method is loader and data is not None):
+        if method.enabled(plan) and not (method is loader and keeps_data):
             run = method.apply(run, plan)
+        if method is materialize:  # before a method leaves only a stage's parameters
+            check_matches(run.job.train, names_of_parameters(run.model).values())
         if method is loader and plan.pp > 1:  # before any method changes the model
             run = boundaries.trace_boundaries(run, plan)
-    if kind == "cuda" and plan.compile != "model":  # a compiled model does not check masks
+    if run.device.type == "cuda" and plan.compile != "model":  # a compiled model does not check masks
         run = replace(run, loss_sum=without_mask_checks(run.loss_sum, run.model, bool(run.droppable_masks)))
-    microbatch.warn_of_dropped_tokens(run)
     run.model.train()
     return run

@@ -30,6 +30,7 @@ from tightfit.errors import InputError
 from tightfit.methods import optimizer_states
 from tightfit.methods.compile import naming_compiler_failures
 from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.optim.groups import main_learning_rate, set_learning_rates
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.parallel.gradient_buckets import gradients_filled
 from tightfit.runtime.activity import note_activity
@@ -52,7 +53,8 @@ class Step:
 
     step           number of the step, from 0
     loss           mean over the items of the step that count in the loss
-    learning_rate  learning rate of this step's update
+    learning_rate  learning rate of this step's update, of the parameters that no group of the job
+                   matches
     gradient_norm  norm of the full gradient before clipping; None if the job does not clip
     samples        samples in the step, on all devices
     items          items that count in the loss (tokens or samples), on all devices
@@ -90,9 +92,9 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
     sums = CountSums(run, counts)
-    learning_rate = run.learning_rate(step)
-    for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate
+    scheduled = run.learning_rate(step)
+    set_learning_rates(run.optimizer, scheduled)
+    learning_rate = main_learning_rate(run.optimizer, scheduled)
     with naming_compiler_failures(run.plan):
         losses = accumulate(run, micro_batches, lambda: sums.wait()[0])
     norm, finite = update(run)
@@ -284,8 +286,10 @@ def _recomputation_named(run: Run) -> Iterator[None]:
         ) from error
 
 
-def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
+def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
     """Unscale and clip the gradients, and update the weights.
+
+    limit  the largest norm of the gradient; None: the job's `clip`
 
     Returns (gradient norm, whether the gradients were finite). The norm is None if the job does not
     clip. If the gradients are not finite, the update is skipped. If the optimizer's kernels skip it
@@ -303,8 +307,9 @@ def update(run: Run) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
         if isinstance(finite, torch.Tensor) and not (on_device and skips_on_found_inf(run.optimizer)):
             finite = bool(finite)
         run.loss_scale.update(finite)
-    if run.job.train.clip is not None:
-        norm = clip(run, run.job.train.clip)
+    limit = run.job.train.clip if limit is None else limit
+    if limit is not None:
+        norm = clip(run, limit)
     if isinstance(finite, torch.Tensor):
         _say_what_to_leave_out(run.optimizer, finite)
     if isinstance(finite, torch.Tensor) or finite:

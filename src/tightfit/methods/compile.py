@@ -108,7 +108,8 @@ def apply(run: Run, plan: Plan) -> Run:
             "the data's lengths vary, and a CUDA graph has fixed shapes",
             "use compile_mode: default",
         )
-    full = plan.micro_batch_of(run.job.train.batch) if active_fake_mode() is None else None
+    any_size = active_fake_mode() is not None or run.own_loop
+    full = None if any_size else plan.micro_batch_of(run.job.train.batch)
     if plan.compile == "block":
         blocks = find_blocks(run.model, run.job.blocks_name)
         if not blocks:
@@ -217,7 +218,7 @@ def only_full_batches(
     """
 
     def loss_sum(batch: Batch) -> Tensor:
-        if torch.is_grad_enabled() and full in (None, sample_count(batch)):
+        if torch.is_grad_enabled() and (full is None or sample_count(batch) == full):
             return compiled(batch)
         with torch.compiler.set_stance("force_eager"):
             return plain(batch)

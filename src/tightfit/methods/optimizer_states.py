@@ -43,6 +43,7 @@ from tightfit.job import Job, Train
 from tightfit.machine import Machine
 from tightfit.models import has_complex_parameters
 from tightfit.optim import make_optimizer
+from tightfit.optim.functions import kind_of_update
 from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
 from tightfit.optim.norms import mark_shard
 from tightfit.optim.per_parameter import PerParameter
@@ -264,7 +265,7 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
     found = f"the model has complex parameters ({name}), and"
     if train.optimizer not in COMPLEX:
         raise InputError(
-            f"job: train.optimizer={train.optimizer}",
+            f"job: train.optimizer={train.optimizer_name}",
             f"{found} this optimizer is defined for real numbers only",
             f"use optimizer: {' or '.join(COMPLEX)}, or make the parameter real, with two numbers "
             "for each complex one, and call torch.view_as_complex in forward",
@@ -286,16 +287,32 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
 def apply(run: Run, plan: Plan) -> Run:
     """Construct the optimizer and the learning-rate schedule."""
     train = run.job.train
+    kind = kind_of_update(train.optimizer) if train.uses_function("optimizer") else None
+    if kind == "together":
+        _check_undivided(train, plan)
     optimizer = optimizer_of(run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device))
     if plan.zero or run.tp_shards:
         assert run.mesh is not None
         for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:
             if axes := shard_axes_of(run, weight):
                 mark_shard(weight, partial(run.mesh.all_reduce, axes=axes))
-        if train.optimizer in BY_MATRIX:
+        if train.optimizer in BY_MATRIX or kind == "by parameter":
             optimizer = UnshardingOptimizer(optimizer, partial(unshard, run), partial(shard, run))
     if plan.update_in_backward:
         assert isinstance(optimizer, PerParameter)
         optimizer.attach()
     samples = run.data.samples if train.steps is None else None
-    return replace(run, optimizer=optimizer, learning_rate=learning_rate(train, total_steps(train, samples)))
+    full = float(optimizer.defaults["lr"]) if kind else None
+    rate = learning_rate(train, total_steps(train, samples), full)
+    return replace(run, optimizer=optimizer, learning_rate=rate)
+
+
+def _check_undivided(train: Train, plan: Plan) -> None:
+    """Raise InputError if the plan divides the parameters among devices. The job's optimizer, made
+    by a function of the user's, updates them together."""
+    if plan.zero or plan.tp > 1 or plan.pp > 1:
+        raise InputError(
+            f"job: train.optimizer={train.optimizer_name}",
+            "updates a parameter with the gradients of others, and this plan divides the parameters among the devices",
+            "use zero: 0, tp: 1 and pp: 1",
+        )

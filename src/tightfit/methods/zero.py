@@ -258,9 +258,13 @@ class ShardedReduction:
         if self.every_micro_batch or last:
             self.scatter.finish()
         if last:
-            self.gathers.wait()  # for blocks that no forward of this step called
-            self.scatter.complete()
-            self.statistics.average()
+            self.complete()
+
+    def complete(self) -> None:
+        """Complete the gradients of a step, of which each micro-batch's are reduced."""
+        self.gathers.wait()  # for blocks that no forward of this step called
+        self.scatter.complete()
+        self.statistics.average()
 
     def updated(self) -> None:
         self.gathers.begin()
@@ -283,3 +287,6 @@ class ShardedReduction:
     def shard(self, weight: Tensor, value: Tensor) -> Tensor:
         first, last = self.scatter.shard_range(value, self.scatter.rank)
         return (value if value.dim() else value.view(1))[first:last]
+
+    def forget(self) -> None:
+        self.scatter.forget()

@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from tightfit.errors import InputError
 from tightfit.job import Train
+from tightfit.optim.functions import ExistingOptimizer, optimizer_by_function
+from tightfit.optim.groups import begin_schedule, function_groups, parameter_groups
 from tightfit.optim.lamb import LAMB
 from tightfit.optim.lars import LARS
 from tightfit.optim.lion import Lion
@@ -40,8 +42,9 @@ def make_optimizer(
     weights  by parameter, the tensor to update instead: a view of this device's shard of the
              parameter
 
-    Weight decay applies to matrices (dim >= 2), not to norms and biases. The optimizer's
-    `load_state_dict` also accepts the state dict of a PerParameter around a similar optimizer.
+    `tightfit.optim.groups` says which learning rate and weight decay each parameter gets. The
+    optimizer's `load_state_dict` also accepts the state dict of a PerParameter around a similar
+    optimizer.
 
     Raises InputError if no parameter is trainable, if a gradient would be sparse, if torch has no
     fused kernel for the optimizer, or, with Muon, if the model has no hidden matrices or nothing
@@ -51,6 +54,8 @@ def make_optimizer(
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trainable:
         raise InputError("job: model", "has no trainable parameter", "set requires_grad on the parameters to train")
+    if train.uses_function("optimizer"):
+        return _by_function(model, train, trainable, weights)
     if fused and train.optimizer not in FUSED:
         raise InputError(
             f"job: train.optimizer={train.optimizer}",
@@ -60,11 +65,39 @@ def make_optimizer(
     if train.optimizer == "muon":
         optimizer = _make_muon(model, trainable, train)
     else:
-        optimizer = _make_torch_or_own(train, decay_groups(trainable, train.weight_decay), fused)
+        optimizer = _make_torch_or_own(train, parameter_groups(model, train, trainable), fused)
     if weights:
         _replace_parameters(optimizer, weights)
+    begin_schedule(optimizer, train.scaled_learning_rate)
     optimizer.register_load_state_dict_pre_hook(load_plain)
     return optimizer
+
+
+def _by_function(
+    model: nn.Module,
+    train: Train,
+    trainable: list[nn.Parameter],
+    weights: dict[nn.Parameter, nn.Parameter] | None,
+) -> Optimizer:
+    parameters, others = function_groups(model, train, trainable), weights or {}
+    if not isinstance(train.optimizer, ExistingOptimizer):  # it may create states for its parameters
+        parameters = _replaced(parameters, others)
+        others = {}
+    optimizer = optimizer_by_function(train.optimizer, parameters)
+    _replace_parameters(optimizer, others)
+    begin_schedule(optimizer, float(optimizer.defaults["lr"]))
+    optimizer.register_load_state_dict_pre_hook(load_plain)
+    return optimizer
+
+
+def _replaced(
+    parameters: list[nn.Parameter] | list[dict[str, Any]], weights: dict[nn.Parameter, nn.Parameter]
+) -> list[Any]:
+    """Replace the parameters, or those of each group, by the tensors that `weights` gives for them."""
+    return [
+        {**one, "params": _replaced(one["params"], weights)} if isinstance(one, dict) else weights.get(one, one)
+        for one in parameters
+    ]
 
 
 def _check_dense(model: nn.Module) -> None:
@@ -85,15 +118,6 @@ def _replace_parameters(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Par
         group["params"] = [weights.get(parameter, parameter) for parameter in group["params"]]
 
 
-def decay_groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return up to two parameter groups: matrices (dim >= 2) with weight decay, and all other
-    parameters without. Empty groups are left out."""
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    others = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
-
-
 def _make_torch_or_own(train: Train, groups: list[dict[str, Any]], fused: bool) -> Optimizer:
     rate = train.scaled_learning_rate
     kernel = True if fused else None  # None: torch chooses foreach or a plain loop
@@ -108,9 +132,9 @@ def _make_torch_or_own(train: Train, groups: list[dict[str, Any]], fused: bool) 
             return torch.optim.Adafactor(groups, lr=rate)
         case "lamb":
             clamp = train.norm_clamp or (0.0, math.inf)
-            return LAMB(groups, lr=rate, betas=train.betas, eps=train.epsilon, clamp=clamp)
+            return LAMB(groups, lr=rate, betas=train.betas, eps=train.epsilon, clamp=clamp, decay_vectors=True)
         case "lars":
-            return LARS(groups, lr=rate, momentum=train.momentum, trust=train.trust)
+            return LARS(groups, lr=rate, momentum=train.momentum, trust=train.trust, decay_vectors=True)
         case "lion":
             return Lion(groups, lr=rate, betas=train.betas)
     raise AssertionError(train.optimizer)
@@ -137,8 +161,7 @@ def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train) ->
         found = "no hidden matrix" if not hidden else "hidden matrices only, and no embedding, head, norm or bias"
         raise InputError("job: train.optimizer=muon", f"the model has {found}", "use optimizer: adamw")
     rate = train.scaled_learning_rate
-    muon = torch.optim.Muon(
-        hidden, lr=rate, weight_decay=train.weight_decay, momentum=train.momentum, adjust_lr_fn="match_rms_adamw"
-    )
-    adamw = torch.optim.AdamW(decay_groups(others, train.weight_decay), lr=rate, betas=train.betas, eps=train.epsilon)
+    matrices, rest = (parameter_groups(model, train, parameters) for parameters in (hidden, others))
+    muon = torch.optim.Muon(matrices, lr=rate, momentum=train.momentum, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=rate, betas=train.betas, eps=train.epsilon)
     return MuonWithAdamW(muon, adamw)

@@ -24,11 +24,12 @@ class LAMB(OneByOne):
 
     m and v are Adam's bias-corrected moments. phi(|w|) / |u| is the trust ratio.
 
-    clamp  (low, high) of phi(z) = min(max(z, low), high). The paper gives this form but no bounds,
-           and its authors' code does not clamp
+    clamp          (low, high) of phi(z) = min(max(z, low), high). The paper gives this form but no
+                   bounds, and its authors' code does not clamp
+    decay_vectors  whether `weight_decay` also applies to parameters with fewer than two dims
 
-    Parameters with fewer than two dims (norms, biases) take Adam's step without weight decay and
-    without the trust ratio, as in the authors' code. The ratio is 1 if the weight or its update is
+    Parameters with fewer than two dims (norms, biases) take Adam's step without the trust ratio
+    and, unless `decay_vectors`, without weight decay, as in the authors' code. The ratio is 1 if the weight or its update is
     zero, so that weights that start at zero can move. State: 8 bytes for each element of an fp32
     parameter.
     """
@@ -41,8 +42,10 @@ class LAMB(OneByOne):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         clamp: tuple[float, float] = (0.0, math.inf),
+        decay_vectors: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clamp": clamp})
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "clamp": clamp, "decay_vectors": decay_vectors})
 
     def update_parameter(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
@@ -54,8 +57,9 @@ class LAMB(OneByOne):
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         root = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
         update = torch.div(first, root, out=root).div_(1 - beta1 ** state["step"])
-        if weight.dim() >= 2:
+        if weight.dim() >= 2 or group["decay_vectors"]:
             update.add_(weight, alpha=group["weight_decay"])
+        if weight.dim() >= 2:
             update.mul_(_trust_ratio(weight, update, group["clamp"]))
         weight.add_(update, alpha=-group["lr"])
 

@@ -23,19 +23,28 @@ class LARS(OneByOne):
         v <- momentum * v + lr * rate * (g + weight_decay * w)
         w <- w - v
 
-    rate   trust * |w| / (|g| + weight_decay * |w|), for each parameter
-    trust  the paper's eta: how far a layer may move in one step with lr = 1, as a share of its norm
+    rate           trust * |w| / (|g| + weight_decay * |w|), for each parameter
+    trust          the paper's eta: how far a layer may move in one step with lr = 1, as a share of
+                   its norm
+    decay_vectors  whether `weight_decay` also applies to parameters with fewer than two dims
 
     The momentum v includes the learning rate, as in the paper. Parameters with fewer than two dims
-    (norms, biases) take plain momentum SGD, without weight decay and without the layer's rate. The
-    rate is 1 if the weight or its gradient is zero. State: 4 bytes for each element of an fp32
+    (norms, biases) take plain momentum SGD, without the layer's rate and, unless `decay_vectors`,
+    without weight decay. The rate is 1 if the weight or its gradient is zero. State: 4 bytes for each element of an fp32
     parameter.
     """
 
     def __init__(
-        self, params: ParamsT, lr: float = 1.0, momentum: float = 0.9, weight_decay: float = 0.0, trust: float = 1e-3
+        self,
+        params: ParamsT,
+        lr: float = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 1e-3,
+        decay_vectors: bool = False,
     ) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust})
+        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "trust": trust, "decay_vectors": decay_vectors})
 
     def update_parameter(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[weight]
@@ -46,7 +55,8 @@ class LARS(OneByOne):
             rate = _local_rate(weight, gradient, group["trust"], group["weight_decay"])
             velocity.add_(gradient.add(weight, alpha=group["weight_decay"]).mul_(rate), alpha=group["lr"])
         else:
-            velocity.add_(gradient, alpha=group["lr"])
+            decay = group["weight_decay"] if group["decay_vectors"] else 0.0
+            velocity.add_(gradient.add(weight, alpha=decay) if decay else gradient, alpha=group["lr"])
         weight.sub_(velocity)
 
 

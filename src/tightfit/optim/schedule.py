@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from tightfit.errors import InputError
 from tightfit.job import Train
+from tightfit.optim.functions import rate_by_function
 
 
 def total_steps(train: Train, samples: int | None) -> int | None:
@@ -22,22 +23,26 @@ def total_steps(train: Train, samples: int | None) -> int | None:
     return math.ceil((train.epochs or 1) * samples / train.batch)
 
 
-def learning_rate(train: Train, total_steps: int | None) -> Callable[[int], float]:
+def learning_rate(train: Train, total_steps: int | None, full: float | None = None) -> Callable[[int], float]:
     """Return a function from the step (counted from 0) to the learning rate.
 
     total_steps  number of steps of the training; None if it is endless
+    full         the full learning rate; None: the job's. An optimizer of the user's own sets it
 
     The rate warms up linearly, then follows constant | linear | cosine | warmup-stable-decay. Step
     `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of
     the full rate) at step `total_steps`, one step after the last, so that no step is taken at a
     rate of zero.
 
-    Raises InputError if the schedule needs `total_steps` and it is None, or if the warm-up is
+    If the job's schedule is a function of the user, this function decides instead: see
+    `functions.py`. Raises InputError if the schedule needs `total_steps` and it is None, or if the warm-up is
     longer than the training. Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983;
     warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395.
     """
+    base, warmup = train.scaled_learning_rate if full is None else full * train.rate_scale, train.warmup
+    if train.uses_function("schedule"):
+        return rate_by_function(train.schedule, base)
     _check(train, total_steps)
-    base, warmup = train.scaled_learning_rate, train.warmup
 
     def rate(step: int) -> float:
         if step < warmup:

@@ -414,6 +414,18 @@ class ReduceScatteredGradients:
         self._made.clear()
         self._counts.clear()
 
+    @property
+    def has_reduced(self) -> bool:
+        """Whether gradients were reduced since the last `complete`. All devices have the same answer."""
+        return bool(self._counts)
+
+    def forget(self) -> None:
+        """Drop the gradients of all micro-batches since the last `complete`."""
+        for share in self.shards.values():
+            share.grad = None
+        self._made.clear()
+        self._counts.clear()
+
     def _sum_replicas(self) -> None:
         if self.replicas is None:
             return

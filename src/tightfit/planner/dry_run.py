@@ -3,7 +3,7 @@
 The dry run builds the same run as training does and takes steps with it, while a tracker adds up
 the bytes of all live storages. Fake tensors have shapes and no memory, so nothing is allocated.
 
-No other module of the planner uses the engine.
+Only `loop_dry_run.py` uses the engine, too.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class DryRunData:
         return self.batch
 
 
-def _without_device_options(plan: Plan) -> Plan:
+def without_device_options(plan: Plan) -> Plan:
     """Return the plan without the options that need a real device or would change this process:
     tf32, pinned memory, non-blocking copies, allocator settings and materialization on the device.
     Offloading goes to disk instead of to the host."""
@@ -129,7 +129,7 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     refuses the plan.
     """
     ahead = loader.overlaps_uploads(plan, device)
-    plan = _without_device_options(plan)
+    plan = without_device_options(plan)
     # the number of steps in an epoch is unknown here, and may seem smaller than the warm-up
     job = job.replace(train=job.train.replace(warmup=0))
     if plan.compile != "none":

@@ -14,6 +14,7 @@ from rich.table import Table
 from tightfit.cost.ledger import ROWS
 from tightfit.job import Job
 from tightfit.machine import Machine
+from tightfit.optim.groups import first_match, full_rate
 from tightfit.plan import Plan
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.refusal import describe_shortages
@@ -88,6 +89,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
             say(f"         {caveat}")
     changes = ", ".join(chosen.changes_math)
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}{_layers_in_float8(chosen)}")
+    for line in _groups(chosen):
+        say(f"groups   {line}")
     for advice in chosen.advice:
         say(f"advice   {advice}")
     say("")
@@ -149,6 +152,23 @@ def _beside(rows: dict[str, float], limit: float | None) -> str:
         f"{name} {format_bytes(size)}" for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size
     )
     return f"{format_bytes(sum(rows.values()))}{f' of {format_bytes(limit)}' if limit else ''}: {said}"
+
+
+def _groups(one: Estimate) -> list[str]:
+    """Return a line for each parameter group of the job: what it matches, and its learning rate and
+    weight decay."""
+    train, lines = one.job.train, []
+    trained = [parameter for parameter in one.ledger.parameters if parameter.trainable]
+    for number, group in enumerate(train.groups):
+        matched = [parameter for parameter in trained if first_match(train, [parameter.name]) == number]
+        noun = "parameter" if len(matched) == 1 else "parameters"
+        parts = [f"{len(matched)} {noun} of {format_count(sum(one.count for one in matched))} elements"]
+        if group.learning_rate is not None:
+            parts.append(f"learning rate {full_rate(train, number):g}")
+        if group.weight_decay is not None:
+            parts.append(f"weight decay {group.weight_decay:g}")
+        lines.append(f"{group.match}: {', '.join(parts)}")
+    return lines
 
 
 def _layers_in_float8(one: Estimate) -> str:

@@ -121,6 +121,7 @@ class Reduction(Protocol):
     unshard     (weight, this device's shard of a tensor that belongs to it, such as an optimizer
                 state) -> the full tensor, on every device. A collective: all devices take part
     shard       the reverse: (weight, the full tensor, equal on all devices) -> this device's shard
+    forget      drop the gradients that were reduced since the last update
     """
 
     shard_axes: tuple[str, ...]
@@ -138,6 +139,8 @@ class Reduction(Protocol):
     def unshard(self, weight: Tensor, value: Tensor) -> Tensor: ...
 
     def shard(self, weight: Tensor, value: Tensor) -> Tensor: ...
+
+    def forget(self) -> None: ...
 
 
 class UnshardedReduction:
@@ -168,6 +171,9 @@ class UnshardedReduction:
 
     def shard(self, weight: Tensor, value: Tensor) -> Tensor:
         return value
+
+    def forget(self) -> None:
+        pass
 
 
 class StepExecutor(Protocol):
@@ -234,6 +240,8 @@ class Run:
                    batch has no values
     prefetcher     set by `loader` if each micro-batch is copied to the device while the preceding
                    one is computed
+    own_loop       whether the user's code runs the forwards and backwards, and calls `loss_sum` with
+                   samples of any number (see `engine/custom_loop.py`)
     droppable_masks  set by `loader`: names of a batch's masks that are not copied to the device if
                    they are all ones
     """
@@ -260,6 +268,7 @@ class Run:
     count_labels: Callable[[Batch], LabelCount | None] | None = None
     prefetcher: BatchPrefetcher | None = None
     droppable_masks: tuple[str, ...] = ()
+    own_loop: bool = False
 
 
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:

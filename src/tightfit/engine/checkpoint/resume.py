@@ -21,7 +21,8 @@ from tightfit.engine.checkpoint.contents import is_sharded, names_of, unsharded_
 from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, checkpoints, newest
 from tightfit.engine.rng import seed_all, set_random_states
 from tightfit.errors import InputError
-from tightfit.job import Job
+from tightfit.job import Job, Train
+from tightfit.optim.groups import restore_changed_rates
 from tightfit.optim.per_parameter import dequantize_state
 from tightfit.optim.whole_parameters import has_parameter_shape
 from tightfit.runtime.activity import note_activity
@@ -54,6 +55,7 @@ def resume(run: Run, folder: str | Path) -> int:
     _agreed(run, lambda: _load(run, path, state))
     if run.loss_scale is not None and state["loss_scale"] is not None:
         run.loss_scale.load_state_dict(state["loss_scale"])
+    restore_changed_rates(run.optimizer, state.get("changed_rates", {}))
     _set_random_states(run, state)
     step: int = state["step"]
     return step
@@ -266,6 +268,8 @@ def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
     saved  the checkpoint's job, as JSON values
     where  the checkpoint's folder"""
     asked = json.loads(job.to_json())
+    # a field that did not exist yet when the checkpoint was written had its default
+    saved = {**saved, "train": {**json.loads(Train().to_json()), **saved.get("train", {})}}
     for section in ("model", "data", "loss", "train"):
         before, now = saved.get(section) or {}, asked.get(section) or {}
         for name in sorted(set(before) | set(now)):

@@ -38,6 +38,7 @@ from tightfit.engine.rng import random_states
 from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
 from tightfit.models import is_transformers_model
+from tightfit.optim.groups import changed_rates
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run
 from tightfit.tensor_files import (
@@ -262,10 +263,12 @@ def newest(folder: str | Path) -> Path:
 def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
     """Return the content of state.json: everything in a checkpoint that is not a tensor."""
     counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
+    rates = {name: factor for one in _stages(run, changed_rates(run.optimizer)) for name, factor in one.items()}
     return {
         "step": step,
         "job": json.loads(run.job.to_json()),
         "counts": counts,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
+        "changed_rates": rates,
         "random": all_gather_values(run, random_states()),
     }

@@ -357,6 +357,10 @@ class FullyShardReduction:
         """Do nothing after an update: the next forward gathers the updated shards."""
         pass
 
+    def forget(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = None
+
     def wait(self) -> None:
         """Do nothing: each block gathers its parameters when it is called, so there is no gather to
         wait for.

@@ -21,6 +21,7 @@ from tightfit._torch.modules import own_parameters
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action
 from tightfit.distributed.mesh import DATA
 from tightfit.models.objective import Batch
+from tightfit.optim.groups import base_learning_rates, put_base_learning_rates
 from tightfit.parallel.pipeline.executor import PipelineRank, add_losses
 from tightfit.parallel.pipeline.messages import StageMessages
 from tightfit.runtime.run import Run
@@ -35,13 +36,13 @@ class _StepInFlight:
 
     number         number of the step, counted from when the pipeline was last empty
     micro_batches  number of its micro-batches
-    rate           its learning rate
+    rates          its learning rate of each parameter group
     version        number of the version of the weights that its forwards used
     """
 
     number: int
     micro_batches: int
-    rate: float
+    rates: list[float]
     version: int
 
 
@@ -101,7 +102,7 @@ class PipeDream(PipelineRank):
         """
         assert run.mesh is not None
         version = max(self.steps_begun - self.loss_delay, 0) if self.plan.vertical_sync else self.updates_done
-        step = _StepInFlight(self.steps_begun, len(micro_batches), run.optimizer.param_groups[0]["lr"], version)
+        step = _StepInFlight(self.steps_begun, len(micro_batches), base_learning_rates(run.optimizer), version)
         total: Tensor | None = None
         forwards = [
             (Action(FORWARD, self.rank, self._unique_number(step, n)), batch) for n, batch in enumerate(micro_batches)
@@ -152,8 +153,7 @@ class PipeDream(PipelineRank):
     def _run_backward(self, run: Run) -> None:
         """Run the oldest step's backwards, and assign the gradients to the newest weights."""
         step = self.steps_in_flight.popleft()
-        for group in run.optimizer.param_groups:
-            group["lr"] = step.rate
+        put_base_learning_rates(run.optimizer, step.rates)
         self._forward_loss(run, step)
         backwards = self._backwards(step)
         with self._using_version(run, step.version):

@@ -98,6 +98,13 @@ class StorageTracker(StorageMode[_LiveStorage]):
                 seen = self._record(storage)
                 seen.row = row if seen.row != OTHER_MEMORY else OTHER_MEMORY
 
+    def add_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """Count more parameters, which did not exist when the tracker was made, and their
+        gradients."""
+        more = list(parameters)
+        self._parameters += more
+        self.assign(more, "parameters")
+
     def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         """Return `function`, the forward of a micro-batch, wrapped: its arguments, and what it
         allocates and does not free, count as activations."""
@@ -117,18 +124,25 @@ class StorageTracker(StorageMode[_LiveStorage]):
 
         return watched
 
-    def peak(self) -> Peak:
+    def mark(self) -> int:
+        """Return the number of events so far, for `peak`."""
+        return len(self._events)
+
+    def peak(self, since: int = 0) -> Peak:
         """Return the live bytes at the instant of the largest total. A storage counts in the row to
-        which it was assigned last."""
+        which it was assigned last.
+
+        since  what `mark` returned at the beginning of the time that counts
+        """
         rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
-        for seen, change, phase in self._events:
+        for number, (seen, change, phase) in enumerate(self._events):
             if seen.row == OTHER_MEMORY:
                 continue
             rows[seen.row] += change
             total += change
-            if phase:
+            if phase and number >= since:
                 timeline.append((phase, total))
-            if total > best.total:
+            if total > best.total and number >= since:
                 best = Peak(total, dict(rows), phase, timeline)
         return best
 

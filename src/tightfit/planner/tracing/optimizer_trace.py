@@ -54,10 +54,10 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False)
 
 
 def enable_foreach(optimizer: Optimizer) -> None:
-    """Enable the optimizer's foreach kernels, if it has any. On CUDA, torch enables them by
-    default."""
+    """Enable the optimizer's foreach kernels, if it has any and the choice is torch's. On CUDA, torch
+    enables them by default."""
     for group in optimizer.param_groups:
-        if "foreach" in group:
+        if "foreach" in group and group["foreach"] is None:
             group["foreach"] = True
 
 

@@ -45,6 +45,7 @@ from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import trace as trace_dataflow
+from tightfit.optim.groups import check_matches, first_match, names_of_parameters
 from tightfit.parallel.context import sequence_chunks
 from tightfit.parallel.fsdp import planning
 from tightfit.parallel.pipeline import boundaries
@@ -419,8 +420,26 @@ class Profiler:
                 model, depth = self._tensor_parallel_model(plan)
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
                 updates = trace_updates(model, optimizer, together)
-                self._updates[key] = depth.expand(updates, lambda update, name, number: update)
+                self._updates[key] = self._in_groups(model, depth, updates)
         return self._updates[key]
+
+    def _in_groups(self, model: nn.Module, depth: BlockMap, updates: dict[str, Update]) -> dict[str, Update]:
+        """Return the updates of the full-depth model, each with the number of its parameter group.
+
+        Without groups of the job, a removed block's parameters are in the groups of the block that
+        it repeats. A pattern of the job may match other names there. Raises InputError if a pattern
+        matches nothing.
+        """
+        expanded = depth.expand(updates, lambda update, name, number: update)
+        train = self.job.train
+        if not train.groups:
+            return expanded
+        aliases = {names[0]: names for names in names_of_parameters(model).values()}
+        every = depth.expand(aliases, lambda names, name, number: [name])
+        check_matches(train, every.values())
+        keys = {name: (first_match(train, every[name]), update.group) for name, update in expanded.items()}
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
+        return {name: replace(update, group=numbers[keys[name]]) for name, update in expanded.items()}
 
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
         """Return the operations on all gradients before the update: unscaling, norm and

@@ -1,0 +1,325 @@
+"""Train with a loop of the user's own: `prepare` fits a model and its optimizer to a plan, and the
+loop calls the model, `backward` and `step`.
+
+A job's loop computes one loss for one model. A loop of the user's may have several models, losses
+and optimizers, such as a GAN, and may differentiate a gradient. Each model is prepared by itself.
+
+    net = tightfit.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-3), plan)
+    for images, labels in batches:
+        loss = functional.cross_entropy(net(images), labels)
+        net.backward(loss)
+        net.step()
+
+Gradients accumulate in `.grad`, as in plain PyTorch, whoever's loss they come from. Data-parallel
+devices sum them in `step`; ZeRO-2 shards the gradients of each `backward` of the model at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.pytree import tree_map_only
+from tightfit.engine.build import apply_methods, begin, kind_of_device
+from tightfit.engine.checkpoint.resume import resume
+from tightfit.engine.checkpoint.save import save
+from tightfit.engine.step import all_reduce_max, update
+from tightfit.errors import InputError
+from tightfit.job import Job, Permission, Train
+from tightfit.machine import Machine
+from tightfit.methods.compile import naming_compiler_failures
+from tightfit.methods.zero import ShardedReduction
+from tightfit.models.objective import Batch, Objective
+from tightfit.optim.functions import ExistingOptimizer
+from tightfit.optim.groups import set_learning_rates
+from tightfit.plan import Plan
+from tightfit.rules import check
+from tightfit.runtime.run import Run, wait_for_weights
+from tightfit.target_device import TARGET
+
+# The models that `prepare` has fitted to their plans, for the one who watches their memory.
+WATCHED: ContextVar[list[Prepared] | None] = ContextVar("watched", default=None)
+
+_LOOP = "the loop is yours"
+# What a plan cannot do in a loop of the user's: (whether the plan does it, the field, the reason,
+# the smallest change).
+_REFUSED: tuple[tuple[Callable[[Plan], bool], str, str, str], ...] = (
+    (lambda plan: plan.pp > 1, "pp", "a pipeline's schedule runs the forwards and backwards of a step", "use pp: 1"),
+    (
+        lambda plan: plan.parameter_server != "none",
+        "parameter_server",
+        "a server runs the steps of its own loop",
+        "use parameter_server: none",
+    ),
+    (
+        lambda plan: plan.zero == 3,
+        "zero",
+        "zero: 3 gathers a block's parameters for one forward and one backward of the model's own loss",
+        "use zero: 2",
+    ),
+    (
+        lambda plan: plan.tp > 1 or plan.cp > 1,
+        "tp and cp",
+        "they divide a model together with the loss of its task, and the loss is yours",
+        "use tp: 1 and cp: 1",
+    ),
+    (
+        lambda plan: plan.update_in_backward,
+        "update_in_backward",
+        "a step of yours may have several backwards",
+        "use update_in_backward: false",
+    ),
+    (
+        lambda plan: "gradients" in plan.offload or "parameters" in plan.offload,
+        "offload",
+        "gradients and parameters are copied for the one backward of a job's step",
+        "use offload: [states], [activations] or both",
+    ),
+    (lambda plan: plan.chunked_loss is not None, "chunked_loss", "the loss is yours", "leave out chunked_loss"),
+    (
+        lambda plan: plan.micro_batch is not None,
+        "micro_batch",
+        f"{_LOOP}: it decides how many samples a forward has",
+        "leave out micro_batch",
+    ),
+    (
+        lambda plan: plan.recompute == "sqrt",
+        "recompute",
+        "recompute: sqrt is checked on a batch of the job's data, and the data are yours",
+        "use recompute: full or every-2",
+    ),
+    (
+        lambda plan: plan.compile_mode == "reduce-overhead",
+        "compile_mode",
+        "a CUDA graph replays one forward and one backward",
+        "use compile_mode: default",
+    ),
+    (
+        lambda plan: plan.loader_workers > 0 or plan.pin_memory,
+        "loader_workers and pin_memory",
+        f"{_LOOP}: it loads the data",
+        "leave them out, and set them in your loader",
+    ),
+)
+
+
+class _NoData:
+    """The `Data` of a run whose samples the user's loop reads."""
+
+    samples = None
+    sample_items = 1
+    ragged = False
+    damaged = 0
+    tokenizer = None
+
+
+class Prepared:
+    """A model and its optimizer, fitted to a plan for a loop of the user's own. `prepare` makes it.
+
+    Call it as the model: it computes in the plan's precision, and its outputs are fp32. Do not
+    prepare a model twice.
+
+    model      the model. A plan with ZeRO has all parameters on every device between steps
+    optimizer  the optimizer; learning rates of its `param_groups` may be changed, and torch's
+               learning-rate schedulers made of it
+    device     the device that computes; inputs are moved there
+    data_rank, data_ranks  which share of each batch this process has to compute, and of how many.
+               The loss of a backward is the mean over this share; shares have equal sizes
+    run        the `Run`
+    """
+
+    def __init__(self, run: Run, scheduled: bool) -> None:
+        self.run = run
+        self._scheduled, self._steps = scheduled, 0
+
+    @property
+    def model(self) -> nn.Module:
+        return self.run.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self.run.optimizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.device
+
+    @property
+    def data_rank(self) -> int:
+        return self.run.mesh.data_rank_and_size[0] if self.run.mesh is not None else 0
+
+    @property
+    def data_ranks(self) -> int:
+        return self.run.mesh.data_rank_and_size[1] if self.run.mesh is not None else 1
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward with the plan's methods. Floating-point outputs of 16 bits are
+        returned in fp32."""
+        run = self.run
+
+        def here(tensor: Tensor) -> Tensor:
+            return tensor.to(run.device, non_blocking=run.plan.non_blocking)
+
+        with naming_compiler_failures(run.plan):
+            output: Any = run.loss_sum(tree_map_only(Tensor, here, (args, kwargs)))
+        return tree_map_only(Tensor, _widened, output) if run.plan.is_half else output
+
+    def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
+        """Add the gradients of `loss` to those that the model's parameters have, and to those of
+        all other parameters that the loss depends on.
+
+        loss  a scalar: the mean over this process's samples. It is scaled if the plan scales it
+              (fp16), and divided by the number of data-parallel processes
+
+        Call it on all processes.
+        """
+        run = self.run
+        factor = run.loss_scale.factor if run.loss_scale is not None else 1.0
+        if run.reduction is not None:
+            run.reduction.begin(False)
+        with naming_compiler_failures(run.plan):
+            (loss * (factor / self.data_ranks)).backward(retain_graph=retain_graph)
+        if run.reduction is not None:
+            run.reduction.end(False)
+
+    def step(self, clip: float | None = None) -> Tensor | None:
+        """Sum the gradients over the data-parallel processes, update the weights, and set the
+        gradients to None. In fp16, a step whose gradients overflow changes nothing.
+
+        clip  the largest norm of the gradient over all parameters and devices; None: no clipping
+
+        Returns the norm before clipping, a scalar; None without clipping. Call it on all processes.
+        """
+        run = self.run
+        self._reduce()
+        if self._scheduled:
+            set_learning_rates(run.optimizer, run.learning_rate(self._steps))
+        norm, _ = update(run, clip)
+        wait_for_weights(run)
+        self._steps += 1
+        return norm
+
+    def _reduce(self) -> None:
+        """Complete the sum of the gradients over the data-parallel processes."""
+        run, reduction = self.run, self.run.reduction
+        if reduction is None:
+            return
+        if isinstance(reduction, ShardedReduction) and reduction.scatter.has_reduced:
+            # a backward of another model's loss may have left gradients in this model
+            left = any(parameter.grad is not None for parameter in run.model.parameters())
+            if not all_reduce_max(run, int(left)):
+                reduction.complete()
+                return
+        reduction.begin(True)
+        reduction.end(True)
+
+    def zero_grad(self) -> None:
+        """Set all gradients of the model to None."""
+        for parameter in self.run.model.parameters():
+            parameter.grad = None
+        self.run.optimizer.zero_grad(set_to_none=True)
+        if self.run.reduction is not None:
+            self.run.reduction.forget()
+
+    def save(self, folder: str | Path) -> Path:
+        """Write a checkpoint into a new folder under `folder`, as `tightfit.save` does, and return
+        it. Each model needs a folder of its own. Call it on all processes."""
+        return save(self.run, folder, self._steps)
+
+    def resume(self, folder: str | Path) -> int:
+        """Load the newest checkpoint under `folder`, and return how many steps had been made. Call
+        it on all processes. Raises InputError as `tightfit.resume` does."""
+        self._steps = resume(self.run, folder)
+        return self._steps
+
+
+def prepare(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | Callable[[Any], Optimizer] | Train,
+    plan: Plan | None = None,
+    *,
+    allow: list[Permission] | None = None,
+    machine: Machine | None = None,
+) -> Prepared:
+    """Fit a model and its optimizer to a plan, for a loop of the user's own.
+
+    model      a module, which is changed in place, or a function that creates it
+    optimizer  a new torch optimizer of the module's parameters; a function of the parameters that
+               creates one; or a Train, for one of tightfit's optimizers with its schedule, `clip`
+               and groups
+    plan       None: the reference plan, `Plan()`
+    allow      what may change the numerics, as in a job: the default is [bf16]
+    machine    only its kind of device is used; None: this host
+
+    The random number generators are not seeded. With several processes, all start from the weights
+    of the first one.
+
+    Raises InputError for a plan that cannot work or cannot be used in such a loop, with the reason.
+    """
+    plan = plan or Plan()
+    for does, field, reason, fix in _REFUSED:
+        if does(plan):
+            raise InputError(f"plan: {field}", f"cannot be used in a loop of your own: {reason}", fix)
+    train = optimizer if isinstance(optimizer, Train) else Train(optimizer=_function_of(optimizer))
+    train = train.replace(batch=max(train.batch, plan.data_parallel))  # every device has samples
+    job = Job(model=_factory_of(model), data=_NoData(), train=train, allow=allow)
+    kind = "cpu" if active_fake_mode() is not None else kind_of_device(machine)
+    check(plan, job, TARGET.get() or kind)
+    run = begin(job, plan, kind, Objective(_forward, _one), _NoData(), False, None)  # type: ignore[arg-type]
+    run = apply_methods(replace(run, own_loop=True), keeps_data=True)
+    if isinstance(optimizer, Optimizer) and run.optimizer is not optimizer:
+        raise InputError(
+            "prepare: optimizer",
+            f"this plan updates weights through another optimizer than your {type(optimizer).__name__}",
+            "give a function that creates the optimizer, and use the optimizer of what prepare returns",
+        )
+    prepared = Prepared(run, isinstance(optimizer, Train))
+    watched = WATCHED.get()
+    if watched is not None:
+        watched.append(prepared)
+    return prepared
+
+
+def _forward(model: nn.Module, batch: Batch) -> Any:
+    """Call the model. In a loop of the user's, it takes the place of the job's loss: a batch is
+    (arguments, keyword arguments), and the result is the model's output."""
+    args, kwargs = batch
+    return model(*args, **kwargs)
+
+
+def _one(batch: Batch) -> int:
+    return 1
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _factory_of(model: Any) -> Any:
+    if isinstance(model, nn.Module):
+        return lambda: model
+    return model
+
+
+def _function_of(optimizer: Any) -> Callable[[Any], Optimizer]:
+    """Return the function that creates the optimizer. Raises InputError if there is none."""
+    if isinstance(optimizer, Optimizer):
+        return ExistingOptimizer(optimizer)
+    if not callable(optimizer):
+        raise InputError(
+            "prepare: optimizer",
+            f"is of type {type(optimizer).__name__}",
+            "give a torch optimizer, a function of the parameters that creates one, or a tightfit.Train",
+        )
+    return optimizer  # type: ignore[no-any-return]
+
+
+__all__ = ["WATCHED", "Prepared", "prepare"]

@@ -1,0 +1,265 @@
+"""Parameter groups: the learning rate and the weight decay of each parameter.
+
+`make_optimizer` divides a model's parameters with `parameter_groups`, and the engine sets the
+learning rates of each step with `set_learning_rates`.
+
+Example: a job with learning_rate 3e-4 and the group {match: "*.embed*", learning_rate: 1e-5} has
+embeddings whose learning rate is 1/30 of the schedule's. In a warm-up step at 1e-4, it is 3.3e-6.
+
+Source  no weight decay for norms and biases: transformers' Trainer. nanoGPT leaves out all
+        parameters with fewer than two dims, which are the same in most models. torchtitan decays
+        all parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tightfit.errors import InputError
+from tightfit.job import Train, WithoutDecay
+
+# What has no weight decay unless the job says otherwise. A factory of an optimizer decides itself.
+DEFAULT_NO_DECAY: tuple[WithoutDecay, ...] = ("norms", "biases")
+MOST_NAMES = 5  # parameters that an error names
+
+
+def kind_of_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> WithoutDecay | None:
+    """Return which word of `train.no_decay` covers a parameter; None if no word does.
+
+    embeddings  the weight of an nn.Embedding or nn.EmbeddingBag
+    biases      a parameter whose name ends with "bias"
+    norms       all other parameters with fewer than two dims, which are the weights of norms and
+                other factors; also the weight of an nn.LayerNorm or nn.RMSNorm over several dims
+
+    module  the module that has the parameter
+    name    the parameter's name in this module
+    """
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "embeddings"
+    if name.endswith("bias"):
+        return "biases"
+    if parameter.dim() < 2 or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return "norms"
+    return None
+
+
+def parameters_without_decay(model: nn.Module, train: Train) -> set[nn.Parameter]:
+    """Return the parameters that `train.no_decay` covers. A parameter that several modules share is
+    covered if a word covers it in one of them, as the embedding that is also the output head."""
+    words = DEFAULT_NO_DECAY if train.no_decay is None else train.no_decay
+    return {
+        parameter
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if kind_of_parameter(module, name, parameter) in words
+    }
+
+
+def first_match(train: Train, names: Iterable[str]) -> int | None:
+    """Return the number of the first of `train.groups` that matches one of a parameter's names;
+    None if no group does. A shared parameter has several names."""
+    names = list(names)
+    for number, group in enumerate(train.groups):
+        if any(fnmatchcase(name, group.match) for name in names):
+            return number
+    return None
+
+
+def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Return all names of each parameter of the model, in the order of `named_parameters`."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def parameter_groups(model: nn.Module, train: Train, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Divide `parameters` into groups for an optimizer. Groups without parameters are left out.
+
+    Without `train.groups`, there are two groups: the parameters with weight decay, then those
+    without. Each group of the job follows, with its parameters divided in the same way if it leaves
+    the weight decay to the job.
+
+    Each group has the keys `lr` (its full learning rate), `weight_decay`, `match` (the pattern of
+    the job's group; None for the other parameters) and `name`, by which a checkpoint knows it.
+    """
+    found = []
+    for (number, without), members in _divided(model, train, parameters_without_decay(model, train), parameters):
+        own = None if number is None else train.groups[number]
+        decay = train.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+        options = {"lr": full_rate(train, number), "weight_decay": 0.0 if without else decay}
+        found.append({"params": members, **options, **_named(train, number, without)})
+    return found
+
+
+def function_groups(
+    model: nn.Module, train: Train, parameters: Iterable[nn.Parameter]
+) -> list[nn.Parameter] | list[dict[str, Any]]:
+    """Return what a function of the user's creates its optimizer of: the parameters, or groups of
+    them if the job has `groups` or `no_decay`.
+
+    A group has the learning rate and the weight decay that the job gives it, and otherwise those
+    that the function gives the optimizer. Without `no_decay`, the optimizer decays all parameters.
+    """
+    if not train.groups and train.no_decay is None:
+        return list(parameters)
+    exempt = set() if train.no_decay is None else parameters_without_decay(model, train)
+    found = []
+    for (number, without), members in _divided(model, train, exempt, parameters):
+        own = None if number is None else train.groups[number]
+        options: dict[str, float] = {"weight_decay": 0.0} if without else {}
+        if own is not None and own.learning_rate is not None:
+            options["lr"] = own.learning_rate
+        if own is not None and own.weight_decay is not None:
+            options["weight_decay"] = own.weight_decay
+        found.append({"params": members, **options, **_named(train, number, without)})
+    return found
+
+
+def _divided(
+    model: nn.Module, train: Train, exempt: set[nn.Parameter], parameters: Iterable[nn.Parameter]
+) -> list[tuple[tuple[int | None, bool], list[nn.Parameter]]]:
+    """Divide parameters by the number of the job's group (None first) and whether they have no
+    weight decay because they are in `exempt`."""
+    names, found = names_of_parameters(model), dict[tuple[int | None, bool], list[nn.Parameter]]()
+    for parameter in parameters:
+        number = first_match(train, names[parameter])
+        decided = number is not None and train.groups[number].weight_decay is not None
+        found.setdefault((number, not decided and parameter in exempt), []).append(parameter)
+    return sorted(found.items(), key=lambda item: (-1 if item[0][0] is None else item[0][0], item[0][1]))
+
+
+def _named(train: Train, number: int | None, without: bool) -> dict[str, str | None]:
+    match = None if number is None else train.groups[number].match
+    return {"match": match, "name": f"{match or 'others'}{', no decay' if without else ''}"}
+
+
+def full_rate(train: Train, number: int | None) -> float:
+    """Return the full learning rate of the job's group with this number; None: of all other
+    parameters. `scale_learning_rate` scales both."""
+    own = None if number is None else train.groups[number].learning_rate
+    return train.scaled_learning_rate if own is None else train.scaled_learning_rate * (own / train.learning_rate)
+
+
+def check_matches(train: Train, names: Iterable[Iterable[str]]) -> None:
+    """Raise InputError if one of `train.groups` is the first match of no parameter.
+
+    names  all names of each parameter of the full model
+    """
+    names = [list(each) for each in names]
+    used = {first_match(train, each) for each in names}
+    for number, group in enumerate(train.groups):
+        if number in used:
+            continue
+        asked = f"job: train.groups: match={group.match}"
+        if any(fnmatchcase(name, group.match) for each in names for name in each):
+            raise InputError(
+                asked, "earlier groups match all of its parameters", "move this group before them, or leave it out"
+            )
+        known = [name for each in names for name in each]
+        near = difflib.get_close_matches(group.match.replace("*", ""), known, MOST_NAMES, 0.4)
+        named = list(dict.fromkeys([*near, *known]))[:MOST_NAMES]
+        raise InputError(
+            asked,
+            "matches no parameter",
+            f"use a pattern that matches a parameter's whole name, such as {', '.join(named)}",
+        )
+
+
+def begin_schedule(optimizer: Optimizer, full: float) -> None:
+    """Prepare a new optimizer for `set_learning_rates`.
+
+    full  the full learning rate of the job's schedule
+
+    Each group gets three keys: `lr_ratio`, its learning rate over `full`; `base_lr`, its rate by
+    the schedule; and `lr_factor`, by which the user has multiplied that.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        rate = float(group["lr"])
+        group.setdefault("match", None)
+        group.setdefault("name", f"group {number}")
+        group.update(lr_ratio=rate / full, lr_factor=1.0, base_lr=rate)
+
+
+def set_learning_rates(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of each group for the next update.
+
+    rate  the schedule's learning rate
+
+    If the user has changed a group's `lr` since the last call, the change is kept: the schedule is
+    multiplied by it from now on. Example: under a cosine schedule at 2e-4, a group's `lr` was set
+    to 1e-4. Its learning rate is then half of the schedule's until the end of the training.
+    """
+    for group in optimizer.param_groups:
+        _note_change(group)
+        _set_base(group, rate * group["lr_ratio"])
+
+
+def _set_base(group: dict[str, Any], base: float) -> None:
+    group["base_lr"] = base
+    group["lr"] = base * group["lr_factor"]
+
+
+def _note_change(group: dict[str, Any]) -> None:
+    """If the user has changed the group's `lr`, store the change as `lr_factor`. A change of a rate
+    that the schedule has set to zero is not kept, because it has no ratio to zero."""
+    if group["lr"] != group["base_lr"] * group["lr_factor"] and group["base_lr"]:
+        group["lr_factor"] = float(group["lr"]) / group["base_lr"]
+
+
+def changed_rates(optimizer: Optimizer) -> dict[str, float]:
+    """Return by which factor the user has changed the learning rate of each group, by the group's
+    name. Groups without a change are left out."""
+    for group in optimizer.param_groups:
+        _note_change(group)
+    return {group["name"]: group["lr_factor"] for group in optimizer.param_groups if group["lr_factor"] != 1.0}
+
+
+def restore_changed_rates(optimizer: Optimizer, factors: dict[str, float]) -> None:
+    """Set the factors that `changed_rates` returned for an earlier optimizer."""
+    for group in optimizer.param_groups:
+        group["lr_factor"] = factors.get(group["name"], 1.0)
+        _set_base(group, group["base_lr"])
+
+
+def base_learning_rates(optimizer: Optimizer) -> list[float]:
+    """Return the learning rate of each group by the schedule, as it was set last."""
+    return [group["base_lr"] for group in optimizer.param_groups]
+
+
+def put_base_learning_rates(optimizer: Optimizer, rates: list[float]) -> None:
+    """Set the learning rates that `base_learning_rates` returned in an earlier step. Changes by the
+    user are kept."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        _note_change(group)
+        _set_base(group, rate)
+
+
+def main_learning_rate(optimizer: Optimizer, rate: float) -> float:
+    """Return the learning rate of the parameters that no pattern of the job matches; `rate` if all
+    have a pattern."""
+    return next((float(group["lr"]) for group in optimizer.param_groups if group.get("match") is None), rate)
+
+
+__all__ = [
+    "base_learning_rates",
+    "begin_schedule",
+    "changed_rates",
+    "check_matches",
+    "first_match",
+    "full_rate",
+    "kind_of_parameter",
+    "main_learning_rate",
+    "names_of_parameters",
+    "parameter_groups",
+    "parameters_without_decay",
+    "put_base_learning_rates",
+    "restore_changed_rates",
+    "set_learning_rates",
+]

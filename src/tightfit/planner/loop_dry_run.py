@@ -1,0 +1,127 @@
+"""Predict the peak memory of a loop of the user's own: run its setup and two steps on fake tensors.
+
+`explain_loop` predicts, and `measure_loop` does the same on real tensors. Both count all storages
+from the beginning of the setup on, so that what the loop keeps beside the models, such as a moving
+average of the weights, is counted, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit._torch.fake import FakeTensorMode
+from tightfit.engine.custom_loop import WATCHED, Prepared
+from tightfit.errors import InputError
+from tightfit.plan import Plan
+from tightfit.planner.dry_run import without_device_options
+from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
+from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
+from tightfit.planner.tracing.live_storages import OTHER_MEMORY, ROWS, Peak, StorageTracker, state_tensors
+from tightfit.units import format_bytes
+
+Setup = Callable[[Plan], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class LoopPeak:
+    """The peak of a step of a loop, predicted or measured. `str` gives a table of its rows.
+
+    peak  live bytes at the instant of the largest total
+    plan  the plan of the loop
+    """
+
+    peak: Peak
+    plan: Plan
+
+    @property
+    def total(self) -> int:
+        """The live bytes of all rows."""
+        return self.peak.total
+
+    def __str__(self) -> str:
+        lines = [f"plan        {', '.join(f'{n}={v}' for n, v in self.plan.differences().items()) or 'reference'}"]
+        lines += [f"{row:12}{format_bytes(self.peak.rows[row]):>10}" for row in ROWS if self.peak.rows.get(row)]
+        return "\n".join([*lines, f"{'peak':12}{format_bytes(self.total):>10}   in {self.peak.phase}"])
+
+
+def explain_loop(
+    setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor] = (), device: str = "cpu"
+) -> LoopPeak:
+    """Predict the peak memory of a loop of the user's own. Nothing is allocated.
+
+    setup   a function of the plan that prepares the models and returns the step: a function that
+            runs one step of the loop. It creates everything that the loop keeps
+    plan    None: the reference plan
+    inputs  what the step is called with, such as a batch of one process. Only shapes are read
+    device  the kind of device that trains: "cpu" or "cuda"
+
+    Returns the peak of the second step; the first one creates the optimizers' states. Raises
+    Untraceable if the setup or the step needs the values of tensors, and what `prepare` raises.
+    """
+    plan = plan or Plan()
+    with fake_process_group(plan.devices), FakeTensorMode() as mode, FakeValues(), emulate_device(device):
+        fakes = [mode.from_tensor(one) for one in inputs]
+        with untraceable_errors():
+            peak = _watched(setup, without_device_options(plan), fakes)
+    return LoopPeak(peak, plan)
+
+
+def measure_loop(setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor] = ()) -> LoopPeak:
+    """Measure the peak memory of the second step of a loop, as `explain_loop` predicts it. With
+    several processes, each measures its own. Raises InputError for a plan that compiles, because
+    the memory of a compiled region is not visible."""
+    plan = plan or Plan()
+    if plan.compile != "none":
+        raise InputError(
+            f"plan: compile={plan.compile}", "hides the memory of a compiled region", "measure it with compile: none"
+        )
+    return LoopPeak(_watched(setup, plan, inputs), plan)
+
+
+def _watched(setup: Setup, plan: Plan, inputs: Sequence[Tensor]) -> Peak:
+    """Run the setup and two steps inside a tracker of storages, and return the second step's
+    peak."""
+    tracker = StorageTracker([])
+    tracker.assign(inputs, "activations")
+    with tracker, _models_watched() as models:
+        step = setup(plan)
+        for one in models:
+            if one.run.store is not None:
+                one.run.store.note = lambda tensor: tracker.assign([tensor], OTHER_MEMORY)
+            tracker.add_parameters([*one.run.model.parameters(), *one.run.optimizer_weights.values()])
+            tracker.assign(one.run.model.buffers(), "parameters")
+            one.run = replace(one.run, loss_sum=tracker.forward(one.run.loss_sum))
+        step(*inputs)
+        tracker.assign(_states_of(models), "optimizer")
+        begin = tracker.mark()
+        step(*inputs)
+        tracker.assign(_states_of(models), "optimizer")
+    return tracker.peak(begin)
+
+
+@contextmanager
+def _models_watched() -> Iterator[list[Prepared]]:
+    """Inside this context, `prepare` adds each model to the list."""
+    models: list[Prepared] = []
+    token = WATCHED.set(models)
+    try:
+        yield models
+    finally:
+        WATCHED.reset(token)
+
+
+def _states_of(models: list[Prepared]) -> list[torch.Tensor]:
+    found = []
+    for one in models:
+        found += state_tensors(one.run.optimizer)
+        found += one.run.reduction.states() if one.run.reduction is not None else []
+    return found
+
+
+__all__ = ["LoopPeak", "explain_loop", "measure_loop"]

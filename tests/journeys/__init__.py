@@ -1,0 +1,1 @@
+"""Whole trainings as a user writes them, from the first call to the last checkpoint."""
