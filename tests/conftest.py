@@ -23,11 +23,11 @@ from tightfit.machine import Figure, Machine
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
 
 _SEVERAL = re.compile(
-    r"engine/test_(several_devices|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
+    r"engine/test_(several_devices|evaluation_several|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
     r"|methods/test_(pipeline|tensor_parallel|parameter_server|data_parallel)|distributed/test_collectives|parallel/"
     r"|methods/test_(context_parallel|offload|gradcheck|gathers|float8)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"
-    r"|planner/test_(measured_devices|crossings)"
+    r"|planner/test_(measured_devices|crossings)|report/test_best_and_callbacks"
     r"|test_examples.py::test_several"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tightfit.cost.ledger import Ledger
     from tightfit.engine.build import build
+    from tightfit.engine.callbacks import Callback
     from tightfit.engine.checkpoint.resume import resume
     from tightfit.engine.checkpoint.save import save
     from tightfit.engine.custom_loop import Prepared, prepare
-    from tightfit.engine.loop import evaluate, train
+    from tightfit.engine.evaluation import evaluate, evaluate_metrics
+    from tightfit.engine.loop import train
     from tightfit.engine.step import Step
     from tightfit.errors import DoesNotFit, InputError, TightfitError
-    from tightfit.job import DataSpec, Job, Limits, ModelSpec, ParameterGroup, Train
+    from tightfit.job import DataSpec, Evaluation, Job, Limits, ModelSpec, ParameterGroup, Train
     from tightfit.machine import Machine
     from tightfit.measure.verify import verify
     from tightfit.models.objective import Objective
@@ -33,9 +35,11 @@ if TYPE_CHECKING:
     from tightfit.runtime.run import Run
 
 _MODULES = {
+    "Callback": "engine.callbacks",
     "DataSpec": "job",
     "DoesNotFit": "errors",
     "Estimate": "planner.estimate",
+    "Evaluation": "job",
     "InputError": "errors",
     "Job": "job",
     "Ledger": "cost.ledger",
@@ -56,7 +60,8 @@ _MODULES = {
     "complete": "planner.defaults",
     "dry_run": "planner.dry_run",
     "estimate": "planner.estimate",
-    "evaluate": "engine.loop",
+    "evaluate": "engine.evaluation",
+    "evaluate_metrics": "engine.evaluation",
     "explain": "report.explain",
     "explain_loop": "planner.loop_dry_run",
     "measure_loop": "planner.loop_dry_run",
@@ -70,9 +75,11 @@ _MODULES = {
 }
 
 __all__ = [
+    "Callback",
     "DataSpec",
     "DoesNotFit",
     "Estimate",
+    "Evaluation",
     "InputError",
     "Job",
     "Ledger",
@@ -94,6 +101,7 @@ __all__ = [
     "dry_run",
     "estimate",
     "evaluate",
+    "evaluate_metrics",
     "explain",
     "explain_loop",
     "measure_loop",

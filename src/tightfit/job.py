@@ -12,6 +12,7 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, WrapValidator, model_validator
 
 from tightfit.errors import InputError
+from tightfit.selection import LOSS, Criterion, EarlyStopping, KeepBest
 from tightfit.units import parse_bytes
 from tightfit.values import Value, nearest, nearest_field, read_yaml
 from tightfit.yaml_input import check_plain, parse_yaml
@@ -191,8 +192,7 @@ class DataSpec(Value):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        names = ("text", "jsonl", "parquet", "dataset", "images", "synthetic", "python")
-        _exactly_one("data", {name: getattr(self, name) for name in names})
+        _exactly_one("data", {name: getattr(self, name) for name in SOURCES})
         return self
 
     def __str__(self) -> str:
@@ -292,6 +292,12 @@ class Train(Value):
     keep_checkpoints: int = Field(2, gt=0)
     evaluate_every: int | None = Field(None, gt=0)
     evaluate_samples: int = Field(128, gt=0)
+    keep_best: KeepBest | None = Field(
+        None, description="keep the checkpoint of the best evaluation, beside the newest keep_checkpoints ones"
+    )
+    early_stopping: EarlyStopping | None = Field(
+        None, description="end the training when an evaluation metric stops improving"
+    )
     check_split: Literal["auto", "always", "never"] = Field(
         "auto", description="compare a pipeline's stages with the undivided model before the first step"
     )
@@ -381,6 +387,74 @@ class LossSpec(PythonSpec):
     returns what `Job.loss` describes."""
 
 
+class PythonFunction(Value):
+    """A function, class or object of the user: "file.py:name" or "package.module:name"."""
+
+    python: str
+
+
+class Evaluation(Value):
+    """When a training is evaluated, on which data, and with which metrics besides the loss.
+
+    data     a DataSpec (or its mapping), or a map-style dataset. Fields that its mapping leaves out
+             are those of the job's data, such as sequence_length. If data is left out, the
+             evaluation uses the share `data.held_out` of the job's data
+    every    evaluate after every so many steps; the same as train.evaluate_every
+    samples  how many samples an evaluation uses, at most. If left out: all samples of `data`, or
+             train.evaluate_samples of the held-out ones
+    metrics  name -> a torchmetrics.Metric, a pair (torchmetrics.Metric, function), or a callable;
+             in a job file {python: "file.py:name"}
+             A callable `metric(outputs, batch)` returns the mean over the samples of `batch`, a
+             number or a dict of numbers. An evaluation weights it by the number of samples, so
+             every sample counts once
+             A Metric gets `update(predictions, targets)`. For the default loss of a task, these are
+             the logits (items, classes) and the labels (items,) of the items that count; for other
+             losses, the model's output and the batch's labels. With a pair, it gets
+             `update(*function(outputs, batch))`
+    """
+
+    data: DataSpec | PythonObject = None
+    every: int | None = Field(None, gt=0, description="evaluate after every so many steps")
+    samples: int | None = Field(None, gt=0, description="most samples of an evaluation")
+    metrics: dict[str, PythonFunction | PythonObject] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        content = dict(content)
+        if isinstance(content.get("data"), dict):
+            content["data"] = DataSpec.parse(content["data"], "job: evaluate.data")
+        _refuse_plain(content, "data", "{jsonl: evaluation.jsonl}", "evaluate.data")
+        metrics = content.get("metrics")
+        if metrics is None:
+            content.pop("metrics", None)
+        elif not isinstance(metrics, dict):
+            raise InputError(
+                "job: evaluate.metrics",
+                f"expected a mapping from names to metrics, found {metrics!r}",
+                'write it like metrics: {accuracy: {python: "file.py:accuracy"}}',
+            )
+        else:
+            content["metrics"] = {str(name): _metric(str(name), metric) for name, metric in metrics.items()}
+        return content
+
+
+def _metric(name: str, metric: Any) -> Any:
+    """Return a metric, parsed if it is a mapping. Raises InputError if it is no metric."""
+    where = f"job: evaluate.metrics.{name}"
+    if name == LOSS or not name:
+        raise InputError(where, "is the name of the evaluation loss" if name else "has no name", "use another name")
+    if isinstance(metric, dict):
+        return PythonFunction.parse(metric, where)
+    if not isinstance(metric, PythonFunction | tuple) and not callable(metric):
+        raise InputError(
+            where, f"expected a metric, found {metric!r}", 'give a function, or in a job file {python: "file.py:name"}'
+        )
+    return metric
+
+
 class Limits(Value):
     """The most that a run may use of device memory, host memory and disk, in bytes or as text such
     as '24GiB'."""
@@ -415,6 +489,9 @@ class Job(Value):
            another-optimizer     an optimizer with smaller states than the job's; no plan uses this
                                  yet
     train  optimizer, schedule, batch, steps, seed
+    evaluate  an Evaluation (or its mapping): the data, interval and metrics of evaluations
+    callbacks  Callback objects that `tightfit train` calls after steps and evaluations, and at the
+           end; in a job file a list of {python: "file.py:name"}
     limits the most memory and disk that a run may use
     plan   the plan fields that the job fixes (pins), such as {micro_batch: 8}, or the word
            reference
@@ -425,6 +502,8 @@ class Job(Value):
     loss: LossSpec | PythonObject = None
     train: Train = Train()
     allow: list[Permission] | None = Field(None, description="what may change the numerics; the default is [bf16]")
+    evaluate: Evaluation | None = None
+    callbacks: list[PythonFunction | PythonObject] | None = None
     limits: Limits = Limits()
     plan: dict[str, Any] | Literal["reference"] | None = None
 
@@ -443,6 +522,9 @@ class Job(Value):
                 raise InputError(f"job: {name}", "is needed", f"add a section such as {name}: {example}")
             _refuse_plain(content, name, example)
         _refuse_plain(content, "loss", '{python: "file.py:function"}')
+        _refuse_plain(content, "evaluate", "{every: 100}")
+        content["evaluate"] = _with_fields_of(content.get("evaluate"), content["data"])
+        content["callbacks"] = _callbacks(content.get("callbacks"))
         _check_allow(content.get("allow"))
         if isinstance(content.get("plan"), str) and content["plan"] != "reference":
             raise InputError(
@@ -451,6 +533,59 @@ class Job(Value):
                 "write it like {micro_batch: 8}, or name a plan's file with --plan",
             )
         return content
+
+    @model_validator(mode="after")
+    def _evaluates(self) -> Self:
+        """Check the fields of `train` and `evaluate` that depend on each other."""
+        own, every = self.evaluate.every if self.evaluate else None, self.train.evaluate_every
+        if own is not None and every is not None and own != every:
+            raise InputError(
+                "job: evaluate.every and train.evaluate_every",
+                f"differ ({own} and {every})",
+                "keep one of them",
+            )
+        known = [LOSS, *(self.evaluate.metrics if self.evaluate else ())]
+        criteria: dict[str, Criterion | None] = {
+            "keep_best": self.train.keep_best,
+            "early_stopping": self.train.early_stopping,
+        }
+        for name, criterion in criteria.items():
+            if criterion is None:
+                continue
+            if self.evaluate_every is None:
+                raise InputError(f"job: train.{name}", "the job never evaluates", "set train.evaluate_every: 100")
+            if criterion.metric.partition(".")[0] not in known:  # a metric may return several values
+                raise InputError(
+                    f"job: train.{name}.metric={criterion.metric}",
+                    "is not a metric of the job",
+                    nearest(criterion.metric, known),
+                )
+        if self.train.keep_best is not None and self.train.checkpoint_every == "never":
+            raise InputError(
+                "job: train.keep_best",
+                "train.checkpoint_every is never, so no checkpoint is saved",
+                "set train.checkpoint_every: end, or leave out train.keep_best",
+            )
+        return self
+
+    @property
+    def evaluate_every(self) -> int | None:
+        """The number of steps between evaluations; None if the job never evaluates."""
+        own = self.evaluate.every if self.evaluate else None
+        return own if own is not None else self.train.evaluate_every
+
+    @property
+    def evaluate_samples(self) -> int | None:
+        """The largest number of samples of an evaluation; None for all samples of the evaluation's
+        own data."""
+        if self.evaluate is not None and (self.evaluate.samples is not None or self.evaluate.data is not None):
+            return self.evaluate.samples
+        return self.train.evaluate_samples
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether evaluations compute metrics from the model's outputs, besides the loss."""
+        return self.evaluate is not None and bool(self.evaluate.metrics)
 
     @classmethod
     def load(cls, path: str | Path, changes: list[str] | None = None) -> Job:
@@ -512,15 +647,53 @@ _SECTIONS: dict[str, type[Value]] = {
     "data": DataSpec,
     "loss": LossSpec,
     "train": Train,
+    "evaluate": Evaluation,
     "limits": Limits,
 }
+SOURCES = ("text", "jsonl", "parquet", "dataset", "images", "synthetic", "python")  # of a DataSpec
 
 
-def _refuse_plain(content: dict[str, Any], name: str, example: str) -> None:
-    """Raise InputError if section `name` is a word, a number or (except for data) a list."""
+def _with_fields_of(evaluate: Any, data: Any) -> Any:
+    """Return an Evaluation whose data has the fields of the job's data that it does not set itself.
+
+    evaluate, data  the job's `evaluate` and `data`; returned unchanged unless both are specs
+    """
+    own = evaluate.data if isinstance(evaluate, Evaluation) else None
+    if not isinstance(own, DataSpec) or not isinstance(data, DataSpec):
+        return evaluate
+    shared = {name: value for name, value in data if name not in (*SOURCES, *own.model_fields_set)}
+    return evaluate.replace(data=own.replace(**shared))
+
+
+def _callbacks(callbacks: Any) -> list[Any] | None:
+    """Return the job's callbacks, parsed where they are mappings. Raises InputError."""
+    if callbacks is None:
+        return None
+    if not isinstance(callbacks, list | tuple):
+        raise InputError(
+            "job: callbacks",
+            f"expected a list, found {callbacks!r}",
+            'write it like callbacks: [{python: "file.py:MyCallback"}]',
+        )
+    found = []
+    for number, callback in enumerate(callbacks):
+        where = f"job: callbacks[{number}]"
+        if isinstance(callback, str | int | float | list) or callback is None:
+            raise InputError(where, f"expected a mapping, found {callback!r}", 'write {python: "file.py:MyCallback"}')
+        found.append(PythonFunction.parse(callback, where) if isinstance(callback, dict) else callback)
+    return found
+
+
+def _refuse_plain(content: dict[str, Any], name: str, example: str, asked: str = "") -> None:
+    """Raise InputError if section `name` is a word, a number or (except for data) a list.
+
+    asked  the section's full name; `name` if empty
+    """
     section = content.get(name)
     if isinstance(section, str | int | float) or (isinstance(section, list) and name != "data"):
-        raise InputError(f"job: {name}", f"expected a mapping, found {section!r}", f"write it like {name}: {example}")
+        raise InputError(
+            f"job: {asked or name}", f"expected a mapping, found {section!r}", f"write it like {name}: {example}"
+        )
 
 
 def _check_allow(allow: Any) -> None:
@@ -581,7 +754,7 @@ def apply_change(content: dict[str, Any], change: str) -> None:
             raise InputError(
                 f"--set {change}",
                 f"{part} is {inner!r}, which has no fields",
-                "name a section: model, data, train, limits or plan",
+                "name a section: model, data, train, evaluate, limits or plan",
             )
         content = inner
     try:
@@ -622,14 +795,29 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
         return path(text) if isinstance(text, str) and ".py:" in text else text
 
     words = {"text": ["python-stdlib"], "images": ["digits"]}
-    paths = {"model": ["from"], "data": ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"], "loss": []}
-    for section, names in paths.items():
-        fields = content.get(section)
-        if isinstance(fields, dict):
-            changed = {n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}
-            if "python" in fields:
-                changed["python"] = python(fields["python"])
-            content = {**content, section: {**fields, **changed}}
+    sources = ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"]
+
+    def section(fields: Any, names: list[str]) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        changed = {n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}
+        if "python" in fields:
+            changed["python"] = python(fields["python"])
+        return {**fields, **changed}
+
+    for name, names in {"model": ["from"], "data": sources, "loss": []}.items():
+        if name in content:
+            content = {**content, name: section(content[name], names)}
+    evaluate, callbacks = content.get("evaluate"), content.get("callbacks")
+    if isinstance(evaluate, dict):
+        evaluate = dict(evaluate)
+        if "data" in evaluate:
+            evaluate["data"] = section(evaluate["data"], sources)
+        if isinstance(evaluate.get("metrics"), dict):
+            evaluate["metrics"] = {key: section(metric, []) for key, metric in evaluate["metrics"].items()}
+        content = {**content, "evaluate": evaluate}
+    if isinstance(callbacks, list):
+        content = {**content, "callbacks": [section(callback, []) for callback in callbacks]}
     train = content.get("train")
     if isinstance(train, dict):
         functions = {name: train[name] for name in ("optimizer", "schedule") if isinstance(train.get(name), dict)}

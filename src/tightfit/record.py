@@ -38,6 +38,19 @@ class PeakBytes(Value):
     rows: dict[str, int] = Field(default_factory=dict)
 
 
+class BestCheckpoint(Value):
+    """The best evaluation by train.keep_best, and the folder of its checkpoint.
+
+    step    how many steps were done
+    metric  name of the metric, and `value` its value
+    """
+
+    step: int
+    metric: str
+    value: float
+    checkpoint: str
+
+
 class Record(Value):
     """What was measured when a plan ran.
 
@@ -53,6 +66,9 @@ class Record(Value):
     loss                (step, value) of every step of the training, counted from 1, including the
                         steps before a resume; the value is None if it is NaN or infinite. All other
                         figures are those since the last start
+    evaluations         (step, {metric: value}) of every evaluation of the training, counted like `loss`
+    best                the best evaluation by train.keep_best; None without it
+    stopped_early       why train.early_stopping ended the training; None if it did not
     attention           the model's attention kernel: flash, efficient, cudnn or math, as torch
                         chooses on CUDA; cpu-flash; blocked; or the name of an implementation
                         outside torch (eager); None if it is not known
@@ -75,6 +91,9 @@ class Record(Value):
     damaged_samples: int = 0
     parameters: int = 0
     attention: str | None = None
+    evaluations: list[tuple[int, dict[str, float | None]]] = Field(default_factory=list)
+    best: BestCheckpoint | None = None
+    stopped_early: str | None = None
 
     @property
     def median_step_s(self) -> float | None:

@@ -144,6 +144,24 @@ RULES = (
         "use cp: 1, or remove loss from the job, so that the default loss of its task is used",
     ),
     Rule(
+        "metrics of the job's own get whole sequences, and context parallelism shards them",
+        lambda plan, job, device: plan.cp == 1 or not job.has_metrics,
+        "use cp: 1, or leave out evaluate.metrics",
+    ),
+    Rule(
+        "metrics of the job's own get the model's outputs, and chunked_loss never computes all logits",
+        lambda plan, job, device: plan.chunked_loss is None or not job.has_metrics,
+        "leave out chunked_loss, or leave out evaluate.metrics",
+    ),
+    Rule(
+        "pipedream and an asynchronous server evaluate weights of later steps, so keep_best and early_stopping cannot name a step",
+        lambda plan, job, device: (
+            (plan.schedule != "pipedream" and plan.parameter_server != "async")
+            or (job.train.keep_best is None and job.train.early_stopping is None)
+        ),
+        "use schedule: 1f1b and parameter_server: sync, or leave out train.keep_best and train.early_stopping",
+    ),
+    Rule(
         "sequence_parallel shards what tensor parallelism leaves replicated, so it needs tensor parallelism",
         lambda plan, job, device: not plan.sequence_parallel or plan.tp > 1,
         "use tp: 2 (or more), or sequence_parallel: false",

@@ -16,10 +16,10 @@ from tightfit.data.samples import ModelInput, Samples
 from tightfit.data.synthetic import SyntheticImages
 from tightfit.data.user_samples import DatasetFunction, DatasetObject, UserStream, open_user
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, Job, ModelSpec
+from tightfit.job import DataSpec, Job, ModelSpec, Train
 from tightfit.models import model_config, task_of, text_config
 
-__all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_samples"]
+__all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_evaluation", "open_samples"]
 
 
 def open_samples(job: Job) -> Samples | UserStream:
@@ -38,6 +38,28 @@ def open_samples(job: Job) -> Samples | UserStream:
     if _are_images(spec, model):
         return _images(spec, model, seed)
     return synthetic_language(spec, model, seed) if spec.synthetic else open_language(spec, model, seed)
+
+
+def open_evaluation(job: Job, training: Samples | UserStream) -> Samples | None:
+    """Open the samples of a job's `evaluate.data`; None if the job has none. Text is tokenized with
+    the tokenizer of the training data.
+
+    training  the opened samples of the job's data
+
+    Raises InputError like `open_samples`, and for an iterable without a length.
+    """
+    data = job.evaluate.data if job.evaluate is not None else None
+    if data is None:
+        return None
+    if isinstance(data, DataSpec) and data.tokenizer is None:
+        tokenizer = getattr(training, "tokenizer", None)
+        data = data if tokenizer is None else data.replace(tokenizer=tokenizer.name_or_path)
+    source = open_samples(job.replace(data=data, evaluate=None, train=Train(seed=job.train.seed)))
+    if isinstance(source, UserStream):
+        raise InputError(
+            "job: evaluate.data", "is an iterable without a length", "give a dataset with __len__ and __getitem__"
+        )
+    return source
 
 
 def model_input(job: Job) -> ModelInput:

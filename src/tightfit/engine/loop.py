@@ -8,18 +8,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import torch
-
-from tightfit.distributed.mesh import DATA
 from tightfit.engine.delayed_readings import StepTimer, begin_reading, read_all
 from tightfit.engine.pipeline_check import check_split, wants_check
-from tightfit.engine.rng import evaluating, rng_preserved, seed_all
+from tightfit.engine.rng import seed_all
 from tightfit.engine.step import Step, drain, take_step, with_fields
 from tightfit.errors import InputError
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
 from tightfit.runtime.activity import note_activity
-from tightfit.runtime.run import DummyMicroBatch, Run, to_device, wait_for_weights
+from tightfit.runtime.run import Run, wait_for_weights
 
 TakeStep = Callable[[Run, list[Batch], int], Step]
 
@@ -101,39 +98,4 @@ def _with_loss(run: Run, step: Step) -> Step:
     return with_fields(step, loss=lambda: read()["loss"])
 
 
-@torch.no_grad()
-def evaluate(run: Run, samples: int | None = None) -> float:
-    """Return the mean loss over held-out samples. They run one micro-batch at a time, without
-    gradients.
-
-    samples  the number of samples; None: the job's `evaluate_samples`
-
-    The model's training mode and running statistics and the random number generators are the same
-    after the call. Raises InputError if no samples are held out.
-    """
-    drain(run)
-    total, items = torch.zeros((), dtype=torch.float64, device=run.device), 0
-    with evaluating(run.model), rng_preserved():
-        for number, batch in enumerate(run.data.held_out(samples or run.job.train.evaluate_samples)):
-            note_activity(f"evaluation, micro-batch {number + 1}")
-            if run.executor is not None:
-                items += 0 if isinstance(batch, DummyMicroBatch) else run.objective.count(batch)
-                total += run.executor.evaluate(run, batch)
-                continue
-            if isinstance(batch, DummyMicroBatch):  # gathering sharded parameters needs all ranks
-                run.loss_sum(to_device(batch.batch, run))
-                continue
-            items += run.objective.count(batch)
-            total += run.loss_sum(to_device(batch, run))
-    if run.mesh is not None:
-        run.mesh.all_reduce(total, ("pp",))
-        run.mesh.all_reduce(total, DATA)
-        items = int(run.mesh.all_reduce(torch.tensor(items, device=run.device), DATA))
-    if not items:
-        raise InputError(
-            "evaluate", "the data has no held-out samples with items that count in the loss", "set data.held_out: 0.01"
-        )
-    return float(total) / items
-
-
-__all__ = ["evaluate", "evaluating", "total_steps", "train"]
+__all__ = ["total_steps", "train"]

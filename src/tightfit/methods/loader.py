@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tightfit.cost.ledger import Ledger
-from tightfit.data import Order, Samples, UserStream, open_samples
+from tightfit.data import Order, Samples, UserStream, open_evaluation, open_samples
 from tightfit.data.order import Integers, split_ranges
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
@@ -112,10 +112,11 @@ def apply(run: Run, plan: Plan) -> Run:
         run = replace(run, prefetcher=BatchPrefetcher(run.device))
     run = replace(run, droppable_masks=_optional_masks(run.model, plan) if kind_of(run.device) == "cuda" else ())
     source = open_samples(run.job)
+    evaluation = open_evaluation(run.job, source)
     part = run.mesh.data_rank_and_size if run.mesh is not None else (0, 1)
     if isinstance(source, UserStream):
-        return replace(run, data=_streamed(source, run.job, plan, part))
-    return replace(run, data=_ordered(source, run.job, plan, part))
+        return replace(run, data=_streamed(source, evaluation, run.job, plan, part))
+    return replace(run, data=_ordered(source, evaluation, run.job, plan, part))
 
 
 def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
@@ -144,9 +145,10 @@ class OrderedData:
     """The `Data` of a dataset with random access. It yields samples in the order of `order`, which
     does not depend on the number of workers.
 
-    batch      samples in a step, on all devices
-    data_rank  (rank, count): this data rank, and the number of data ranks that share each step's
-               samples
+    batch       samples in a step, on all devices
+    data_rank   (rank, count): this data rank, and the number of data ranks that share each step's
+                samples
+    evaluation  the samples of the job's `evaluate.data`; None: the held-out samples of `order`
     """
 
     source: Samples
@@ -154,6 +156,7 @@ class OrderedData:
     batch: int
     plan: Plan
     data_rank: tuple[int, int] = (0, 1)
+    evaluation: Samples | None = None
 
     @property
     def samples(self) -> int:
@@ -190,16 +193,15 @@ class OrderedData:
                 for *_, fills in micro_batch_ranges(begin, end, micro, self.data_rank)
             ]
 
-    def held_out(self, samples: int) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the first `samples` held-out samples. They are few, so
-        this process prepares them without workers.
+    def held_out(self, samples: int | None) -> Iterator[Batch]:
+        """Yield this rank's micro-batches of the first `samples` evaluation samples; None: of all.
+        This process prepares them without workers.
         """
-        indices = self.order.held_out(samples)
-        for begin, end, fills in micro_batch_ranges(
-            0, len(indices), self.plan.micro_batch_of(self.batch), self.data_rank
-        ):
-            batch = self.source.batch(indices[begin:end], indices[begin:end] * 0)
-            yield DummyMicroBatch(batch) if fills else batch
+        micro = self.plan.micro_batch_of(self.batch)
+        if self.evaluation is not None:
+            return _evaluation_batches(self.evaluation, _first(self.evaluation, samples), micro, self.data_rank)
+        indices = self.order.held_out(self.order.evaluation_count if samples is None else samples)
+        return _evaluation_batches(self.source, indices, micro, self.data_rank)
 
     def example(self) -> Batch:
         """Return a micro-batch of the first few samples, which shows their shapes and types."""
@@ -224,8 +226,8 @@ class OrderedData:
 
 @dataclass(frozen=True)
 class StreamedData:
-    """The `Data` of an iterable. It yields samples in the iterable's own order, and has no held-out
-    samples.
+    """The `Data` of an iterable. It yields samples in the iterable's own order. It holds out no
+    samples; `evaluation` is the job's `evaluate.data`, or None.
     """
 
     source: UserStream
@@ -237,6 +239,7 @@ class StreamedData:
     damaged: int = 0
     tokenizer: Any = None
     data_rank: tuple[int, int] = (0, 1)
+    evaluation: Samples | None = None
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
         """Yield the same as OrderedData.steps. Samples that were consumed before, or that belong to
@@ -250,8 +253,11 @@ class StreamedData:
                 for *_, fills in micro_batch_ranges(begin, end, micro, self.data_rank)
             ]
 
-    def held_out(self, samples: int) -> Iterator[Batch]:
-        return iter(())
+    def held_out(self, samples: int | None) -> Iterator[Batch]:
+        if self.evaluation is None:
+            return iter(())
+        micro = self.plan.micro_batch_of(self.batch)
+        return _evaluation_batches(self.evaluation, _first(self.evaluation, samples), micro, self.data_rank)
 
     def example(self) -> Batch:
         return next(iter(self.source.batches([(0, EXAMPLE_SAMPLES)])))
@@ -262,29 +268,48 @@ class StreamedData:
         return _from_workers(read, None, self.plan)
 
 
-def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
+def _first(source: Samples, samples: int | None) -> Integers:
+    """Return the indices of the first `samples` samples of a source; None: of all."""
+    return np.arange(len(source) if samples is None else min(samples, len(source)))
+
+
+def _evaluation_batches(source: Samples, indices: Integers, micro: int, part: tuple[int, int]) -> Iterator[Batch]:
+    """Yield one data rank's micro-batches of the samples with these indices.
+
+    micro  samples in a full micro-batch
+    part   (rank, count): the data rank, and the number of data ranks
+    """
+    for begin, end, fills in micro_batch_ranges(0, len(indices), micro, part):
+        batch = source.batch(indices[begin:end], indices[begin:end] * 0)
+        yield DummyMicroBatch(batch) if fills else batch
+
+
+def _ordered(source: Samples, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
     # no samples are held out from a dataset that the user passes as an object
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
     order = Order(len(source), share, job.train.seed)
-    if job.train.evaluate_every and not order.evaluation_count:
+    if job.evaluate_every and evaluation is None and not order.evaluation_count:
         raise InputError(
-            f"job: train.evaluate_every={job.train.evaluate_every}",
+            f"job: train.evaluate_every={job.evaluate_every}",
             "no samples are held out",
-            "leave out train.evaluate_every, or give the data as {python: 'file.py:function', held_out: 0.01}"
+            "give evaluate.data, or the data as {python: 'file.py:function', held_out: 0.01}, or leave out "
+            "train.evaluate_every"
             if not isinstance(job.data, DataSpec)
-            else "set data.held_out: 0.01, or give more data",
+            else "set data.held_out: 0.01, give evaluate.data, or give more data",
         )
-    return OrderedData(source, order, job.train.batch, plan, part)
+    return OrderedData(source, order, job.train.batch, plan, part, evaluation)
 
 
-def _streamed(source: UserStream, job: Job, plan: Plan, part: tuple[int, int]) -> StreamedData:
+def _streamed(
+    source: UserStream, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]
+) -> StreamedData:
     if job.train.steps is None:
         raise InputError("data", "an iterable has no length, so the number of steps is unknown", "set train.steps")
-    if job.train.evaluate_every:
+    if job.evaluate_every and evaluation is None:
         raise InputError(
-            f"job: train.evaluate_every={job.train.evaluate_every}",
+            f"job: train.evaluate_every={job.evaluate_every}",
             "an iterable has no held-out samples",
-            "leave out train.evaluate_every, or give a dataset with __len__ and __getitem__",
+            "give evaluate.data, or a dataset with __len__ and __getitem__, or leave out train.evaluate_every",
         )
     if plan.loader_workers > 1:
         raise InputError(
@@ -292,7 +317,7 @@ def _streamed(source: UserStream, job: Job, plan: Plan, part: tuple[int, int]) -
             "only one worker can read an iterable",
             "use loader_workers: 1",
         )
-    return StreamedData(source, job.train.batch, plan, source.sample_items, data_rank=part)
+    return StreamedData(source, job.train.batch, plan, source.sample_items, data_rank=part, evaluation=evaluation)
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:

@@ -73,8 +73,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Chunk the loss of transformers' language models."""
-    if job.of_transformers and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
+    """Chunk the loss of transformers' language models, unless metrics need the logits."""
+    if job.of_transformers and not job.has_metrics and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield Default("chunked_loss", chunk_of(job, machine), "the logits of all tokens never exist at the same time")
 
 

@@ -318,9 +318,29 @@ def _target(batch: Batch) -> Tensor:
         return batch[1]
     raise InputError(
         "data",
-        f"each batch is {_describe(batch)}, without a target, which the loss needs",
+        f"each batch is {_describe(batch)}, without a target, which the loss or the metric needs",
         "let samples be (input, target), or dicts with a 'labels' key; or write your own loss: def loss(output, batch)",
     )
+
+
+def predictions_and_targets(objective: Objective, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
+    """Return what the job's loss compares, for metrics with the signature (predictions, targets).
+
+    outputs  what the model returned for `batch`
+
+    If the loss is the cross entropy of a task, the result is (logits, labels) of the items that
+    count: shapes (items, classes) and (items,). Else it is the output, or its `logits`, and the
+    target of the batch. 16-bit predictions become fp32. Raises InputError if the batch has no
+    target.
+    """
+    found = getattr(outputs, "logits", outputs)
+    if isinstance(found, Tensor) and found.is_floating_point():
+        found = found.float()
+    if objective.targets is None:
+        return found, _target(batch)
+    logits, labels = _logits_of(found).flatten(0, -2), objective.targets(batch).flatten()
+    counts = labels != IGNORED
+    return logits[counts], labels[counts]
 
 
 def _describe(batch: Batch) -> str:

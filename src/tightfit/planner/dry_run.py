@@ -85,7 +85,7 @@ class DryRunData:
                 for begin in list(range(0, whole, micro))[: _micro_batch_count(self.plan)]
             ]
 
-    def held_out(self, samples: int) -> Iterator[Batch]:
+    def held_out(self, samples: int | None) -> Iterator[Batch]:
         yield self._sized(self.plan.micro_batch_of(self.job.train.batch))
 
     def _sized(self, samples: int) -> Batch:

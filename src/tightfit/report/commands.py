@@ -390,6 +390,10 @@ def summary(record: dict[str, Any], out: Path) -> str:
     lines = []
     if loss:
         lines.append("loss     " + ", ".join(f"{value:.4f} at step {step}" for step, value in (loss[0], loss[-1])))
+    if best := record["best"]:
+        lines.append(
+            f"best     {best['metric']} {best['value']:.4f} at step {best['step']}, kept in {best['checkpoint']}"
+        )
     if record["step_s"]:
         speed = (
             f"{format_count(record['tokens_per_s'])} tokens/s"

@@ -21,11 +21,22 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from tightfit.distributed.processes import is_rank_zero
+from tightfit.engine.best import Selection
 from tightfit.engine.build import build
+from tightfit.engine.callbacks import FAILED, STOP, CallbackCalls
 from tightfit.engine.checkpoint.resume import resume
-from tightfit.engine.checkpoint.save import check_folder, checkpoints, newest, save
+from tightfit.engine.checkpoint.save import (
+    all_gather_values,
+    check_folder,
+    checkpoints,
+    folder_name,
+    newest,
+    save,
+    step_of,
+)
+from tightfit.engine.evaluation import evaluate_metrics
 from tightfit.engine.launch import PASSED_ON
-from tightfit.engine.loop import evaluate, total_steps, train
+from tightfit.engine.loop import total_steps, train
 from tightfit.engine.step import Step, StopPoll, holds_everywhere, local
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
@@ -33,7 +44,7 @@ from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
 from tightfit.measure.observer import Observer
 from tightfit.plan import Plan
-from tightfit.record import Record
+from tightfit.record import BestCheckpoint, Record
 from tightfit.report.heartbeat import never_silent
 from tightfit.report.out_of_memory import memory_errors_named
 from tightfit.report.progress import ProgressBar, ProgressLines, progress
@@ -41,9 +52,11 @@ from tightfit.report.sample_text import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
 from tightfit.report.unexpected_errors import not_writable
 from tightfit.runtime.run import Run, wait_for_weights
+from tightfit.selection import LOSS
 from tightfit.values import read_yaml
 
 STOP_POLL_STEPS = 10  # how often ranks that do not wait for each other agree whether to stop
+EVALUATION = "evaluation_"  # before the names of an evaluation's metrics in metrics.jsonl
 OVERFLOWS = 25  # steps in a row; a dynamic loss scale needs fewer to fall from 2^16 to 1
 
 
@@ -67,6 +80,7 @@ def train_in_folder(
     """
     console = Console(quiet=not is_rank_zero())
     check_trackers(job)
+    callbacks = CallbackCalls(job.callbacks or ())
     if again:
         _find_checkpoint(out)
     with memory_errors_named(plan, job, machine.device):
@@ -81,22 +95,60 @@ def train_in_folder(
             )
             return Record.parse(json.loads((out / "record.json").read_text())), _sample(run), None
         earlier = begin_files(job, plan, predicted, out, start) if is_rank_zero() else []
+        saved = [step_of(path) for path in checkpoints(out / "checkpoints")]
+        evaluated, saved = all_gather_values(run, (evaluations_in(earlier), saved))[0]  # rank 0 has the files
+        selection = Selection(job.train, evaluated, saved)
+        if selection.stops is not None and (out / "record.json").exists():
+            console.print(f"nothing left to train: {selection.stops}; change train.early_stopping to train longer")
+            return Record.parse(json.loads((out / "record.json").read_text())), _sample(run), None
         check_folder(run, out)
         observer = Observer(run, start)
         with progress(total, observer.unit, console) as view, ExitStack() as open_files:
             trackers = open_files.enter_context(Trackers(job, out, start)) if is_rank_zero() else None
             metrics = open_files.enter_context((out / "metrics.jsonl").open("a")) if is_rank_zero() else None
-            stopped = _train(run, start, out, observer, view, trackers, metrics)
+            report = _StepReport(run, out, observer, view, trackers, metrics, selection, callbacks)
+            stopped = _train(run, start, out, report)
         record = observer.record(machine)
     if predicted is not None:
         tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
         whole = predicted["memory"]["peak"] if machine.device == "cpu" else None
         peak = record.peak_bytes.replace(predicted=sum(tensors) + predicted["workspace_bytes"], predicted_process=whole)
         record = record.replace(peak_bytes=peak, predicted_step_s=predicted["time"]["step_s"])
-    record = record.replace(loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss])
+    record = record.replace(
+        loss=[*((line["step"], line["loss"]) for line in earlier), *record.loss],
+        evaluations=_without_nan([*evaluated, *report.evaluations]),
+        best=_best_checkpoint(selection, out),
+        stopped_early=selection.stops,
+    )
     if is_rank_zero():
         (out / "record.json").write_text(json.dumps(record.content(), indent=1) + "\n")
+    callbacks.on_end(record)
     return record, _sample(run) if stopped is None else None, stopped
+
+
+def evaluations_in(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
+    """Return (step, {metric: value}) of the evaluations in lines of metrics.jsonl."""
+    found = []
+    for line in lines:
+        named = {name.removeprefix(EVALUATION): value for name, value in line.items() if name.startswith(EVALUATION)}
+        if named:
+            values = {name: math.nan if value is None else value for name, value in named.items()}
+            found.append((line["step"], values))
+    return found
+
+
+def _without_nan(
+    evaluations: list[tuple[int, dict[str, float]]],
+) -> list[tuple[int, dict[str, float | None]]]:
+    return [(step, {name: _finite(value) for name, value in metrics.items()}) for step, metrics in evaluations]
+
+
+def _best_checkpoint(selection: Selection, out: Path) -> BestCheckpoint | None:
+    best = selection.best
+    if best is None:
+        return None
+    folder = out / "checkpoints" / folder_name(best.step)
+    return BestCheckpoint(step=best.step, metric=best.metric, value=best.value, checkpoint=str(folder))
 
 
 def _find_checkpoint(out: Path) -> None:
@@ -141,15 +193,7 @@ def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Pat
         raise not_writable(out, error) from error
 
 
-def _train(
-    run: Run,
-    start: int,
-    out: Path,
-    observer: Observer,
-    view: ProgressBar | ProgressLines,
-    trackers: Trackers | None,
-    metrics: TextIO | None,
-) -> int | None:
+def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:
     """Train, report each step, and save checkpoints. Returns the number of the signal that ended
     the training early, or None.
 
@@ -157,46 +201,62 @@ def _train(
     wait. The figures of the last step, and of a step after which an evaluation or a checkpoint is
     due, are read at once.
 
-    start              number of steps that are already done
-    trackers, metrics  None on all ranks but rank 0
+    start  number of steps that are already done
     """
     settings, last, done, stopped = run.job.train, total_steps(run), start, 0
     every = settings.checkpoint_every if isinstance(settings.checkpoint_every, int) else None
-    report = _StepReport(run, out, observer, view, trackers, metrics)
+    view, selection, callbacks = report.view, report.selection, report.callbacks
     unread: deque[Step] = deque()
     with stop_signals() as stop:
         poll = StopPoll(run)
-        for result in train(run, start, take=observer.take, weights_at_yield=False):
+        for result in train(run, start, report.observer.take, False) if selection.stops is None else ():
             done = result.step + 1
             unread.append(result)
-            saves = _is_due(every, done) and done < last
-            at_once = saves or done == last or _is_due(settings.evaluate_every, done) or run.device.type != "cuda"
+            saves = _is_due(every, done)
+            at_once = saves or done == last or _is_due(run.job.evaluate_every, done) or run.device.type != "cuda"
             while len(unread) > (0 if at_once else 1):
                 report.add(unread.popleft())
             asks = run.executor is None or not run.executor.unsynchronized or done % STOP_POLL_STEPS == 0
-            stopped = poll.largest(stop.signal or 0) if asks else 0  # all ranks stop after the same step
-            if stopped:
+            wish = stop.signal + FAILED if stop.signal else callbacks.asks  # signals come first
+            stopped = poll.largest(wish) if asks else 0  # all ranks stop after the same step
+            if stopped or selection.stops is not None:
                 break
-            if saves:
+            if (saves or report.is_best) and done < last:
                 _check_weights(run, out, done)
-                save(run, out / "checkpoints", done)
+                save(run, out / "checkpoints", done, selection.kept_steps)
         while unread:
             report.add(unread.popleft())
         saved = settings.checkpoint_every != "never"
         if stopped:
             way_on = "continue with --resume" if saved else "nothing was saved: train.checkpoint_every is never"
-            view.say(f"stopped after step {done} by {signal.Signals(stopped).name}; {way_on}")
+            view.say(f"stopped after step {done} by {_stopper(stopped)}; {way_on}")
+        elif selection.stops is not None:
+            view.say(f"stopped early after step {done}: {selection.stops}")
         _check_weights(run, out, done)
         if saved:
-            save(run, out / "checkpoints", done)
-    return stopped or None
+            save(run, out / "checkpoints", done, selection.kept_steps)
+        callbacks.raise_failure(run)
+    return stopped - FAILED if stopped > FAILED else None
+
+
+def _stopper(code: int) -> str:
+    """Return what asked the training to stop, in words: a callback, or the name of a signal.
+
+    code  STOP, FAILED, or FAILED plus the number of the signal
+    """
+    if code <= FAILED:
+        return "a callback" if code == STOP else "a callback that failed"
+    return signal.Signals(code - FAILED).name
 
 
 class _StepReport:
-    """Shows the figures of each step, writes them to metrics.jsonl and to the trackers, and
-    evaluates every `train.evaluate_every` steps.
+    """Shows the figures of each step, writes them to metrics.jsonl and to the trackers, evaluates
+    when an evaluation is due, and calls the job's callbacks.
 
-    overflows  number of steps in a row whose update was skipped because fp16 overflowed
+    trackers, metrics  None on all ranks but rank 0
+    overflows    number of steps in a row whose update was skipped because fp16 overflowed
+    evaluations  (step, {metric: value}) since the start
+    is_best      whether the latest step had the best evaluation by train.keep_best
     """
 
     def __init__(
@@ -207,19 +267,23 @@ class _StepReport:
         view: ProgressBar | ProgressLines,
         trackers: Trackers | None,
         metrics: TextIO | None,
+        selection: Selection,
+        callbacks: CallbackCalls,
     ) -> None:
         self.run, self.out, self.observer, self.view = run, out, observer, view
         self.trackers, self.metrics = trackers, metrics
+        self.selection, self.callbacks = selection, callbacks
         self.overflows = 0
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
+        self.is_best = False
 
     def add(self, result: Step) -> None:
         number, observer = result.step + 1, self.observer
         self.overflows = self.overflows + 1 if result.skipped else 0
         observer.add(result)
         line = metrics_line(result, observer)
-        if _is_due(self.run.job.train.evaluate_every, number) and math.isfinite(result.loss):
-            line["evaluation_loss"] = evaluate(self.run)
-            self.view.say(f"step {number}  evaluation loss {line['evaluation_loss']:.4f}")
+        found = self._evaluate(number) if math.isfinite(result.loss) else {}
+        line |= {f"{EVALUATION}{name}": value for name, value in found.items()}
         if self.metrics is not None and self.trackers is not None:
             self.metrics.write(json.dumps({name: _finite(value) for name, value in line.items()}) + "\n")
             self.metrics.flush()
@@ -227,6 +291,21 @@ class _StepReport:
         _check_loss(result, self.overflows, self.out)
         left_s = observer.step_s(result) * (total_steps(self.run) - number)
         self.view.show(result, line["items_per_s"], line["peak_bytes"], left_s)
+        self.callbacks.on_step(result)
+        if found:
+            self.callbacks.on_evaluation(found)
+
+    def _evaluate(self, number: int) -> dict[str, float]:
+        """Evaluate if step `number` is due for it. Returns the metrics, empty if it is not."""
+        self.is_best = False
+        if not _is_due(self.run.job.evaluate_every, number):
+            return {}
+        found = evaluate_metrics(self.run)
+        self.evaluations.append((number, found))
+        self.is_best = self.selection.add(number, found)
+        others = [f"{name} {value:.4f}" for name, value in found.items() if name != LOSS]
+        self.view.say(f"step {number}  " + ", ".join([f"evaluation loss {found[LOSS]:.4f}", *others]))
+        return found
 
 
 def _is_due(every: int | None, done: int) -> bool:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tightfit.engine.loop import evaluating
+from tightfit.engine.metrics import full_logits
+from tightfit.engine.rng import evaluating
 from tightfit.models import is_transformers_model
 from tightfit.models.objective import TASKS
 from tightfit.runtime.activity import note_activity
@@ -83,13 +84,8 @@ def _next_logits(run: Run, ids: Tensor) -> Tensor:
     """
     logits_of = TASKS["causal-lm"].logits
     assert logits_of is not None
-    logits = logits_of(run.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0, -1].float()
-    head = run.model.get_output_embeddings()  # type: ignore[operator]
-    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
-    cut = run.tp_shards.get(names.get(id(getattr(head, "weight", None)), ""))
-    if cut is not None and cut.shape[0] != len(logits):
-        logits = cut.unshard(logits.unsqueeze(1)).squeeze(1)
-    return logits
+    logits = logits_of(run.model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return full_logits(run, logits[0, -1].float())
 
 
 def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:

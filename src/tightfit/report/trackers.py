@@ -12,7 +12,7 @@ from typing import Any, Self
 from tightfit.errors import InputError
 from tightfit.job import Job
 
-_SHOWN = ("loss", "evaluation_loss", "learning_rate", "gradient_norm", "items_per_s", "peak_bytes", "process_bytes")
+_SHOWN = ("loss", "learning_rate", "gradient_norm", "items_per_s", "peak_bytes", "process_bytes")
 
 
 def check_trackers(job: Job) -> None:
@@ -52,7 +52,8 @@ class Trackers:
 
     def log(self, line: dict[str, Any]) -> None:
         """Log the figures of one step to every tracker, under their names in metrics.jsonl."""
-        figures = {name: line[name] for name in _SHOWN if line.get(name) is not None}
+        shown = [*_SHOWN, *(name for name in line if name.startswith("evaluation_"))]
+        figures = {name: line[name] for name in shown if line.get(name) is not None}
         if self.writer is not None:
             for name, value in figures.items():
                 self.writer.add_scalar(name, value, line["step"])

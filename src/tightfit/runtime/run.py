@@ -40,7 +40,7 @@ class Data(Protocol):
     steps         the micro-batches (on the host) of each optimizer step, from sample number
                   `consumed` to sample number `until`, or without end if that is None. The last
                   step may be short
-    held_out      the micro-batches of the first `samples` held-out samples
+    held_out      the micro-batches of the first `samples` evaluation samples; None: of all
     example       a few samples as a batch, with the shapes and types of micro-batches, and with
                   sequences of full length
     """
@@ -62,7 +62,7 @@ class Data(Protocol):
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]: ...
 
-    def held_out(self, samples: int) -> Iterator[Batch]: ...
+    def held_out(self, samples: int | None) -> Iterator[Batch]: ...
 
     def example(self) -> Batch: ...
 

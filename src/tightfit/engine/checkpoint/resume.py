@@ -255,6 +255,8 @@ _MAY_CHANGE = {
     "epochs",
     "checkpoint_every",
     "keep_checkpoints",
+    "keep_best",
+    "early_stopping",
     "evaluate_every",
     "evaluate_samples",
     "trackers",

@@ -56,13 +56,14 @@ STATE = "state.json"
 EARLIER = "state.pt"  # a pickle in place of state.json, written by earlier versions
 
 
-def save(run: Run, folder: str | Path, step: int) -> Path:
+def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = frozenset()) -> Path:
     """Write a checkpoint of the run into a new folder under `folder`, and return the new folder.
 
-    step  how many steps the run has done
+    step        how many steps the run has done
+    kept_steps  steps whose checkpoints are not deleted, such as that of the best evaluation
 
     Afterwards, the oldest checkpoints are deleted, so that the job's `keep_checkpoints` newest ones
-    are left. All devices must call this: sharded tensors are gathered one by one, and each device
+    and those of `kept_steps` are left. All devices must call this: sharded tensors are gathered one by one, and each device
     writes some of the files. An asynchronous pipeline first finishes the steps that are in flight,
     and they are added to `step`.
 
@@ -71,7 +72,7 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
     drain(run)
     step += len(run.executor.losses) if run.executor is not None else 0
     folder = Path(folder)
-    final = folder / f"step-{step:08d}"
+    final = folder / folder_name(step)
     unfinished = folder / f".{final.name}.partial"
     model, states = model_of(run), states_of(run)
     state = _state(run, step, states)
@@ -102,7 +103,8 @@ def save(run: Run, folder: str | Path, step: int) -> Path:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(unfinished, final)
         for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
-            shutil.rmtree(old)
+            if old.name not in map(folder_name, kept_steps):
+                shutil.rmtree(old)
 
     _together(run, lambda: finish() if is_rank_zero() else None, step, folder, unfinished)
     return final
@@ -240,6 +242,16 @@ def _plain_name(model: nn.Module) -> str:
     from torch.distributed.fsdp import FSDPModule  # here, because a plan without ZeRO-3 does not need it
 
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint after `step` steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint was saved, from its folder's name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:

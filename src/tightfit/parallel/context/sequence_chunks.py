@@ -126,7 +126,7 @@ class SequenceChunks:
         for micro_batches in self.data.steps(consumed, until):
             yield [self.cut(batch) for batch in micro_batches]
 
-    def held_out(self, samples: int) -> Iterator[Batch]:
+    def held_out(self, samples: int | None) -> Iterator[Batch]:
         """Yield the evaluation batches, with this device's chunks only."""
         return map(self.cut, self.data.held_out(samples))
 

@@ -66,7 +66,7 @@ class ServerData:
             yield []
             consumed += batch
 
-    def held_out(self, samples: int) -> Iterator[Batch]:
+    def held_out(self, samples: int | None) -> Iterator[Batch]:
         """Return no batches, because the workers evaluate."""
         return iter(())
 

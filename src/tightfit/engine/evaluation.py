@@ -1,0 +1,88 @@
+"""Evaluates a run: the mean loss and the job's metrics over its evaluation samples."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from tightfit.distributed.mesh import DATA
+from tightfit.engine.metrics import EvaluationMetrics
+from tightfit.engine.rng import evaluating, rng_preserved
+from tightfit.engine.step import drain
+from tightfit.errors import InputError
+from tightfit.models.objective import Batch, map_tensors
+from tightfit.runtime.activity import note_activity
+from tightfit.runtime.run import DummyMicroBatch, Run, to_device
+from tightfit.selection import LOSS
+
+
+def evaluate(run: Run, samples: int | None = None) -> float:
+    """Return the mean loss over the evaluation samples. They run one micro-batch at a time, without
+    gradients.
+
+    samples  the largest number of samples; None: as the job says
+
+    The model's training mode and running statistics and the random number generators are the same
+    after the call. All devices call it. Raises InputError if the job has no evaluation samples.
+    """
+    return _evaluate(run, samples, None)[LOSS]
+
+
+def evaluate_metrics(run: Run, samples: int | None = None) -> dict[str, float]:
+    """Return the mean loss over the evaluation samples, as "loss", and the job's metrics by name.
+
+    Like `evaluate`; a metric that returns a dict has several names, such as "segmentation.iou". All
+    devices get the same values. Raises InputError for a metric that fails.
+    """
+    return _evaluate(run, samples, EvaluationMetrics(run) if run.job.has_metrics else None)
+
+
+@torch.no_grad()
+def _evaluate(run: Run, samples: int | None, metrics: EvaluationMetrics | None) -> dict[str, float]:
+    if metrics is None:
+        return {LOSS: _mean_loss(run, samples, None)}
+    with metrics.observed():
+        loss = _mean_loss(run, samples, metrics)
+    return {LOSS: loss, **metrics.values()}
+
+
+def _mean_loss(run: Run, samples: int | None, metrics: EvaluationMetrics | None) -> float:
+    """Run the evaluation samples, add each micro-batch to `metrics`, and return the mean loss."""
+    drain(run)
+    total, items = torch.zeros((), dtype=torch.float64, device=run.device), 0
+    with evaluating(run.model), rng_preserved():
+        for number, batch in enumerate(run.data.held_out(samples or run.job.evaluate_samples)):
+            note_activity(f"evaluation, micro-batch {number + 1}")
+            counts = not isinstance(batch, DummyMicroBatch)
+            if run.executor is not None:
+                items += run.objective.count(batch) if counts else 0
+                total += run.executor.evaluate(run, batch)
+            elif not counts:  # gathering sharded parameters needs all ranks
+                run.loss_sum(to_device(batch.batch, run))
+            else:
+                items += run.objective.count(batch)
+                total += run.loss_sum(to_device(batch, run))
+            if metrics is not None and counts:
+                metrics.add(partial(_on_device, run, batch))
+            elif metrics is not None:
+                metrics.discard()
+    if run.mesh is not None:
+        run.mesh.all_reduce(total, ("pp",))
+        run.mesh.all_reduce(total, DATA)
+        items = int(run.mesh.all_reduce(torch.tensor(items, device=run.device), DATA))
+    if not items:
+        raise InputError(
+            "evaluate",
+            "the data has no evaluation samples with items that count in the loss",
+            "set data.held_out: 0.01, or give evaluate.data",
+        )
+    return float(total) / items
+
+
+def _on_device(run: Run, batch: Batch) -> Batch:
+    """Return a micro-batch on the device as the data has it, masks that hide nothing included."""
+    return map_tensors(lambda tensor: tensor.to(run.device), batch)
+
+
+__all__ = ["evaluate", "evaluate_metrics"]

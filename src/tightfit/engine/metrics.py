@@ -1,0 +1,307 @@
+"""Metrics of an evaluation: the user's functions and torchmetrics' Metrics, over the samples of all
+devices.
+
+`engine/evaluation.py` runs the model; this module reads its outputs. A forward hook keeps what the
+model returned, so that the loss and the metrics share one forward. Each device adds up the metrics
+of its own samples. At the end the states of all devices are gathered in rank order, and one device
+computes the values, which all devices get.
+
+Example: a function that returns 0.5 for a micro-batch of 4 samples and 1.0 for one of 2 samples has
+the value (0.5 x 4 + 1.0 x 2) / 6 = 0.67.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit.distributed.processes import rank
+from tightfit.engine.checkpoint.save import all_gather_values
+from tightfit.errors import InputError
+from tightfit.job import PythonFunction
+from tightfit.models import load_python
+from tightfit.models.objective import Batch, predictions_and_targets, sample_count
+from tightfit.models.python import as_input_error
+from tightfit.runtime.run import Run
+
+States = list[list[Tensor]]  # for a metric and each metric inside of it: its states' tensors, in order
+
+
+class EvaluationMetrics:
+    """The metrics of one evaluation of a run. With pipeline stages, only the last one has outputs;
+    with tensor parallelism, one device of each group counts its samples."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.samples = 0
+        self._outputs: Any = None
+        self._counts = run.mesh is None or run.mesh.rank("tp") == 0
+        named = run.job.evaluate.metrics if run.job.evaluate is not None else {}
+        self._parts: list[_Mean | _Stateful] = [
+            part for name, metric in named.items() for part in _parts_of(name, metric, run)
+        ]
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Inside this context, the output of the model's latest forward is kept until `add` or
+        `discard`."""
+
+        def keep(module: nn.Module, arguments: Any, output: Any) -> None:
+            self._outputs = output
+
+        handle = self.run.model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._outputs = None
+
+    def discard(self) -> None:
+        """Forget the outputs of a dummy micro-batch."""
+        self._outputs = None
+
+    def add(self, batch: Callable[[], Batch]) -> None:
+        """Add the micro-batch of the latest forward.
+
+        batch  returns the micro-batch on the device
+
+        Raises InputError if the loss did not call the model, or if a metric fails.
+        """
+        outputs, self._outputs = self._outputs, None
+        if outputs is None:
+            if self.run.executor is None or self.run.plan.pp == 1:
+                raise InputError(
+                    "job: evaluate.metrics",
+                    "get the model's outputs, and the job's loss does not call the model",
+                    "call model(...) in the loss, not one of its modules or methods",
+                )
+            return  # the outputs are on the last stage
+        outputs = _with_full_logits(self.run, outputs)
+        if not self._counts:
+            return
+        there = batch()
+        size = sample_count(there)
+        self.samples += size
+        for part in self._parts:
+            part.add(outputs, there, size)
+
+    def values(self) -> dict[str, float]:
+        """Return the values over the samples of all devices, the same on each. A collective: all
+        devices call it. Raises InputError if a metric fails."""
+        mine = [part.state() for part in self._parts] if self.samples else None
+        everyones = all_gather_values(self.run, mine)
+        computing = next((place for place, one in enumerate(everyones) if one is not None), None)
+        found: dict[str, float] = {}
+        said: tuple[str, str, str] | None = None
+        if computing == (rank() if self.run.mesh is not None else 0):
+            try:
+                for place, part in enumerate(self._parts):
+                    found.update(part.value([one[place] for one in everyones if one is not None]))
+            except InputError as error:
+                said = error.asked, error.found, error.fix
+        found, said = all_gather_values(self.run, (found, said))[computing or 0]
+        if said is not None:
+            raise InputError(*said)
+        return found
+
+
+class _Mean:
+    """A function `metric(outputs, batch)`, whose values are averaged over samples."""
+
+    def __init__(self, name: str, function: Callable[[Any, Batch], Any]) -> None:
+        self.name, self.function = name, function
+        self.sums: dict[str, float | Tensor] = {}
+        self.samples: dict[str, int] = {}
+
+    def add(self, outputs: Any, batch: Batch, samples: int) -> None:
+        with _failures_named(self.name):
+            found = self.function(outputs, batch)
+        for name, value in _numbers(self.name, found):
+            weighted = value.detach().double() * samples if isinstance(value, Tensor) else float(value) * samples
+            self.sums[name] = self.sums.get(name, 0.0) + weighted
+            self.samples[name] = self.samples.get(name, 0) + samples
+
+    def state(self) -> dict[str, tuple[float, int]]:
+        return {name: (float(total), self.samples[name]) for name, total in self.sums.items()}
+
+    def value(self, states: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+        names = dict.fromkeys(name for state in states for name in state)
+        every = {name: [state[name] for state in states if name in state] for name in names}
+        return {
+            name: math.fsum(total for total, _ in found) / sum(count for _, count in found)
+            for name, found in every.items()
+        }
+
+
+class _Stateful:
+    """A torchmetrics.Metric, whose states are merged over the devices as its own sync does.
+
+    select  (outputs, batch) -> the arguments of the metric's `update`
+    """
+
+    def __init__(self, name: str, metric: Any, select: Callable[[Any, Batch], Any], device: torch.device) -> None:
+        self.name, self.select = name, select
+        self.metric = metric.clone().to(device)
+        self.metric.reset()
+        for inner in _metrics_in(self.metric):
+            inner.compute_on_cpu = True  # states that grow with the samples do not stay on the device
+            inner.distributed_available_fn = _never
+
+    def add(self, outputs: Any, batch: Batch, samples: int) -> None:
+        with _failures_named(self.name):
+            given = self.select(outputs, batch)
+            self.metric.update(*(given if isinstance(given, tuple | list) else (given,)))
+
+    def state(self) -> States:
+        self.metric.cpu()
+        return [_states_of(inner) for inner in _metrics_in(self.metric)]
+
+    def value(self, states: list[States]) -> dict[str, float]:
+        if len(states) > 1:
+            for inner, *everyones in zip(_metrics_in(self.metric), *states, strict=True):
+                if len({len(tensors) for tensors in everyones}) > 1:
+                    raise InputError(
+                        f"job: evaluate.metrics.{self.name}",
+                        f"{type(inner).__name__} keeps lists of another length on each device",
+                        "use a metric whose list states have dist_reduce_fx='cat', or evaluate on one device",
+                    )
+                inner.dist_sync_fn = _Gathered(list(zip(*everyones, strict=True)))
+                inner.distributed_available_fn = _always
+        with _failures_named(self.name):
+            found = self.metric.compute()
+        return {name: float(value) for name, value in _numbers(self.name, found, as_lists=True)}
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
+
+
+class _Gathered:
+    """A `dist_sync_fn` of torchmetrics that returns what was gathered before, call by call."""
+
+    def __init__(self, everyones: list[tuple[Tensor, ...]]) -> None:
+        self.everyones, self.calls = everyones, 0
+
+    def __call__(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        found = list(self.everyones[self.calls % len(self.everyones)])
+        self.calls += 1
+        return found
+
+
+def _states_of(metric: Any) -> list[Tensor]:
+    """Return the tensors that torchmetrics would gather to merge a metric's states, in its order."""
+    tensors: list[Tensor] = []
+
+    def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        tensors.append(tensor)
+        return [tensor]
+
+    metric.sync(dist_sync_fn=record, distributed_available=_always)
+    metric.unsync()
+    return tensors
+
+
+def _metrics_in(metric: Any) -> list[Any]:
+    """Return a metric and the metrics inside of it, in an order that is the same on all devices."""
+    return [module for module in metric.modules() if isinstance(module, sys.modules["torchmetrics"].Metric)]
+
+
+def _parts_of(name: str, given: Any, run: Run) -> list[_Mean | _Stateful]:
+    """Return the parts of one entry of `evaluate.metrics`: one, or several for a MetricCollection."""
+    metric = load_python(given.python) if isinstance(given, PythonFunction) else given
+    if isinstance(metric, type) or _takes_nothing(metric):
+        with _failures_named(name):
+            metric = metric()
+    metric, select = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, None)
+    library = sys.modules.get("torchmetrics")  # an object of a library that is not imported cannot exist
+    if library is not None and isinstance(metric, library.MetricCollection):
+        found = metric.items(keep_base=True, copy_state=False)
+        return [part for key, inner in found for part in _parts_of(f"{name}.{key}", (inner, select), run)]
+    if library is not None and isinstance(metric, library.Metric):
+        chosen = select or (lambda outputs, batch: predictions_and_targets(run.objective, outputs, batch))
+        return [_Stateful(name, metric, chosen, run.device)]
+    if select is not None or not callable(metric):
+        raise InputError(
+            f"job: evaluate.metrics.{name}",
+            f"is a {type(metric).__name__}",
+            "give a function metric(outputs, batch), a torchmetrics.Metric, or a pair (Metric, function)",
+        )
+    return [_Mean(name, metric)]
+
+
+def _takes_nothing(metric: Any) -> bool:
+    """Whether this is a function without required arguments, which makes a metric."""
+    if not inspect.isfunction(metric):
+        return False
+    try:
+        inspect.signature(metric).bind()
+    except TypeError:
+        return False
+    return True
+
+
+def _numbers(name: str, found: Any, as_lists: bool = False) -> Iterator[tuple[str, float | Tensor]]:
+    """Yield the numbers in a metric's result by name: name for a number, name.key for a dict.
+
+    as_lists  whether a tensor of several numbers is allowed, as name.0, name.1, ...
+    """
+    if isinstance(found, dict):
+        for key, value in found.items():
+            yield from _numbers(f"{name}.{key}", value, as_lists)
+    elif isinstance(found, Tensor) and found.numel() == 1:
+        yield name, found.reshape(())
+    elif isinstance(found, Tensor) and as_lists:
+        yield from ((f"{name}.{place}", value) for place, value in enumerate(found.flatten()))
+    elif isinstance(found, int | float) or (hasattr(found, "__float__") and not isinstance(found, Tensor)):
+        yield name, float(found)
+    else:
+        shape = list(found.shape) if isinstance(found, Tensor) else ""
+        raise InputError(
+            f"job: evaluate.metrics.{name}",
+            f"returned {type(found).__name__}{shape}, not a number",
+            "return the mean over the batch's samples, or a dict of such means",
+        )
+
+
+@contextmanager
+def _failures_named(name: str) -> Iterator[None]:
+    with as_input_error(f"job: evaluate.metrics.{name}", "correct the metric"):
+        yield
+
+
+def full_logits(run: Run, logits: Tensor) -> Tensor:
+    """Return logits of all classes, shape (..., classes). If tensor parallelism shards the
+    vocabulary, the shards are gathered: all devices of a tp group call this.
+
+    logits  what the model returned, shape (..., classes of this device)
+    """
+    get = getattr(run.model, "get_output_embeddings", None)
+    if get is None or not run.tp_shards:
+        return logits
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    cut = run.tp_shards.get(names.get(id(getattr(get(), "weight", None)), ""))
+    if cut is None or cut.shape[0] == logits.shape[-1]:
+        return logits
+    return cut.unshard(logits.movedim(-1, 0)).movedim(0, -1)
+
+
+def _with_full_logits(run: Run, outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return full_logits(run, outputs)
+    if isinstance(getattr(outputs, "logits", None), Tensor):
+        outputs.logits = full_logits(run, outputs.logits)
+    return outputs
+
+
+__all__ = ["EvaluationMetrics", "full_logits"]
