@@ -88,6 +88,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
             say(f"         {caveat}")
     changes = ", ".join(chosen.changes_math)
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}{_layers_in_float8(chosen)}")
+    for line in _experts(chosen):
+        say(f"experts  {line}")
     for advice in chosen.advice:
         say(f"advice   {advice}")
     say("")
@@ -149,6 +151,16 @@ def _beside(rows: dict[str, float], limit: float | None) -> str:
         f"{name} {format_bytes(size)}" for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size
     )
     return f"{format_bytes(sum(rows.values()))}{f' of {format_bytes(limit)}' if limit else ''}: {said}"
+
+
+def _experts(one: Estimate) -> list[str]:
+    """Return, for each kind of mixture of experts, how its tokens are assumed to be spread."""
+    imbalance = one.job.train.expert_imbalance
+    spread = "evenly" if imbalance == 1 else f"with {imbalance:g} times the mean for the busiest expert"
+    return [
+        f"{chosen} of {count} for each token; predicted for tokens that are spread {spread} (train.expert_imbalance)"
+        for count, chosen in one.ledger.experts
+    ]
 
 
 def _layers_in_float8(one: Estimate) -> str:
