@@ -182,6 +182,28 @@ class Allocator(Measured):
     rows: list[Row]
 
 
+class Explain(Measured):
+    class Answer(Shape):
+        """The answer to one question: the chosen plan, or the leanest one and a remedy that fits.
+        error is the message if there was no answer."""
+
+        question: str
+        batch: int
+        length: int
+        imports_s: float
+        seconds: float
+        error: str | None = None
+        fits: bool | None = None
+        plan: Plan | None = None
+        step_s: float | None = None
+        peak_bytes: int | None = None
+        available_bytes: int | None = None
+        mfu: float | None = None
+        remedy: str | None = None
+
+    answers: list[Answer]
+
+
 class Search(Measured):
     class One(Shape):
         search: str
@@ -283,6 +305,7 @@ SHAPES: dict[str, type[Shape]] = {
     "choice": Choice,
     "choice_process": Choice,
     "distributed": Distributed,
+    "explain": Explain,
     "gpu": Gpu,
     "large_batch": LargeBatch,
     "lean": SingleDevice,

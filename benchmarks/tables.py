@@ -130,6 +130,12 @@ SOURCES = {
             "what each setting of glibc's allocator does to speed and process memory",
             ZEN3,
         ),
+        Source(
+            "explain",
+            _script("explain"),
+            "30 questions to `explain`: the answer, and the time to answer",
+            ANY,
+        ),
         Source("search", _script("search"), "how long a search takes with nothing in the cache", ZEN3),
         Source(
             "distributed",
@@ -505,6 +511,35 @@ memory and hold no caches of small blocks. `lean` returns freed memory at once. 
 {table(columns, rows)}"""
 
 
+def explain() -> str:
+    answers = read("explain")["answers"]
+
+    def verdict(one: dict[str, Any]) -> list[str]:
+        if one.get("error"):
+            return ["no answer", "-", "-", one["error"].partition("\n")[0]]
+        peak = f"{gb(one['peak_bytes'])} of {gb(one['available_bytes'])}"
+        if one["fits"]:
+            mfu = "" if one["mfu"] is None else f", {percent(one['mfu'], 0)} MFU"
+            return ["fits", peak, f"{one['step_s']:.3g} s{mfu}", fields(one["plan"])]
+        return ["does not fit", peak, "-", f"would fit with {one['remedy']}" if one["remedy"] else "nothing helps"]
+
+    rows = [
+        [one["question"], f"{one['batch']} x {one['length'] or 'images'}", f"{one['seconds']:.1f} s", *verdict(one)]
+        for one in answers
+    ]
+    columns = ["question", "a step", "time to answer", "answer", "peak of a device", "step", "plan or remedy"]
+    return f"""## What explain answers, and how long it takes
+
+Each question was answered in a process of its own with an empty cache, after the imports of torch, its
+compiler and the model's code. A question names a preset, a machine, and what the job allows beside bf16.
+Where no plan fits, the peak is that of the leanest plan. Step times of other machines than this one are
+predicted from published rates.
+
+{SOURCES["explain"].cite()}
+
+{table(columns, rows)}"""
+
+
 def search() -> str:
     rows = [
         [one["search"], f"{one['seconds']:.1f} s", f"{one['imports_s']:.1f} s", fields(one["plan"])]
@@ -595,6 +630,7 @@ SECTIONS = {
     "choice": choice,
     "distributed": distributed,
     "allocator": allocator,
+    "explain": explain,
     "search": search,
     "large_batch": large_batch,
     "gpu": gpu,

@@ -301,6 +301,12 @@ class Train(Value):
     check_split: Literal["auto", "always", "never"] = Field(
         "auto", description="compare a pipeline's stages with the undivided model before the first step"
     )
+    expert_imbalance: float = Field(
+        1.0,
+        ge=1,
+        description="mixtures of experts, for predictions: tokens of the busiest expert divided by the mean over all "
+        "experts; 1 spreads the tokens evenly",
+    )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
 
     @model_validator(mode="after")

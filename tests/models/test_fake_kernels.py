@@ -15,7 +15,8 @@ from torch.nn.functional import grouped_mm
 import tightfit
 from tightfit.errors import Untraceable
 from tightfit.machine import Machine
-from tightfit.models.fake_kernels import GroupedMatmuls, grouped_mm_flops, grouped_mm_sizes
+from tightfit.models.expert_routing import RoutedExperts
+from tightfit.models.fake_kernels import grouped_mm_flops, grouped_mm_sizes
 from tightfit.planner.estimate import Estimator
 
 ROWS, DEPTH, COLUMNS, GROUPS = 32, 16, 32, 2  # bf16 takes multiples of 8 in each group
@@ -59,7 +60,7 @@ def test_grouped_products_have_their_real_shapes(left: Any, right: Any, dtype: t
     cut = {2: DEPTH if len(right) == 2 else ROWS, 3: COLUMNS}[len(left)]
     offsets = None if len(left) == len(right) == 3 else torch.tensor([cut // 2, cut], dtype=torch.int32)
     real = product(torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype), offsets)
-    with FakeTensorMode(allow_non_fake_inputs=True), GroupedMatmuls():
+    with FakeTensorMode(allow_non_fake_inputs=True), RoutedExperts():
         assert product(torch.randn(left, dtype=dtype), torch.randn(right, dtype=dtype), offsets) == real
 
 

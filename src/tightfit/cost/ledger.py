@@ -62,6 +62,8 @@ class Ledger:
                     first call traces the model
     parameters      the model's parameters and buffers
     blocks          number of repeated blocks
+    experts         for each kind of mixture of experts: (number of experts, number that a token
+                    chooses)
     dataflow        function that returns which tensors a forward computes from which
                     (`models/dataflow.py`), for the methods that cut the model
     check_segments  function that raises InputError if the model's blocks cannot be recomputed in
@@ -109,6 +111,7 @@ class Ledger:
     inference: Callable[[], tuple[Segment, ...]]
     parameters: tuple[Parameter, ...]
     blocks: int = 0
+    experts: tuple[tuple[int, int], ...] = ()
     dataflow: Callable[[], Any] | None = None
     check_segments: Callable[[], None] | None = None
     updates: dict[str, Update] = field(default_factory=dict)

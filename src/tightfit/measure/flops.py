@@ -16,7 +16,8 @@ from tightfit.job import LossSpec
 from tightfit.machine import Machine
 from tightfit.models import load_python, model_factory, task_of
 from tightfit.models.caches import isolated_model_caches
-from tightfit.models.fake_kernels import GROUPED_MM, GroupedMatmuls, grouped_mm_flops, without_fake_tensor_logs
+from tightfit.models.expert_routing import RoutedExperts
+from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, without_fake_tensor_logs
 from tightfit.models.objective import Batch, map_tensors, objective_of
 from tightfit.runtime.run import Run
 
@@ -73,7 +74,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
             torch.compiler.set_stance("force_eager"),
             sdpa_kernel(SDPBackend.MATH),
             fake,
-            GroupedMatmuls(),
+            RoutedExperts(),
             counter,
         ):
             functional_call(total, state, (inputs,))

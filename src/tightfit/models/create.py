@@ -76,6 +76,7 @@ _COMMON_KEYS = {
     "num_labels",
     "torch_dtype",
     "attn_implementation",
+    "experts_implementation",
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",

@@ -15,19 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.loggers import FAKE_TENSORS
 from tightfit._torch.operations import GROUPED_MM
-
-
-class GroupedMatmuls(TorchDispatchMode):
-    """Inside this mode, grouped matrix products (torch._grouped_mm) accept fake tensors of every
-    type. torch's own fake kernel accepts bf16 only."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is GROUPED_MM.default:
-            return grouped_mm_output(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def grouped_mm_output(left: Tensor, right: Tensor, offsets: Tensor | None = None, *unused: Any, **named: Any) -> Tensor:
@@ -118,7 +107,6 @@ def _drop_record(record: logging.LogRecord) -> bool:
 
 __all__ = [
     "GROUPED_MM",
-    "GroupedMatmuls",
     "grouped_mm_flops",
     "grouped_mm_output",
     "grouped_mm_sizes",

@@ -21,12 +21,15 @@ class Preset(Value):
     config        the model's dimensions, as keys of its transformers config
     parameters    the published number of parameters: exact, or rounded as in the paper
     source        the paper and table, or the published config
+    active_parameters  of a mixture of experts: the published number of parameters that one token
+                  uses, rounded; None for other models
     """
 
     architecture: str
     config: dict[str, Any]
     parameters: int
     source: str
+    active_parameters: int | None = None
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def _runs_with(job: Job, plan: Plan) -> bool:
     from tightfit.methods import attention, loss
     from tightfit.models import find_blocks, model_factory, with_fewer_blocks
     from tightfit.models.caches import isolated_model_caches
-    from tightfit.models.fake_kernels import GroupedMatmuls
+    from tightfit.models.expert_routing import RoutedExperts
     from tightfit.models.objective import objective_of
     from tightfit.planner.tracing.repeated_blocks import skip_repeated_blocks
     from tightfit.runtime.run import Run
@@ -111,7 +111,7 @@ def _runs_with(job: Job, plan: Plan) -> bool:
         _quiet(FAKE_TENSORS, "transformers"),
         isolated_model_caches(),
         FakeTensorMode(),
-        GroupedMatmuls(),
+        RoutedExperts(),
     ):
         model = model_factory(with_fewer_blocks(job.model, FEW_BLOCKS) or job.model)()
         tokens = torch.zeros(1, 2, dtype=torch.int64)

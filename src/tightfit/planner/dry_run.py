@@ -136,7 +136,7 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
         torch.compiler.reset()  # else compilations of earlier dry runs count against the recompile limit
     batch = example_batch(job)[0]
     shapes = DryRunData(batch, job, plan, None if plan.chunked_loss is None else label_share(job, batch))
-    values = FakeValues(is_padded(shapes.batch))
+    values = FakeValues(is_padded(shapes.batch), job.train.expert_imbalance)
     first = (
         pipeline_rank * plan.devices // plan.pp + plan.servers
     )  # the first global rank with these pipeline stages; parameter servers have the lowest ranks

@@ -91,6 +91,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}{_layers_in_float8(chosen)}")
     for line in _groups(chosen):
         say(f"groups   {line}")
+    for line in _experts(chosen):
+        say(f"experts  {line}")
     for advice in chosen.advice:
         say(f"advice   {advice}")
     say("")
@@ -169,6 +171,16 @@ def _groups(one: Estimate) -> list[str]:
             parts.append(f"weight decay {group.weight_decay:g}")
         lines.append(f"{group.match}: {', '.join(parts)}")
     return lines
+
+
+def _experts(one: Estimate) -> list[str]:
+    """Return, for each kind of mixture of experts, how its tokens are assumed to be spread."""
+    imbalance = one.job.train.expert_imbalance
+    spread = "evenly" if imbalance == 1 else f"with {imbalance:g} times the mean for the busiest expert"
+    return [
+        f"{chosen} of {count} for each token; predicted for tokens that are spread {spread} (train.expert_imbalance)"
+        for count, chosen in one.ledger.experts
+    ]
 
 
 def _layers_in_float8(one: Estimate) -> str:

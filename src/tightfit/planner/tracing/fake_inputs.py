@@ -17,6 +17,7 @@ from tightfit.data.images import DIGITS, first_images
 from tightfit.data.sequences import corruption, row_length
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
+from tightfit.models.expert_routing import forget_values
 from tightfit.models.objective import IGNORED, Batch, LabelCount, map_tensors, objective_of
 
 PARTS_PER_MILLION = 1_000_000
@@ -103,7 +104,9 @@ def is_padded(batch: Batch) -> bool:
 def zeros_like_batch(batch: Batch, samples: int) -> Batch:
     """Return a batch of zeros shaped like `batch`, with `samples` samples. Inside FakeTensorMode
     its tensors are fake."""
-    return map_tensors(lambda tensor: torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype), batch)
+    return map_tensors(
+        lambda tensor: forget_values(torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype)), batch
+    )
 
 
 def _masks_padding(job: Job, spec: DataSpec) -> bool:

@@ -31,7 +31,8 @@ from tightfit._torch.operations import LOCAL_SCALAR_DENSE
 from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
-from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_output, without_fake_tensor_logs
+from tightfit.models.expert_routing import ExpertRouting, forget_values
+from tightfit.models.fake_kernels import without_fake_tensor_logs
 
 _FILLS = frozenset(  # initialisation: changes values only
     {
@@ -59,12 +60,15 @@ class FakeValues(TorchDispatchMode):
     builds masks that training would not build. Inside this mode transformers does read the mask,
     unless `padded`.
 
-    padded  whether the batch has padding, so that the mask hides something
+    The tokens of a mixture of experts are spread over its experts: see `models/expert_routing.py`.
+
+    padded            whether the batch has padding, so that the mask hides something
+    expert_imbalance  tokens of the busiest expert divided by the mean over all experts
     """
 
-    def __init__(self, padded: bool = False) -> None:
+    def __init__(self, padded: bool = False, expert_imbalance: float = 1.0) -> None:
         super().__init__()
-        self.padded = padded
+        self.padded, self.routing = padded, ExpertRouting(expert_imbalance)
 
     def __enter__(self) -> Self:
         self._around = ExitStack()
@@ -90,7 +94,7 @@ class FakeValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _FILLS and isinstance(args[0], FakeTensor):
             set_known_value(args[0], None)
-            return args[0]
+            return forget_values(args[0])
         if (
             func is torch.ops.aten.lift_fresh.default
         ):  # called by `torch.tensor(1.0)`: a parameter may be created like this and cast later
@@ -103,12 +107,10 @@ class FakeValues(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         if func is LOCAL_SCALAR_DENSE.default:
-            return func(*args) if known_value(args[0]) is not None else _default_value(args[0])
+            return func(*args) if known_value(args[0]) is not None else self.routing.scalar(args[0])
         if func is torch.ops.aten.equal.default:
             return True
-        if func is GROUPED_MM.default:
-            return grouped_mm_output(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return self.routing.run(func, args, kwargs or {})
 
 
 def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
@@ -126,12 +128,6 @@ def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _always_false(tensor: Any = None) -> bool:
     return False
-
-
-def _default_value(tensor: Tensor) -> bool | int | float:
-    if tensor.dtype is torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1
 
 
 @contextmanager

@@ -25,11 +25,13 @@ class RecordedStep:
     segments    segments of a training micro-batch (forward and backward), or of an evaluation
     parameters  the model's parameters and buffers
     blocks      number of the model's blocks; 0 if the whole model is one compiled region
+    experts     for each kind of mixture of experts: (number of experts, number that a token chooses)
     """
 
     segments: tuple[Segment, ...]
     parameters: tuple[Parameter, ...]
     blocks: int
+    experts: tuple[tuple[int, int], ...] = ()
 
 
 def to_content(programs: RecordedStep) -> dict[str, Any]:
@@ -99,6 +101,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
             [one.name, list(one.shape), one.bytes, one.trainable, list(one.places)] for one in programs.parameters
         ],
         "blocks": programs.blocks,
+        "experts": [list(one) for one in programs.experts],
     }
 
 
@@ -167,7 +170,8 @@ def from_content(content: Any) -> RecordedStep:
     )
     if not segments:
         raise ValueError("a recorded step without segments")
-    return RecordedStep(segments, parameters, _read_count(content["blocks"]))
+    experts = tuple((_read_count(count), _read_count(chosen)) for count, chosen in content["experts"])
+    return RecordedStep(segments, parameters, _read_count(content["blocks"]), experts)
 
 
 def _pair(value: BatchLinear) -> list[float]:

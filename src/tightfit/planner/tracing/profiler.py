@@ -135,6 +135,7 @@ class Profiler:
             inference=lambda: inference().segments,
             parameters=programs.parameters,
             blocks=programs.blocks,
+            experts=programs.experts,
             updates=self.updates(plan),
             whole_step=self.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
@@ -148,7 +149,7 @@ class Profiler:
         """Return the dataflow graph of a forward; it is traced at the first call. Most repeated
         blocks of a transformers model are left out of the trace."""
         if self._dataflow is None:
-            with self._mode, FakeValues(self.padded):
+            with self._mode, self._values():
                 model, depth = self._model(torch.float32, False)
                 boundaries.refuse_encoder_decoder(model)
                 blocks = find_blocks(model, self.job.blocks_name)
@@ -171,7 +172,7 @@ class Profiler:
             raise self._segments_refused
 
     def _try_segments(self) -> None:
-        with self._mode, FakeValues(self.padded):
+        with self._mode, self._values():
             model, depth = self._model(torch.float32, False)
             if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.removed:
                 model, depth = self._model(torch.float32, True)
@@ -251,7 +252,8 @@ class Profiler:
         model = cache_key(self.job)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
         kernels = self.device == "cuda" and can_generate_kernels()
-        what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples)
+        imbalance = self.job.train.expert_imbalance
+        what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples, imbalance)
         return cached(None if model is None else what, lambda: self._trace(plan, samples, training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
@@ -268,7 +270,8 @@ class Profiler:
     def _trace_once(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
         """Trace once. Raises _RepeatedBlockFailure if the model fails while repeated blocks are
         removed or skipped."""
-        with fake_process_group(plan.tp * plan.cp), self._mode, FakeValues(self.padded), emulate_device(self.device):
+        values = self._values()
+        with fake_process_group(plan.tp * plan.cp), self._mode, values, emulate_device(self.device):
             run, depth = self._build_traced_run(plan)
             name = self.job.blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
@@ -302,7 +305,7 @@ class Profiler:
                 if self._repeated != EXECUTED and representatives(blocks):
                     raise _RepeatedBlockFailure(EXECUTED) from error
                 raise
-            return RecordedStep(segments, parameters, count)
+            return RecordedStep(segments, parameters, count, tuple(sorted(values.routing.choices)))
 
     def _build_traced_run(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model and apply the methods with TRACED_FIELDS. Return the run and the
@@ -390,6 +393,9 @@ class Profiler:
         if plan.cp == 1:
             return batch
         return sequence_chunks.shard_batch(batch, task_of(self.job.model) == "causal-lm", 0, plan.cp)
+
+    def _values(self) -> FakeValues:
+        return FakeValues(self.padded, self.job.train.expert_imbalance)
 
     def _objective(self) -> Objective:
         given = self.job.loss
