@@ -244,3 +244,20 @@ def test_own_loop_ends_when_evaluations_do_not_improve() -> None:
     assert is_stuck([3.0, 2.0, 2.5, 2.0], patience=2)
     assert not is_stuck([3.0, 2.0, 2.5, 1.9], patience=2)
     assert not is_stuck([3.0], patience=2)
+
+
+def test_gan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    one, several = commands("GAN")
+    assert run_here(monkeypatch, one, "--steps", "100") == 0
+    explained, trained = capsys.readouterr().out.split("step 100: radius ")
+    assert "optimizer " in explained
+    assert "peak " in explained
+    with start(several, "--steps", "100") as process:
+        said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, said
+    assert "zero=2" in said
+    for radius in (
+        trained,
+        said.split("step 100: radius ")[1],
+    ):  # the weights begin at random; at first it is about 0.1
+        assert 0.3 < float(radius.split()[0]) < 2.0
