@@ -18,6 +18,7 @@ SECTIONS: dict[str, list[str]] = {
     "train": Train.field_names(),
     "plan": Plan.field_names(),
     "data": DataSpec.field_names(),
+    "evaluate": Evaluation.field_names(),
     "model": ["from"],
 }
 
