@@ -9,7 +9,7 @@ import pytest
 
 from tightfit.errors import InputError
 from tightfit.importers.importing import IMPORTERS
-from tightfit.job import DataSpec, Job, Train
+from tightfit.job import DataSpec, Evaluation, Job, Train
 from tightfit.other_words import FIELDS
 from tightfit.plan import Plan, read_pins
 
@@ -18,6 +18,7 @@ SECTIONS: dict[str, list[str]] = {
     "train": Train.field_names(),
     "plan": Plan.field_names(),
     "data": DataSpec.field_names(),
+    "evaluate": Evaluation.field_names(),
     "model": ["from"],
 }
 

@@ -352,9 +352,13 @@ KEYS: tuple[Key, ...] = (
         "do_bench_eval",
         "bench_*",
     ),
-    *lacks("tightfit ends at train.steps or train.epochs", "early_stopping_patience", "loss_watchdog_*"),
     *lacks(
-        "tightfit keeps the newest checkpoints, not the best",
+        "train.early_stopping ends a training early; the import does not set it",
+        "early_stopping_patience",
+        "loss_watchdog_*",
+    ),
+    *lacks(
+        "train.keep_best keeps the best checkpoint; the import does not set it",
         "load_best_model_at_end",
         "metric_for_best_model",
         "greater_is_better",

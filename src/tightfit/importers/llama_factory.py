@@ -244,7 +244,7 @@ _OWN: tuple[Key, ...] = (
         "use_swanlab",
         "swanlab_*",
     ),
-    *lacks("tightfit ends at train.steps or train.epochs", "early_stopping_steps"),
+    *lacks("train.early_stopping ends a training early; the import does not set it", "early_stopping_steps"),
     *lacks(_IMAGES, "image_*", "video_*", "audio_*", "crop_to_patches", "use_audio_in_video"),
     *needless(
         "tightfit starts and connects its processes",

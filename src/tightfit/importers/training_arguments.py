@@ -40,7 +40,7 @@ TOKENIZER = "tightfit uses the tokenizer unchanged"
 HUB = "tightfit does not upload"
 LOGS = "only changes what is printed and logged; tightfit logs every step in metrics.jsonl"
 SAVED = "tightfit's checkpoints always hold all that --resume needs"
-EVALUATION = "tightfit's evaluation computes the loss alone, in the plan's micro-batches"
+EVALUATION = "tightfit evaluates in the plan's micro-batches; evaluate.metrics names metrics beside the loss"
 DDP = "tightfit's gradient buckets have no such setting"
 CODE = "tightfit runs no code of the hub"
 
@@ -273,7 +273,7 @@ KEYS: tuple[Key, ...] = (
         "generation_config",
     ),
     *lacks(
-        "tightfit keeps the newest checkpoints, not the best",
+        "train.keep_best keeps the best checkpoint; the import does not set it",
         "load_best_model_at_end",
         "metric_for_best_model",
         "greater_is_better",
