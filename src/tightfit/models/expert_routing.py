@@ -105,9 +105,9 @@ class ExpertRouting:
             self.choices |= choices
             return grouped_mm_output(*args, **kwargs)
         if choices and func is LOCAL_SCALAR_DENSE.default:
-            return self._use(values[0]).item()
+            return self._use(values[0], Tensor.item)
         if choices and func is _ATEN.masked_select.default and values[1] is not None:
-            return args[0].new_empty(int(self._use(values[1]).sum()))
+            return args[0].new_empty(self._use(values[1], lambda mask: int(mask.sum())))
         known = bool(given) and (all(value is not None for value in values) or (func in _PRODUCTS and bool(choices)))
         computed = _Value(partial(_compute, func, *_without_tensors((args, kwargs))), choices) if known else None
         if computed is not None and choices and torch.Tag.dynamic_output_shape in func.tags:
@@ -123,15 +123,17 @@ class ExpertRouting:
         """Return the value of a tensor with one element. An unknown value is 1 or True."""
         value = _value_of(tensor)
         if value is not None and value.choices:
-            return self._use(value).item()  # type: ignore[no-any-return]
+            return self._use(value, Tensor.item)  # type: ignore[no-any-return]
         if tensor.dtype is torch.bool:
             return True
         return 1.0 if tensor.is_floating_point() else 1
 
-    def _use(self, value: _Value | None) -> Any:
+    def _use(self, value: _Value | None, read: Callable[[Any], Any] = lambda real: real) -> Any:
+        """Return `read` of the real values, and note the choices that they depend on."""
         assert value is not None
         self.choices |= value.choices
-        return value.get()
+        with unset_fake_temporarily():
+            return read(value.get())
 
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
         """Replace masks among the indices of a tensor by the positions that they select."""
@@ -141,7 +143,7 @@ class ExpertRouting:
             if value is None or not value.choices or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
                 continue
-            for positions in self._use(value).nonzero().unbind(1):
+            for positions in self._use(value, lambda mask: mask.nonzero().unbind(1)):
                 fake = index.new_empty(positions.shape, dtype=torch.int64)
                 _set(fake, _Value(partial(_real, positions), value.choices))
                 found.append(fake)
