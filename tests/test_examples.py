@@ -146,13 +146,22 @@ def test_fine_tuning(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert metrics("yours")[0] < losses[0]
 
 
+FEW = (*SMALL, "--set", "train.steps=3", "--set", "train.checkpoint_every=never")
+
+
 def test_several_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    train, torchrun, explain = commands("Several GPUs")
+    train, _, explain = commands("Several GPUs")
     assert run_here(monkeypatch, explain, *SMALL) == 0
     assert "zero=3" in capsys.readouterr().out
-    small = [*SMALL, "--set", "train.steps=3", "--set", "train.checkpoint_every=never"]
-    succeed(start(train, *small))
-    succeed(start(torchrun, *small))
+    succeed(start(train, *FEW))
+    assert len(metrics("runs/several_gpus")) == 3
+
+
+@pytest.mark.slow
+def test_torchrun_trains_as_nproc_does() -> None:
+    train, torchrun, _ = commands("Several GPUs")
+    succeed(start(train, *FEW))
+    succeed(start(torchrun, *FEW))
     losses = metrics("runs/several_gpus")
     assert len(losses) == 3
     assert metrics("runs/torchrun") == pytest.approx(losses, rel=1e-5)

@@ -68,6 +68,7 @@ def test_a_released_run_on_several_devices_is_freed(fields: dict[str, Any]) -> N
     assert together(2, HERE + "left", fields) == [0, 0]
 
 
+@pytest.mark.slow
 def test_nothing_keeps_the_process_groups_of_a_run_alive() -> None:
     together(2, HERE + "left", SEVERAL[3])
     leave_groups()

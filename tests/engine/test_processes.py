@@ -93,6 +93,7 @@ def listening(process: psutil.Process) -> set[str]:
     return {one.laddr.ip for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
 
 
+@pytest.mark.slow
 def test_a_local_run_listens_on_loopback_and_saves_on_sigterm(tmp_path: Path) -> None:
     """With tensor parallelism no rank can generate the sample at the end alone."""
     text = {"text": "python-stdlib", "sequence_length": 16, "held_out": 0.01}

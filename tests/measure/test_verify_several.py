@@ -81,6 +81,7 @@ def refused(fields: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_verify_command_starts_processes(tmp_path: Path) -> None:
     job = tiny.write(tmp_path, clip=0.5)
     command = [sys.executable, "-m", "tightfit", "verify", str(job), "--nproc", "2", "--json"]

@@ -108,6 +108,7 @@ def measured(name: str, fields: dict[str, Any]) -> tuple[int, int]:
         pytest.param("skips", {"pp": 2, "micro_batch": 2, "recompute": "full"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_tensors_between_stages_are_sent_and_held_as_predicted(name: str, fields: dict[str, Any]) -> None:
     plan, machine, profiler = tightfit.Plan(**fields), Machine.detect(), Profiler(job_of(name), "cpu")
     found = together(plan.pp, "tests.planner.test_crossings:measured", name, fields)

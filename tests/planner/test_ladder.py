@@ -154,6 +154,7 @@ def test_mistakes_are_refused(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_measured_rungs_train_on_the_same_samples() -> None:
     machine = Machine.detect().per_process(1)
     job = tightfit.Job.parse({**tiny.content(), "model": {**tiny.MODEL, "attention_dropout": 0.0}})

@@ -120,8 +120,9 @@ def held(name: str, size: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "pp", "schedule"),
     [
-        *(("llama", 2, schedule) for schedule in ("1f1b", "zero-bubble")),
-        ("net", 4, "pipedream"),
+        ("llama", 2, "1f1b"),
+        pytest.param("llama", 2, "zero-bubble", marks=pytest.mark.slow),
+        pytest.param("net", 4, "pipedream", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
     ],
 )

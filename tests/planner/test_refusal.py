@@ -28,6 +28,7 @@ from tightfit.report.commands import explain_command
 GPU = Machine.named("a100-80gb")
 
 
+@pytest.mark.slow
 def test_a_failed_dry_run_does_not_count_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans that compile cannot be confirmed: the fastest of the others is chosen, and the rest
     carry the reason."""
@@ -90,6 +91,7 @@ def needed(one: Estimate) -> float:
         pytest.param({"compile": "model", "recompute": "selective-2"}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_compiled_recomputation_estimate_agrees_with_dry_run(fields: dict[str, Any]) -> None:
     """Every allocated buffer is freed once: no row is ever negative."""
     estimator = Estimator(small(), GPU)

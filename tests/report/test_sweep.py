@@ -53,6 +53,7 @@ def test_each_combination_is_a_row_in_every_format(
         assert (line["plan"], line["fits"]) == ("reference", "True")
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_and_what_does_not_work_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -971,6 +971,7 @@ def test_a_search_skips_pipelines_that_would_be_refused() -> None:
         tightfit.search(job_of(SkipFromEmbedding), machine, {"pp": 2})
 
 
+@pytest.mark.slow
 def test_a_refused_pipedream_ends_in_exit_code_2(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     content = {

@@ -152,6 +152,7 @@ def test_names_of_the_remaining_layers_stay() -> None:
     assert list(depth.expand(there, lambda value, name, number: name).values()) == whole
 
 
+@pytest.mark.slow
 def test_a_model_that_counts_its_blocks_is_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaModel
 
