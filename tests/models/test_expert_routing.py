@@ -72,6 +72,20 @@ def by_count(hidden: Tensor, scores: Tensor) -> list[torch.Size]:
     return [part.shape for part in repeated]
 
 
+def by_two_choices(hidden: Tensor, scores: Tensor) -> list[torch.Size]:
+    """As NLLB-MoE does: the second expert is the best of all but the first."""
+    first = torch.nn.functional.one_hot(scores.argmax(-1), EXPERTS)
+    others = scores.masked_fill(first.bool(), float("-inf"))
+    both = (first + torch.nn.functional.one_hot(others.argmax(-1), EXPERTS)).bool()
+    return [hidden[both[:, expert]].shape for expert in range(EXPERTS)]
+
+
+def test_a_second_choice_is_of_another_expert() -> None:
+    with FakeTensorMode(), RoutedExperts():
+        found = by_two_choices(torch.empty(TOKENS, WIDTH), torch.empty(TOKENS, EXPERTS))
+    assert found == [(2 * TOKENS // EXPERTS, WIDTH)] * EXPERTS
+
+
 @pytest.mark.parametrize(("route", "chosen"), [(by_loop, 2), (by_split, 2), (by_equality, 1), (by_count, 1)])
 def test_each_expert_gets_its_tokens(route: Any, chosen: int) -> None:
     with FakeTensorMode(), RoutedExperts() as mode:

@@ -18,7 +18,7 @@ from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import estimate
 
-REFUSED = {"gathering-experts": "depend on the data", "lstm": "LSTM, whose kernel allocates a workspace"}
+REFUSED = {"lstm": "LSTM, whose kernel allocates a workspace"}
 
 
 def job(name: str) -> tightfit.Job:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.nn import init
 
 Deepcopy = Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]
@@ -23,6 +24,25 @@ def without_truncated_normal() -> Iterator[None]:
         yield
     finally:
         init._no_grad_trunc_normal_ = drawn
+
+
+@contextmanager
+def formatting_as_numbers() -> Iterator[None]:
+    """Inside, an f-string shows a fake tensor without dimensions as the number that `item` returns,
+    as it does for real tensors. Some models name a module by a number that they computed."""
+    before = FakeTensor.__format__
+
+    def show(tensor: torch.Tensor, specification: str) -> str:
+        try:
+            return format(tensor.item(), specification) if tensor.dim() == 0 else before(tensor, specification)  # type: ignore[arg-type]
+        except DataDependentOutputException:
+            return before(tensor, specification)  # type: ignore[arg-type]
+
+    FakeTensor.__format__ = show  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        FakeTensor.__format__ = before  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -61,4 +81,4 @@ def after_deepcopy(observe: Callable[[nn.Parameter, nn.Parameter], None]) -> Ite
         nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
 
 
-__all__ = ["after_deepcopy", "after_resize", "without_truncated_normal"]
+__all__ = ["after_deepcopy", "after_resize", "formatting_as_numbers", "without_truncated_normal"]

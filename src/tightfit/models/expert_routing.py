@@ -49,6 +49,9 @@ _RANGES = frozenset({_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.star
 # a factor that is unknown counts as 1: where a mask is 0, the product is 0 whatever the factor is
 _PRODUCTS = frozenset({_ATEN.mul.Tensor, _ATEN.div.Tensor})
 _NOTE = "expert_routing"  # attribute of a fake tensor that holds its _Value
+# attribute of scores from which earlier choices are masked out: how many, so that the next choice
+# is of other experts
+_MASKED = "expert_routing_masked"
 
 Choice = tuple[int, int]  # (number of experts, number that each token chooses)
 
@@ -117,6 +120,8 @@ class ExpertRouting:
         _note_values(func, args, output, computed)
         if computed is None and func in _INDEX_OF_CHOICE:
             self._note_choice(func, args, output)
+        elif computed is None and choices and func is _ATEN.masked_fill.Scalar:
+            setattr(output, _MASKED, getattr(given[0], _MASKED, 0) + 1)
         return output
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
@@ -159,7 +164,8 @@ class ExpertRouting:
         chosen = index.shape[dim] if keeps else 1
         if chosen > experts or not experts:
             return
-        spread = partial(spread_over_experts, tuple(args[0].shape), dim, chosen, keeps, self.imbalance)
+        begin = getattr(args[0], _MASKED, 0)
+        spread = partial(spread_over_experts, tuple(args[0].shape), dim, chosen, keeps, self.imbalance, begin)
         _set(index, _Value(spread, frozenset({(experts, chosen)})))
 
 
@@ -175,7 +181,9 @@ class RoutedExperts(TorchDispatchMode):
         return self.routing.run(func, args, kwargs or {})
 
 
-def spread_over_experts(shape: Sequence[int], dim: int, chosen: int, keeps_dim: bool, imbalance: float) -> Tensor:
+def spread_over_experts(
+    shape: Sequence[int], dim: int, chosen: int, keeps_dim: bool, imbalance: float = 1.0, begin: int = 0
+) -> Tensor:
     """Return the experts that tokens choose, spread evenly: the indices that topk would return.
 
     shape      shape of the scores; every dimension except `dim` is one of tokens
@@ -184,6 +192,7 @@ def spread_over_experts(shape: Sequence[int], dim: int, chosen: int, keeps_dim: 
     keeps_dim  whether the result has dimension `dim`, of size `chosen`; otherwise `chosen` is 1
     imbalance  tokens of the busiest expert, the last one, divided by the mean over all experts; it
                gets at most all tokens
+    begin      with an even spread: the first expert that the first token chooses
 
     Example: shape (3, 4), dim 1, chosen 2 gives [[0, 1], [2, 3], [0, 1]].
     """
@@ -192,14 +201,14 @@ def spread_over_experts(shape: Sequence[int], dim: int, chosen: int, keeps_dim: 
     others = [size for place, size in enumerate(shape) if place != dim]
     tokens = torch.Size(others).numel()
     if imbalance == 1.0 or chosen == experts:
-        index = torch.arange(tokens * chosen).view(tokens, chosen) % experts
+        index = (torch.arange(tokens * chosen) + begin).view(tokens, chosen) % experts
     else:
         busiest = min(round(imbalance * tokens * chosen / experts), tokens)
         token = torch.arange(tokens)
         chooses = (token + 1) * busiest // max(tokens, 1) > token * busiest // max(tokens, 1)
         count = chosen - chooses.long()  # experts that a token chooses among all but the busiest
-        begin = count.cumsum(0) - count
-        index = (begin[:, None] + torch.arange(chosen)) % (experts - 1)
+        before = count.cumsum(0) - count
+        index = (before[:, None] + torch.arange(chosen)) % (experts - 1)
         index[chooses, chosen - 1] = experts - 1
     index = index.view(*others, chosen).movedim(-1, dim)
     return index if keeps_dim else index.squeeze(dim)

@@ -28,6 +28,7 @@ from tightfit._torch.fake import (
     unset_fake_temporarily,
 )
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE
+from tightfit._torch.patches import formatting_as_numbers
 from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
@@ -74,6 +75,7 @@ class FakeValues(TorchDispatchMode):
         self._around = ExitStack()
         self._around.enter_context(isolated_model_caches())
         self._around.enter_context(without_fake_tensor_logs())
+        self._around.enter_context(formatting_as_numbers())
         used = "transformers" in sys.modules and not self.padded
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
