@@ -41,7 +41,7 @@ FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list.
+    """One entry of a rank's list: the forward or backward of one micro-batch through one stage.
 
     kind         F (forward), B (backward) or W (gradients of the weights)
     stage        number of the model's stage, from 0
@@ -61,7 +61,8 @@ Schedule = tuple[tuple[Action, ...], ...]  # a list of actions for each rank
 
 @cache
 def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
-    """The actions of every rank in one step, in order; for pipedream, in several steps.
+    """Return the actions of every rank in one step, in order. For pipedream, return the actions of
+    several steps.
 
     schedule        a plan's `schedule`: naive, gpipe, 1f1b, interleaved, zero-bubble or pipedream
     ranks           ranks of the pipeline
@@ -93,10 +94,10 @@ def _gpipe(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """As many forwards as there are ranks after this one, then one forward and one backward in
-    turn.
+    """The 1F1B actions of rank r of P: first P - r - 1 forwards, then a forward and a backward in
+    turn, then the remaining backwards.
 
-    So rank r of P holds the activations of at most P - r micro-batches.
+    So rank r holds the activations of at most P - r micro-batches.
     """
     ahead = min(ranks - rank - 1, count)
     forwards = [Action(FORWARD, rank, number) for number in range(count)]
@@ -105,10 +106,10 @@ def _one_forward_one_backward(rank: int, ranks: int, count: int) -> tuple[Action
 
 
 def _steps_of(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """PipeDream: 1F1B over whole steps of `count` micro-batches each, without a flush between
-    steps.
+    """The PipeDream actions of a rank: 1F1B in which whole steps of `count` micro-batches take the
+    place of micro-batches, without a flush between steps.
 
-    Twice as many steps as ranks, so that the steady state is among them.
+    Returns the actions of 2 x `ranks` steps, which are enough to contain the steady state.
     """
     return tuple(
         Action(action.kind, rank, action.micro_batch * count + number)
@@ -118,8 +119,8 @@ def _steps_of(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """The first `ahead` forwards, then a forward and a backward in turn, then the other
-    backwards."""
+    """Order actions: the first `ahead` forwards, then a forward and a backward in turn, then the
+    remaining backwards."""
     found = forwards[:ahead]
     for number, forward in enumerate(forwards[ahead:]):
         found += [forward, backwards[number]]
@@ -127,9 +128,10 @@ def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tup
 
 
 def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tuple[Action, ...]:
-    """Groups of as many micro-batches as there are ranks go through the rank's stages in turn.
+    """The interleaved 1F1B actions of a rank: groups of `ranks` micro-batches go through the rank's
+    virtual stages in turn.
 
-    count  micro-batches, a multiple of the ranks
+    count  micro-batches in the step, a multiple of `ranks`
     """
     total = count * virtual_stages
     ahead = min((ranks - rank - 1) * 2 + (virtual_stages - 1) * ranks, total)
@@ -172,7 +174,10 @@ def _zero_bubble(ranks: int, count: int) -> Schedule:
 
 
 def dependencies_of(action: Action, stages: int) -> list[Action]:
-    """The actions that must end before this one begins. stages: of the whole model."""
+    """Return the actions that must end before `action` begins.
+
+    stages: number of pipeline stages of the whole model.
+    """
     kind, chunk, number = action.kind, action.stage, action.micro_batch
     if kind == FORWARD:
         return [Action(FORWARD, chunk - 1, number)] if chunk else []
@@ -183,16 +188,18 @@ def dependencies_of(action: Action, stages: int) -> list[Action]:
 
 
 def consumer_of(action: Action) -> Action:
-    """The action that consumes this one's output.
+    """Return the action that consumes the output of `action`: the same micro-batch's forward on the
+    next stage, or its backward on the stage before.
 
-    The last stage's forward and the first stage's backward send nothing: their result names a stage
-    that does not exist.
+    The last stage's forward and the first stage's backward send nothing. For them the returned
+    action has a stage number that does not exist.
     """
     return Action(action.kind, action.stage + (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
 def producer_of(action: Action) -> Action:
-    """The action whose output this one consumes."""
+    """Return the action whose output `action` consumes. For the first stage's forward and the last
+    stage's backward its stage number does not exist."""
     return Action(action.kind, action.stage - (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
@@ -200,23 +207,31 @@ def producer_of(action: Action) -> Action:
 def coming(
     schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """For each action of a rank: the later actions whose messages are requested before it begins.
+    """Return, for each action of one rank, the later actions whose inputs are requested (received
+    asynchronously, irecv) before the action begins.
 
-    A requested message travels while this action computes (double buffering). Usually this is the
-    next action alone. There is no entry for it if its message
+    schedule, devices, chunks, micro_batches  arguments of `make_schedule`: devices is the number of
+              pipeline ranks, chunks the number of virtual stages on each
+    device    the rank
+    stops     whether an action of this rank may block until all of the rank's posted sends and
+              receives are complete. A GPU may, when it frees memory or loads a kernel; a CPU does
+              not
 
-    - does not exist: a weights action receives nothing, nor does the first stage's forward or the
-      last stage's backward;
+    While an action computes, the input of the next action arrives (double buffering). So an entry
+    usually contains the next action alone. The entry is empty if the next action's input
+
+    - does not exist: a W action receives nothing, nor does the first stage's forward or the last
+      stage's backward;
     - belongs to pipedream's next step, whose samples are not known before the update;
-    - is `late`, on a device that `stops`. A GPU stops within an action to free memory or to load a
-      kernel, until everything that it requested and everything that it sent has arrived.
+    - must not be requested so early, because ranks that stop could deadlock (see `late`).
 
-    Under pipedream, a device that stops requests all gradients of the step that is due before that
-    round's first forward. Otherwise rank 0 can stop in a forward until rank 1 takes what it sent,
-    while rank 1 stops in a backward until rank 0 takes a gradient.
+    Under pipedream, a rank that stops requests, before the first forward of a step, all gradients
+    for the backwards that follow this step's forwards. Otherwise rank 0 could block in a forward
+    until rank 1 has received its activations, while rank 1 blocks in a backward until rank 0 has
+    received a gradient.
 
-    Both ends of a link request and send messages in the same order, because NCCL and gloo match
-    them by order alone.
+    Both ends of a link post sends and receives in the same order, because NCCL and gloo match
+    messages by order alone.
 
     Source: overlapped p2p communication of Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473.
     """
@@ -238,8 +253,8 @@ def coming(
 
 
 def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) -> tuple[Action, ...]:
-    """The backwards of pipedream's round at `place` that are not done: a round is a step's forwards,
-    then the backwards of the step that is due."""
+    """Return the backwards that remain in pipedream's round after the action at index `place`. A
+    round is the forwards of one step, followed by the backwards of an earlier step."""
     here = actions[place]
     end = place + micro_batches - here.micro_batch % micro_batches  # of this step's forwards or backwards
     rest = actions[place + 1 : end] if here.kind == BACKWARD else actions[end : end + micro_batches]
@@ -248,13 +263,18 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
 
 @cache
 def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
-    """The actions whose message a device that may stop requests only when they begin.
+    """Return the actions whose input a rank that may stop (see `coming`) must not request before
+    they begin.
 
-    Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, and
-    rank 1 the backward that rank 0 needs next. If both request ahead and both stop, they wait for
-    each other for ever. So all actions of a step get a position in one order, and a device requests
-    ahead only what is produced before its own action in this order. Then no cycle of waits can form.
-    Pipedream's ranks are steps apart: what they request was produced in an earlier round.
+    Example: in the steady phase of 1F1B, rank 0 computes a forward whose output rank 1 needs next,
+    while rank 1 computes a backward whose output rank 0 needs next. If both have requested their
+    next input and both stop until it has arrived, they deadlock.
+
+    To prevent this, all actions of all ranks in a step are put in one order (`_places`). During
+    action A a rank may request the input of its next action only if this input is produced by an
+    action before A in the order. Then no cycle of waits can form. The other inputs are late.
+
+    The set is empty for pipedream, whose ranks request only what was produced in an earlier round.
     """
     if schedule == "pipedream":
         return frozenset()
@@ -272,17 +292,18 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
 
 
 def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
-    """The position of each action in one order of all actions of a step.
+    """Return action -> its position in one order of all actions of all ranks in a step.
 
-    The order is that of a run in which every action takes equally long. Of actions at the same time,
-    forwards come first, from the first stage on, then backwards, from the last stage on: the way
-    their messages travel. Where possible, an action comes after the receivers have reached what its
-    rank sent before, because a device that stops also waits for its sends.
+    The order is that of a simulated run in which every action takes equally long. Actions that run
+    at the same time are ordered as messages travel: forwards from the first stage to the last, then
+    backwards from the last stage to the first. A rank that stops waits for its sends, too. So an
+    action is placed, where possible, after the receivers of the rank's earlier messages have come to
+    the actions that consume them.
     """
     table = make_schedule(schedule, devices, chunks, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
     done, at = dict[Action, int](), [0] * devices
-    sending: list[list[Action]] = [[] for _ in table]  # by the action that takes it
+    sending: list[list[Action]] = [[] for _ in table]  # by rank: consumers of messages under way
     while len(done) < len(own):
         ready = []
         for device, actions in enumerate(table):
@@ -302,13 +323,14 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
 
 
 def _along(action: Action) -> tuple[bool, int]:
-    """Sort key: the direction in which messages travel."""
+    """Sort key: forwards from the first stage to the last, then other actions from the last stage to
+    the first."""
     is_forward = action.kind == FORWARD
     return not is_forward, action.stage if is_forward else -action.stage
 
 
 def _in_order(table: Schedule) -> Iterator[Action]:
-    """All actions, each after its dependencies.
+    """Yield all actions of all ranks, each after the actions that it depends on.
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
@@ -327,10 +349,11 @@ def _in_order(table: Schedule) -> Iterator[Action]:
 
 
 def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
-    """For each action of a rank: the sent messages that are in its memory beside the action's own input.
+    """Return, for each action of the rank `device`, the messages that the rank has sent and still
+    has in memory during the action.
 
-    Each message is named by the action that consumes it. It stays in memory until it is known to have
-    arrived, which is when its receiver has sent back a message that it made later.
+    A message is named by the action that consumes it. It is freed when the rank knows that it has
+    arrived: when the rank receives a message that the receiver produced after consuming it.
     """
     devices, last = len(table), max(action.stage for actions in table for action in actions)
     places = {action: place for actions in table for place, action in enumerate(actions)}
@@ -350,7 +373,11 @@ def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """The most micro-batches whose activations a rank holds at once; each of its stages counts."""
+    """Return the most micro-batches whose activations a rank holds at once. A micro-batch that is in
+    flight on two virtual stages of the rank counts twice.
+
+    actions: the rank's actions, in order.
+    """
     there, most = 0, 0
     actions = list(actions)
     last = WEIGHTS if any(action.kind == WEIGHTS for action in actions) else BACKWARD
@@ -376,12 +403,14 @@ def simulate(
     transfer: Callable[[Action], float] = lambda action: 0.0,
     late: Collection[Action] = (),
 ) -> list[ScheduledAction]:
-    """When each action runs: an action starts when its rank is free and its inputs have arrived.
+    """Return the start and end of each action. An action starts when its rank is free and its input
+    has arrived.
 
-    seconds   seconds of an action
-    transfer  seconds to send an action's output to the next stage. A transfer starts when the output is
-              complete and its receiver has requested it: when the action before the receiving one began
-    late      actions whose message is requested only when they could begin themselves
+    seconds   returns the seconds of an action
+    transfer  returns the seconds to send an action's output to the stage that consumes it. The
+              transfer starts when the output is complete and the receiving rank has requested it. A
+              rank requests the input of its next action when the current action starts
+    late      actions whose input their rank requests only when the action before them has ended
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
@@ -404,9 +433,11 @@ def simulate(
 
 
 def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
-    """How many blocks each stage has, as equal as possible: 10 blocks in 4 stages are (2, 3, 3, 2).
+    """Return the number of blocks in each stage, as equal as possible. Example: 10 blocks in 4 stages
+    are split as (2, 3, 3, 2).
 
-    The first and the last stage, which also hold the embedding and the head, get the fewer blocks.
+    The first and the last stage get fewer blocks, because they also hold the embedding and the
+    output head.
     """
     each, more = divmod(blocks, stages)
     inner = sorted(range(stages), key=lambda chunk: (chunk in (0, stages - 1), chunk))
@@ -414,7 +445,7 @@ def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def split_balanced(blocks: list[float], first: float, last: float, stages: int) -> tuple[int, ...]:
-    """How many blocks each stage has, so that the slowest stage is as fast as possible.
+    """Return the number of blocks in each stage, such that the slowest stage is as fast as possible.
 
     blocks  seconds of each block
     first   seconds of the code before the blocks, on the first stage

@@ -1,20 +1,21 @@
 """Cuts one pipeline stage's program out of a micro-batch's recorded step.
 
-`rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is of the whole
-model. Its segments are split into sections, and a stage takes those of its blocks. A section is a
-block together with what runs between it and the next block.
+`rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is that of the whole
+model. It is divided into sections: section n is block n together with the code that runs between
+block n and block n + 1. A stage takes the sections of its blocks.
 
-What has to be found is the lifetime of each buffer within the stage. Example: 4 blocks, a stage
+The main task is to find the lifetime of each buffer within the stage. Example: 4 blocks, a stage
 with the blocks 2 and 3, and hidden states of 16 MiB. In the whole model, section 1 allocates the
-hidden states that block 2 reads, and section 2's backward frees them. In the stage, nothing
-allocates them: the segment "received" does so, with 16 MiB, and the end of the stage's backward
-frees them. Likewise, the gradient that block 2's backward makes for section 1 is freed in the
-segment "sent".
+hidden states that block 2 reads, and section 2's backward frees them. The stage has no section 1, so
+it gets a segment "received" that allocates the 16 MiB, and the end of the stage's backward frees
+them. Likewise, the gradient that block 2's backward computes for section 1 is freed in a segment
+"sent".
 
-Equal blocks share one recorded segment. So a buffer is identified by its section and its name in
-the segment, never by its size: the copy of a weight and a gradient may be equally large. What one
-section leaves to the next has one name in the first block's segment and another in the second's.
-This module asks only which of the two neighbours allocates it, and which frees it.
+Equal blocks share one recorded segment. So a buffer is identified by its section and its `Buffer`
+object in the segment, never by its size, because a cast weight and a gradient may have equal sizes.
+A tensor that one section passes to the next is one `Buffer` where it is allocated and may be another
+where it is freed. This module therefore only asks which of the two sections allocates the tensor,
+and which of them frees it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from functools import lru_cache
 from tightfit.cost.entries import NOTHING, StageProgram
 from tightfit.cost.recorded_step import BatchLinear, Buffer, Segment, Timeline
 
-# The section of what comes before the blocks. What comes after n blocks is in section n.
+# The section of the code before the blocks. The code after n blocks is in section n.
 BEFORE = -1
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
@@ -35,15 +36,18 @@ Events = list[tuple[Buffer, int]]
 
 
 class Sections:
-    """A micro-batch's recorded step by section, and where its buffers are allocated and freed.
+    """A micro-batch's recorded step by section, with the sections that allocate and free each buffer.
 
-    deferred  whether the weight gradients of linear layers are computed in a phase of their own
     end       number of blocks
-    segments  by section and phase
-    made      by buffer: the sections that allocate it, and how often
-    phase     by buffer: the phase that allocates it
-    freed     by buffer: the sections that free it without allocating it
-    tied      gradients of parameters that several sections use: sums of their terms
+    segments  (section, phase) -> segments. The phase "weights" has the weight gradients of linear
+              layers if they are computed separately from the rest of backward (the constructor's
+              argument `deferred`)
+    made      buffer -> how often each section allocates it. A buffer of equal blocks, which share
+              one segment, is allocated in several sections
+    phase     buffer -> the phase that allocates it, forward or backward
+    freed     buffer -> the sections that free it without having allocated it
+    tied      gradients of parameters that several sections use. Each is the sum of its `terms`, the
+              gradients from the single uses
     """
 
     def __init__(self, training: tuple[Segment, ...], blocks: int, deferred: bool) -> None:
@@ -65,14 +69,14 @@ class Sections:
                 if later.events:
                     self.segments[section, WEIGHTS].append(replace(segment, timeline=later))
             self.segments[section, segment.phase].append(replace(segment, timeline=timeline))
-        self.made: dict[Buffer, Counter[int]] = defaultdict(Counter)  # by section, how often
-        self.phase: dict[Buffer, str] = {}  # in which a buffer is made
-        self._freed_by_section: dict[int, set[Buffer]] = defaultdict(set)  # by section
+        self.made: dict[Buffer, Counter[int]] = defaultdict(Counter)
+        self.phase: dict[Buffer, str] = {}
+        self._freed_by_section: dict[int, set[Buffer]] = defaultdict(set)
         self._find_lifetimes()
         self.tied = [buffer for buffer in self.made if len({min(self.made[term]) for term in buffer.terms}) > 1]
 
     def _find_lifetimes(self) -> None:
-        """Find where buffers are allocated and freed."""
+        """Fill `made`, `phase` and `freed`."""
         born: dict[Timeline, Counter[Buffer]] = {}
         for (section, phase), segments in self.segments.items():
             for segment in segments:
@@ -83,17 +87,18 @@ class Sections:
                     self.made[buffer][section] += count
                     self.phase.setdefault(buffer, FORWARD if phase == FORWARD else BACKWARD)
                 self._freed_by_section[section] |= timeline.freed
-        self.freed: dict[Buffer, set[int]] = defaultdict(set)  # by other sections than made them
+        self.freed: dict[Buffer, set[int]] = defaultdict(set)  # by sections that did not allocate it
         for section, gone in self._freed_by_section.items():
             for buffer in gone:
                 if section not in self.made.get(buffer, ()):
                     self.freed[buffer].add(section)
 
     def freed_by_next(self, buffer: Buffer) -> bool:
-        """Whether a section leaves the buffer to the section that runs after it.
+        """Whether one section allocates the buffer and the section that runs directly after it frees
+        it: section n + 1 in forward, section n - 1 in backward.
 
-        In forward that is the block above, in backward the block below. Of equal blocks, only the
-        first and the last have neighbours that were recorded.
+        Equal blocks share a segment, so the lowest and the highest section of the buffer are
+        compared.
         """
         allocated, freed = self.made.get(buffer), self.freed.get(buffer)
         if not allocated or not freed:
@@ -102,15 +107,17 @@ class Sections:
         return min(freed) - min(allocated) == step or max(freed) - max(allocated) == step
 
     def saved(self, piece: range) -> frozenset[Buffer]:
-        """What the forward of a stage saves for its backward."""
+        """The buffers that the forward of a stage saves for its backward. piece: its blocks."""
         first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
         here = (segment for section in range(first, last) for segment in self.segments.get((section, FORWARD), ()))
         return frozenset().union(*(segment.timeline.saved for segment in here))
 
     def saves_output(self, piece: range, given: Buffer | None) -> bool:
-        """Whether a stage's backward needs what its forward passes to the next block.
+        """Whether a stage's forward saves its output, the tensor that it passes to the next stage,
+        for its own backward.
 
-        given: the buffer as the next block's segment names it; the stage may use another name.
+        piece: the stage's blocks. given: the `Buffer` of this tensor in the next block's segment,
+        which may be another object than in the stage's own segments; None if unknown.
         """
         if given is None:
             return False
@@ -121,9 +128,10 @@ class Sections:
         return any(one in kept for one in handed_on if one.size == given.size)
 
     def unfreed(self, section: int, whole: bool = True) -> Iterator[Buffer]:
-        """Buffers that a section allocates and does not free, except gradients of parameters.
+        """Yield the buffers that a section allocates and does not free, except gradients of
+        parameters.
 
-        whole: consider its backward too, not only its forward.
+        whole: consider the section's forward and backward; False: only its forward.
         """
         phases = (FORWARD, BACKWARD, WEIGHTS) if whole else (FORWARD,)
         segments = [segment for phase in phases for segment in self.segments.get((section, phase), ())]
@@ -135,7 +143,7 @@ class Sections:
 
 
 def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[int, Segment]]:
-    """Each segment with the number of its section, in order."""
+    """Yield (number of its section, segment) for each segment, in order."""
     here = {FORWARD: BEFORE, BACKWARD: blocks}
     last = blocks - 1
     for segment in training:
@@ -144,24 +152,28 @@ def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[i
         elif segment.phase == FORWARD and here[FORWARD] == last:
             here[FORWARD] = blocks
         yield here[segment.phase], segment
-        # what follows a block's backward, up to the next one, is in the section of the block below
+        # a segment between the backwards of block n and block n - 1 is in section n - 1
         if segment.block is not None and segment.phase == BACKWARD:
             here[BACKWARD] = segment.block - 1
 
 
 @lru_cache(16)
 def sections_of(training: tuple[Segment, ...], blocks: int, deferred: bool) -> Sections:
-    """The Sections of a recorded step, cached: all stages and many plans share one."""
+    """Return the cached `Sections` of a recorded step. All stages and many plans share them.
+
+    deferred: whether the weight gradients of linear layers are computed in a phase of their own.
+    """
     return Sections(training, blocks, deferred)
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """Bytes that a stage receives.
+    """The tensors of one micro-batch that a stage receives in forward.
 
-    saved    of what its backward needs
-    passing  of the rest, which is freed at the end of its forward
-    instead  the buffers that the received tensors replace, where they were made before the blocks
+    saved     bytes of the received tensors that the stage's backward needs
+    passing   bytes of the other received tensors, which are freed at the end of the forward
+    replaced  buffers of the recorded step that the received tensors replace. Those that the code
+              before the blocks allocates are removed from the stage
     """
 
     saved: BatchLinear = NOTHING
@@ -170,26 +182,31 @@ class StageInput:
 
 
 def stage_program(sections: Sections, stage: range, received: StageInput, gradients: BatchLinear) -> StageProgram:
-    """The program of one stage of the model.
+    """Return the recorded step of one stage of the model.
 
-    What other ranks send is allocated at the beginning of the forward or backward. What no segment
-    here frees is freed at their end.
+    Tensors from other ranks are allocated at the beginning of the stage's forward or backward. All
+    buffers that no segment of the stage frees are freed at the end of its forward or backward.
 
-    received   bytes from the stage before
-    gradients  bytes of the gradients that the next stage sends
+    stage      the stage's blocks
+    received   the tensors that the stage before sends
+    gradients  bytes of the gradients that the next stage sends back
     """
     return _StageBuilder(sections, stage, received, gradients).part()
 
 
 class _StageBuilder:
-    """Builds the program of one stage.
+    """Builds the recorded step of one stage.
 
-    here     the sections whose forward and backward it runs. Every rank also runs the forward of
-             what comes before the blocks
-    alive    buffers allocated here that neither their own section nor the next one frees
-    operand  by phase, whether what is received in it is still needed for the weight gradients
-    early    by section: events of gradients that the loss made in the forward, before backward
-    becomes  what replaces a buffer in this stage; None where nothing does
+    here     the sections whose forward and backward the stage runs
+    run      `here` and the section BEFORE, because every rank also runs the forward of the code
+             before the blocks
+    alive    buffer -> how many of its allocations in this stage neither their own section nor the
+             next section of the stage frees
+    operand  phase -> whether the tensors received in this phase are operands of weight gradients
+             that are computed later
+    early    section -> events to add to its backward, for gradients that the loss computed in
+             the forward already
+    becomes  buffer -> the buffer that replaces it in this stage, None if it is removed
     """
 
     def __init__(self, sections: Sections, piece: range, comes: StageInput, gradients: BatchLinear) -> None:
@@ -207,13 +224,13 @@ class _StageBuilder:
         self.becomes.update((buffer, None) for buffer in comes.replaced if BEFORE in sections.made.get(buffer, ()))
 
     def _untie_gradient(self, gradient: Buffer) -> None:
-        """A parameter that stages on several ranks use has its own gradient on each, and not their
-        sum."""
+        """Replace the summed gradient of a parameter that several sections use by this stage's own
+        term, if the stage contains only one of these uses. The ranks add up the terms later."""
         here = [term for term in gradient.terms if any(section in self.here for section in self.sections.made[term])]
         if len(here) == 1 and len(gradient.terms) > 1:
             own = self.becomes[here[0]] = replace(here[0], row="gradients")
             self.becomes[gradient] = None
-            if self.sections.phase[here[0]] == FORWARD:  # a loss that makes gradients in its forward
+            if self.sections.phase[here[0]] == FORWARD:  # a loss that computes gradients in its forward
                 self.early[min(self.sections.made[here[0]])] = [(here[0], -1), (own, 1), (own, 0)]
 
     def part(self) -> StageProgram:
@@ -251,8 +268,8 @@ class _StageBuilder:
         )
 
     def _count_unfreed(self) -> None:
-        """Count the buffers that are alive after their own section and that the next one does not
-        free."""
+        """Fill `alive` with the buffers that neither their own section nor the stage's next section
+        frees."""
         for section in self.run:
             for buffer in self.sections.unfreed(section, whole=section in self.here):
                 if buffer in self.becomes:
@@ -266,7 +283,8 @@ class _StageBuilder:
                     self.alive[buffer] += 1
 
     def _without_foreign_frees(self, section: int, segment: Segment) -> Segment:
-        """A segment without the frees of buffers that this stage never had."""
+        """Return the segment without the frees of buffers that this stage has not allocated, and
+        with the replacements of `becomes`."""
         timeline = segment.timeline
         sections = self.sections
         elsewhere = {buffer for buffer in timeline.freed if section not in sections.made.get(buffer, ())}
@@ -304,16 +322,17 @@ def _segment(part: str, phase: str, events: Events) -> Segment:
 
 
 def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timeline:
-    """A segment whose linear layers, with the weights `late`, do not save casts of their weights.
+    """Return the segment without saved casts of weights: a linear layer's cast weight is freed after
+    its product in forward, and backward casts the weight again.
 
-    Backward casts the weights again.
+    late: names of the weights whose gradients are computed in a phase of their own.
     """
     copies = {buffer for buffer, _ in timeline.events if buffer.parameter in late and not buffer.operands}
     copies = {buffer for buffer in copies if buffer.maker == "aten._to_copy" and buffer.row != "gradients"}
     if not copies:
         return timeline
     events: Events = []
-    there: Events = []  # casts that are freed after the next product
+    there: Events = []  # frees of casts, to add after the next allocation, the product's result
     made: set[Buffer] = set()
     for buffer, sign in timeline.events:
         if buffer in copies and sign > 0:
@@ -335,10 +354,11 @@ def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timel
 
 
 def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Split a backward segment: one without the weight gradients of linear layers, and one with
-    them.
+    """Split a backward segment in two: the rest of backward, and the weight gradients of linear
+    layers.
 
-    The second also frees the operands that only the weight gradients still need.
+    The operands of the weight gradients are freed in the second part, each after its last use.
+    Without such gradients the second part is empty.
     """
     made = [buffer for buffer in timeline.allocated if buffer.parameter and buffer.operands]
     if not made:

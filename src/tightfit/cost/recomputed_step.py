@@ -1,15 +1,15 @@
-"""Edits a recorded step for activation recomputation: segments of blocks run again in backward.
+"""Edits a recorded step for activation recomputation: groups of blocks run again in backward.
 
-`recompute` calls `with_recomputation` when it estimates a plan. The recorded step is of training
-without recomputation. It is edited as follows: the first forward saves only a segment's input, and
-before the backward of the segment's last block, the forward runs again.
+The method `recompute` calls `with_recomputation` when it estimates a plan. The recorded step is
+that of training without recomputation. It is edited as follows: the first forward saves only the
+input of each group, and the group's forward runs again before the backward of its last block.
 
-Example: 12 blocks in segments of 3, that is range(0, 3), range(3, 6), ... Each block saves
-340 MiB for backward, and its input is 16 MiB. Without recomputation, 12 x 340 = 4080 MiB are
-saved. With it, the 4 segments save their inputs, 4 x 16 = 64 MiB. In backward, one segment at a
-time is recomputed: 3 x 340 = 1020 MiB, which its blocks' backwards free one after another. The peak
-falls from 4080 to about 64 + 1020 = 1084 MiB, and the forward of the blocks runs twice. Segments
-of 1 block save 12 x 16 = 192 MiB and recompute 340 MiB: a peak of about 532 MiB.
+Example: 12 blocks in groups of 3, that is range(0, 3), range(3, 6), ... Each block saves 340 MiB
+for backward, and its input is 16 MiB. Without recomputation, 12 x 340 = 4080 MiB are saved. With
+recomputation, the 4 groups save their inputs, 4 x 16 = 64 MiB. In backward, one group at a time is
+recomputed: 3 x 340 = 1020 MiB, which the backwards of its blocks free one after another. The peak
+falls from 4080 to about 64 + 1020 = 1084 MiB, and the forward of the blocks runs twice. Groups of
+1 block save 12 x 16 = 192 MiB and recompute 340 MiB: a peak of about 532 MiB.
 
 The second forward stops at the last tensor that backward needs. With `selective`, it also skips
 products (matrix products, convolutions, attention) whose results the first forward saved.
@@ -59,11 +59,11 @@ _PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COM
 _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in WEIGHT_MATMUL_OPS)
 
 
-# The time that torch's checkpointing spends in Python, beside the recomputation itself, as a
-# number of operation launches of equal duration:
-SEGMENT_LAUNCHES = 33  # for each recomputed segment
-HOOK_LAUNCHES = 2.3  # for each operation in it, whose tensors pass through saved-tensor hooks
-DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether it is saved
+# The time that torch's checkpointing spends in Python beside the recomputation itself, in units of
+# the time to launch one operation:
+SEGMENT_LAUNCHES = 33  # for each recomputed group of blocks
+HOOK_LAUNCHES = 2.3  # for each recomputed operation, whose tensors pass through saved-tensor hooks
+DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether to save its result
 
 
 @lru_cache(64)  # plans that differ only in how they shard the work share an entry
@@ -74,14 +74,15 @@ def with_recomputation(
     selective: int,
     compiled: bool = False,
 ) -> tuple[Segment, ...]:
-    """The recorded step in which these segments of blocks are recomputed in backward.
+    """Return the recorded step in which these groups of blocks are recomputed in backward.
 
-    training   the recorded step without recomputation; inference: an evaluation's, whose forward
-               saves nothing
-    segments   ranges of blocks, each recomputed as a whole
-    selective  0: recompute everything. 1: save all products; 2: of those with weights, save every
-               second one. See recompute.py
-    compiled   compiled kernels recompute what they need, and nothing is done in Python
+    training   the recorded step without recomputation
+    inference  the recorded step of an evaluation, whose forward saves nothing for backward
+    segments   the groups: ranges of blocks that are recomputed together
+    selective  0: recompute all operations. 1: save the results of all products (matrix products,
+               convolutions, attention). 2: save only every second product with a weight, and all
+               others. See methods/recompute.py
+    compiled   whether the blocks are compiled. Then checkpointing takes no time in Python
     """
     edit = _RecomputationEdit(training, inference, segments, selective, compiled)
     for segment in segments:
@@ -90,18 +91,21 @@ def with_recomputation(
     return tuple(edit.training)
 
 
-Call = tuple[int, int]  # (block, number of its call in the forward): each call is recomputed alone
+Call = tuple[int, int]  # (block, number of its call in the forward): a block may be called repeatedly
 
 
 class _RecomputationEdit:
-    """Edits a recorded training step, one segment of blocks at a time.
+    """Edits a recorded training step, one group of blocks at a time. A position is an index in the
+    recorded step.
 
-    passing  buffers of an evaluation that are freed before its end
-    forward  call -> position of its forward; backward: call -> positions of its backward
-    copies   by block: casts of its weights that autocast makes in the block's first call
-    calls    by block: its calls that have a backward, in order
-    kept     buffers that others than their maker save; a recomputed block saves all of its inputs
-    end      position of the forward's last segment
+    passing   buffers that an evaluation frees before its last segment
+    forward   call -> position of its forward
+    backward  call -> positions of its backward
+    copies    block -> casts of its weights that autocast makes in the block's first call
+    calls     block -> its calls that have a backward, in order
+    kept      buffers that are saved for backward by another segment than the one that allocates
+              them. A recomputed block saves all of its inputs
+    end       position of the last segment of the forward pass
     """
 
     def __init__(
@@ -136,13 +140,17 @@ class _RecomputationEdit:
         self.end = max(place for place, part in enumerate(self.training) if part.phase == "forward")
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
-        """Save only the first block's input; recompute all blocks before the last block's backward."""
+        """Edit one group of blocks: save only the first block's input, and recompute all of its
+        blocks before the last block's backward.
+
+        segment: a call of each block in the group, in order.
+        """
         again, last, asked = Timeline(), segment[-1], 0
         for call in segment:
             before = self.training[self.forward[call]].timeline
             asked += len(before.operations)
             saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.freed}
-            # autocast casts a weight once per forward, so the second forward casts it again
+            # autocast caches the cast of a weight within a forward, so the second forward casts again
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
             self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(anew)))
             again = again.then(Timeline(tuple((copy, 1) for copy in anew)))
@@ -158,9 +166,11 @@ class _RecomputationEdit:
         self._replace_timeline(place, again.then(self.training[place].timeline))
 
     def _python_time(self, again: int, asked: int) -> Timeline:
-        """The time that torch spends in Python on one segment, as launches of operations.
+        """Return a timeline with the time that checkpointing spends in Python on one group of
+        blocks, as a number of operation launches.
 
-        again: operations that run again; asked: operations for which selective decides.
+        again: number of operations that run again. asked: number of operations for which selective
+        recomputation decides whether their results are saved.
         """
         count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
         return Timeline((), (Operation("call", "float32", BatchLinear(), BatchLinear(), count=BatchLinear(count)),))
@@ -169,11 +179,14 @@ class _RecomputationEdit:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
     def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
-        """Buffers that a block saves and that others save too, such as the result of a ReLU at its
-        end.
+        """Find the buffers of a block that both the block and a later segment save for backward,
+        such as the result of a ReLU at the block's end.
 
-        Returns for each of them the copy that the first forward leaves to the others: the second
-        forward makes the block's own.
+        Returns for each of them a new `Buffer`, which the first forward allocates for the later
+        segment. The second forward allocates the original for the block's own backward.
+
+        before: the block's forward without recomputation. saved: the buffers that its backward
+        frees.
         """
         products = _saved_products(before, self.selective) if self.selective else set()
         return {buffer: replace(buffer) for buffer in before.allocated if buffer in (saved & self.kept) - products}
@@ -181,16 +194,20 @@ class _RecomputationEdit:
     def _forward(
         self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
     ) -> None:
-        """Replace the block's first forward, which saves everything, by one that does not.
+        """Replace the block's first forward, which saves everything for backward, by the forward of
+        an evaluation, which saves nothing but what is listed here.
 
-        saved: the buffers that backward would free. keep_input: whether the block's input is saved.
+        before      the first forward without recomputation
+        saved       the buffers that the block's backward frees
+        handed_on   the result of `_left_to_others`
+        keep_input  whether the block's input is saved: True for the first block of a group
         """
         kept = {*_outputs_of(before, saved), *handed_on}
         if self.selective:
             kept |= _saved_products(before, self.selective)
         left = [handed_on.get(buffer, buffer) for buffer in before.allocated if buffer in kept]
         first = _forward_leaving(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
-        if self.selective:  # a later call makes its own casts of weights
+        if self.selective:  # each later call casts the weights again
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
             first = Timeline(tuple((copy, 1) for copy in anew)).then(first).then(_freeing(anew))
         inputs = before.inputs
@@ -206,9 +223,9 @@ class _RecomputationEdit:
             self.forward[call], replace(first, inputs=inputs, saved=own, block_inputs=before.block_inputs)
         )
         held = [buffer for buffer in first.allocated if buffer not in first.freed and buffer not in left]
-        soon = [buffer for buffer in held if buffer in self.passing]  # outputs that nobody saves
+        soon = [buffer for buffer in held if buffer in self.passing]  # outputs that no segment saves
         after = next(iter(self._after(call)), self.end)
-        if soon:  # else forward's end would be copied once for each of many blocks
+        if soon:  # without this check, the last segment's timeline would be copied for each block
             self._replace_timeline(after, self.training[after].timeline.then(_freeing(soon)))
         stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's casts of weights
         if stay:
@@ -219,17 +236,18 @@ class _RecomputationEdit:
         return self.training[self.backward[call][-1]].timeline
 
     def _after(self, call: Call) -> list[int]:
-        """Where an input of the block may be freed after its forward: right after it, or at
-        forward's end."""
+        """Return the positions at which an input of the block may be freed: right after the block's
+        forward, or at the end of the whole forward pass."""
         return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
 
     def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
-        """Whether the buffer is freed after the block's forward, because nothing saves it for
-        backward."""
+        """Whether the buffer is freed in the forward pass, after the block's forward, because no
+        segment saves it for backward."""
         return any(buffer in self.training[place].timeline.freed for place in self._after(call))
 
     def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
-        """Keep the buffer alive after the forward. Returns whether it was freed there before."""
+        """Remove the event that frees the buffer in the forward pass after the block's forward.
+        Returns whether there was such an event."""
         for place in self._after(call):
             timeline = self.training[place].timeline
             if buffer in timeline.freed:
@@ -239,9 +257,13 @@ class _RecomputationEdit:
         return False
 
     def _second_forward(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
-        """The second forward, up to the last tensor that backward needs.
+        """Return the timeline of the block's second forward. At its end, the buffers that backward
+        frees are allocated.
 
-        It ends with the buffers alive that backward frees.
+        before  the block's forward without recomputation
+        saved   the buffers that the block's backward frees
+        stops   whether to stop at the last tensor that backward needs: True for the last block of a
+                group. The other blocks run to their end, because the next block needs their output
         """
         events, operations = before.recompute_end if stops else (len(before.events), len(before.operations))
         there = _saved_products(before, self.selective) if self.selective else set()
@@ -259,7 +281,11 @@ class _RecomputationEdit:
 
 
 def _is_saved(names: list[str], selective: int) -> list[bool]:
-    """Of consecutive operations, by name, whether the result of each is saved."""
+    """Return for each operation whether selective recomputation saves its result.
+
+    names      the operations' names, in the order in which they run
+    selective  save every `selective`-th product with a weight, and every other product
+    """
     counted, found = 0, []
     for name in names:
         found.append(name in _PRODUCT_NAMES and (name not in _COUNTED_NAMES or counted % selective == 0))
@@ -268,24 +294,28 @@ def _is_saved(names: list[str], selective: int) -> list[bool]:
 
 
 def _saved_products(timeline: Timeline, selective: int) -> set[Buffer]:
-    """The results of products that the first forward saves."""
+    """Return the results of products that the first forward saves under selective recomputation."""
     born = timeline.allocated
     kept = _is_saved([buffer.maker for buffer in born], selective)
     return {buffer for buffer, is_kept in zip(born, kept, strict=True) if is_kept}
 
 
 def _outputs_of(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
-    """What a forward leaves that its own backward does not need: its outputs."""
+    """Return the outputs of a forward: buffers that it allocates and does not free, and that are not
+    in `saved`, the buffers that its own backward frees."""
     gone = timeline.freed
     return [buffer for buffer in timeline.allocated if buffer not in gone and buffer not in saved]
 
 
 def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
-    """An evaluation's forward that leaves the buffers `kept`. Its inputs stay.
+    """Return an evaluation's forward, edited so that it allocates the buffers `kept` of the training
+    step and does not free them. It does not free its inputs either.
 
-    Its own counterparts of `kept` are replaced by them, in order. They are found by the operation
-    that made them and by their size. A compiled forward makes its results by other operations than
-    an evaluation does: these are found by size alone.
+    Each buffer of `kept` takes the place of an evaluation's buffer with the same operation and size,
+    in order. If none has the same operation, as in a compiled forward, it takes the place of one
+    with the same size. If none has the same size, it is allocated at the end.
+
+    selective: whether results of products that the evaluation frees may be replaced, too.
     """
     born, gone = timeline.allocated, timeline.freed
     left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]
@@ -297,7 +327,7 @@ def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) ->
             names[same[-1]] = one
         else:
             unlike.append(one)
-    made: list[Buffer] = []  # buffers that have no counterpart in an evaluation
+    made: list[Buffer] = []  # buffers that correspond to no buffer of the evaluation
     for one in unlike:
         same = [copy for copy in left if copy not in names and copy.size == one.size]
         if same:

@@ -1,9 +1,9 @@
 """The recorded step: the buffers that one micro-batch allocates and frees, and its operations.
 
-planner/tracing/recorder.py records it on fake tensors, planner code and each method's `cost` edit it, and
-`Ledger` replays it to find the peak. A recorded step is a tuple of segments, in the order in which
-they run: the forward of each part of the model, then the backwards in reverse order. Every size
-is linear in the samples of a micro-batch, so one recorded step holds for every micro-batch size.
+planner/tracing/recorder.py records it on fake tensors, each method's `cost` edits it, and `Ledger`
+replays it to find the peak. A recorded step is a tuple of segments, in the order in which they run:
+the forward of each part of the model, then the backwards in reverse order. Every size is linear in
+the samples of a micro-batch, so one recorded step holds for every micro-batch size.
 
 Example: two equal blocks, sizes in MiB for one sample. A block's forward allocates an activation
 h of 4, which is saved for backward, and a temporary t of 2, which is freed at once. Its backward
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-# the rows that a buffer may count under
+# the rows of the ledger that a recorded buffer may count under
 TRACED_ROWS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
 
 WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
@@ -52,16 +52,16 @@ class BatchLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One storage of a tensor. Two buffers are equal only if they are the same object.
+    """The storage of one tensor. Two buffers are equal only if they are the same object.
 
     size       bytes
-    row        the ledger's row that it counts under, one of TRACED_ROWS
-    maker      the operation that allocates it
-    parameter  name of the parameter that it belongs to. Set for a gradient, for the product that a
-               gradient is cast from, and for a weight's copy in another dtype; else empty
+    row        the ledger's row that the buffer counts under, one of TRACED_ROWS
+    maker      the operation that allocates the buffer, such as aten.mm
+    parameter  name of a parameter. Set for the parameter's gradient, for the product that this
+               gradient is cast from, and for a cast of the parameter to another dtype; else empty
     operands   for a gradient that is a matrix product: the two buffers that are multiplied
-    terms      for the gradient of a parameter that is used several times: the gradients of the
-               single uses, whose sum it is
+    terms      for the gradient of a parameter that is used several times: the gradients from the
+               single uses, which are summed to this gradient
     """
 
     size: BatchLinear
@@ -76,13 +76,16 @@ class Buffer:
 class Operation:
     """One kernel, or `count` equal kernels. `flops` and `bytes_accessed` are those of one kernel.
 
-    name      the operation's name, such as aten.mm
-    dtype     the dtype that it computes in
-    flops     model FLOPs: attention counts all pairs of queries and keys, also under a causal mask
-    bytes_accessed  bytes read and written
-    sizes     for a matrix product: (batches, rows, columns, depth); else empty
-    computed_share  share of `flops` that the kernel computes: attention skips the pairs that a
-              causal mask hides
+    name            the operation's name, such as aten.mm
+    dtype           the dtype that the kernel computes in
+    flops           model FLOPs: attention counts all pairs of queries and keys, also under a causal
+                    mask
+    bytes_accessed  bytes that the kernel reads and writes
+    sizes           for a matrix product: (batches, rows, columns, depth), depth being the summed
+                    dimension; else empty
+    count           number of equal kernels
+    computed_share  share of `flops` that the kernel really computes: less than 1 for attention that
+                    skips the pairs that a causal mask hides
     """
 
     name: str
@@ -98,10 +101,10 @@ class Operation:
 class BlockInput:
     """A tensor that a block is called with.
 
-    path          its path within the block's arguments
+    path          the tensor's path within the block's arguments
     size          bytes of the tensor, which may be a view of a part of its storage
-    buffer        its storage; None if the step did not allocate it
-    has_gradient  whether backward computes a gradient of it
+    buffer        the tensor's storage; None if the step did not allocate it
+    has_gradient  whether backward computes a gradient of the tensor
     """
 
     path: str
@@ -112,13 +115,13 @@ class BlockInput:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What one segment does: its buffers' events in order, and its operations.
+    """The events of one segment's buffers in order, and the segment's operations.
 
     An event is (buffer, +1) when the buffer is allocated and (buffer, -1) when it is freed. A
-    parameter's gradient has one event more, (buffer, 0): it is complete.
+    parameter's gradient has one more event, (buffer, 0), when it is complete.
 
-    recompute_end  (events, operations): how many of each come before the last tensor that backward
-                   needs. A recomputation of this forward stops there
+    recompute_end  for a forward: (number of events, number of operations) up to the last tensor
+                   that backward needs. A recomputation of this forward stops there
     inputs         for a block: the buffers that it was called with
     block_inputs   for a block: all tensors that it was called with
     saved          for a forward: the buffers, its own or earlier ones, that are saved for backward
@@ -155,9 +158,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one micro-batch does in one part of the model in one phase.
+    """The work of one micro-batch in one part of the model in one phase.
 
-    part      "block" for a repeated block, else a name for the code before, between or after them
+    part      "block" for a repeated block, else a name for the code before, between or after the
+              blocks
     phase     forward, backward, inference (a forward that saves nothing for backward) or optimizer
     block     the block's number, from 0; None if the part is no block
     call      for a block that a forward calls more than once: the number of the call, from 0
@@ -177,12 +181,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedSegment:
-    """What replaying a timeline found, in bytes and relative to the bytes at its begin.
+    """The result of `replay`: bytes relative to those before the timeline.
 
-    at_peak              bytes by row that it adds at its peak
-    at_end               bytes by row that it adds at its end
-    completed_gradients  bytes of the gradients that are complete (at the peak, at the end)
-    largest_gradient     bytes of the largest complete gradient
+    at_peak              bytes that the timeline adds at its peak, by row
+    at_end               bytes that the timeline adds at its end, by row
+    completed_gradients  bytes of the gradients that the timeline has completed (at its peak, at its
+                         end)
+    largest_gradient     bytes of the largest gradient that the timeline completes
     """
 
     at_peak: dict[str, float]
@@ -192,7 +197,8 @@ class ReplayedSegment:
 
 
 def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
-    """Add up a timeline's events for a micro-batch of `samples`, and note the peak of their sum."""
+    """Add up the bytes of a timeline's events for a micro-batch of `samples`, and find the peak of
+    the sum."""
     rows = dict.fromkeys(TRACED_ROWS, 0.0)
     total, best, largest = 0.0, 0.0, dict(rows)
     made, made_then, gradient = 0.0, 0.0, 0.0
@@ -211,9 +217,11 @@ def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
 def edit_backward(
     recorded_step: tuple[Segment, ...], edits: list[Callable[[Timeline], Timeline]]
 ) -> tuple[Segment, ...]:
-    """The recorded step with every timeline of its backwards edited by all `edits`, in order.
+    """Return the recorded step with the timeline of every backward segment edited by all `edits`, in
+    order.
 
-    Equal blocks share one timeline. It is edited once, so that they share the result, too.
+    Equal blocks share one timeline. A shared timeline is edited once, so that the blocks share the
+    edited timeline, too.
     """
     known: dict[Timeline, Timeline] = {}
 
@@ -231,8 +239,8 @@ def edit_backward(
 
 
 def free_completed_gradients(timeline: Timeline) -> Timeline:
-    """Backward's timeline if each gradient is copied to a bucket, or to other memory, and freed as
-    soon as it is complete. The caller accounts for the bucket."""
+    """Edit a backward timeline: free each parameter's gradient as soon as it is complete, because it
+    is copied to a bucket or offloaded. The caller accounts for the memory of the bucket."""
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:
         if buffer.row != "gradients" or sign > 0:
@@ -243,8 +251,8 @@ def free_completed_gradients(timeline: Timeline) -> Timeline:
 
 
 def accumulate_gradients(timeline: Timeline) -> Timeline:
-    """Backward's timeline of a later micro-batch: each new gradient is a temporary, which is added
-    to the gradients of earlier micro-batches and freed."""
+    """Edit the backward timeline of a second or later micro-batch: each parameter's gradient is a
+    temporary, which is added to the sum over the earlier micro-batches and freed."""
     events: list[tuple[Buffer, int]] = []
     passing: dict[Buffer, Buffer] = {}
     for buffer, sign in timeline.events:
@@ -259,10 +267,11 @@ def accumulate_gradients(timeline: Timeline) -> Timeline:
 
 
 def fuse_updates(timeline: Timeline, update_bytes: Mapping[str, float]) -> Timeline:
-    """Backward's timeline if each parameter is updated as soon as its gradient is complete, which
-    is then freed.
+    """Edit a backward timeline: update each parameter as soon as its gradient is complete, and then
+    free the gradient.
 
-    needed  temporary bytes of each parameter's update, by the parameter's name
+    update_bytes  parameter name -> bytes of temporary tensors during its update. A parameter that is
+                  not in it needs none
     """
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:
