@@ -123,8 +123,8 @@ class BucketedReduction:
     stays: bool = False
 
     def begun_bytes(self, done: float, whole: float) -> float:
-        """Bytes of the allocated buckets when `done` of the `whole` bytes of gradients are complete:
-        `done` rounded up to whole buckets, and at most `whole`."""
+        """Bytes of the allocated buckets when `done` of the `whole` bytes of gradients are
+        complete: `done` rounded up to whole buckets, and at most `whole`."""
         return min(math.ceil(done / self.bucket) * self.bucket, whole)
 
     def rows_during(self, done: float, whole: float) -> dict[str, float]:
@@ -282,8 +282,8 @@ class RankProgram:
         return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))
 
     def resident_message_bytes(self, place: int) -> BatchLinear:
-        """Bytes of the messages in this rank's memory during its action at index `place`, beside the
-        action's own input.
+        """Bytes of the messages in this rank's memory during its action at index `place`, beside
+        the action's own input.
 
         Sent tensors that the rank has saved for its own backward are subtracted, because they count
         as activations.

@@ -155,8 +155,8 @@ class Ledger:
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
     def instants(self) -> Iterator[Instant]:
-        """Yield (phase, part, bytes by row) for the peak of each segment of a step, and for instants
-        between segments, such as a reduction, in order.
+        """Yield (phase, part, bytes by row) for the peak of each segment of a step, and for
+        instants between segments, such as a reduction, in order.
 
         The first micro-batch allocates the gradients. Each later micro-batch adds its gradients to
         the existing ones.
@@ -276,8 +276,8 @@ class Ledger:
         return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
-        """Return the recorded step of the first micro-batch and, if there are several micro-batches,
-        that of a later one, edited for this plan's treatment of gradients.
+        """Return the recorded step of the first micro-batch and, if there are several
+        micro-batches, that of a later one, edited for this plan's treatment of gradients.
 
         training: the recorded step of one micro-batch. Segments that share a timeline in it share a
         timeline in the results, too.
@@ -365,8 +365,8 @@ _OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows in a CUDA grap
 
 
 def _messages(size: BatchLinear, phase: str) -> tuple[Segment, Segment]:
-    """Return two segments: the first allocates messages of `size` bytes before an action, the second
-    frees them after the action."""
+    """Return two segments: the first allocates messages of `size` bytes before an action, the
+    second frees them after the action."""
     buffer = Buffer(size, "temporaries", "message")
     allocate, free = (Timeline(((buffer, sign),)) for sign in (1, -1))
     return Segment("messages", phase, allocate), Segment("messages", phase, free)

@@ -10,9 +10,10 @@ the step, a micro-batch and a segment begin and end, and the overlay adds bytes:
 - `ShardOverlay` gathers the parameters of one block at a time and reduces its gradients (ZeRO-3).
 
 Example: backward has completed 60 of 100 MiB of gradients. In the recorded step,
-`free_completed_gradients` (`cost/recorded_step.py`) frees each gradient when it is complete, because
-it is copied to a bucket. `BucketOverlay` adds the buckets. With buckets of 25 MiB, two are full and
-the third is partly filled. A bucket is allocated whole, so the overlay adds 3 x 25 = 75 MiB.
+`free_completed_gradients` (`cost/recorded_step.py`) frees each gradient when it is complete,
+because it is copied to a bucket. `BucketOverlay` adds the buckets. With buckets of 25 MiB, two are
+full and the third is partly filled. A bucket is allocated whole, so the overlay adds 3 x 25 = 75
+MiB.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class StepMemory:
 
 
 class Overlay:
-    """The overlay that adds nothing: gradients stay where backward allocates them. Base class of the
-    other overlays."""
+    """The overlay that adds nothing: gradients stay where backward allocates them. Base class of
+    the other overlays."""
 
     def begin_step(self, memory: StepMemory) -> None:
         memory.note("forward", "start")

@@ -297,8 +297,8 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
     The order is that of a simulated run in which every action takes equally long. Actions that run
     at the same time are ordered as messages travel: forwards from the first stage to the last, then
     backwards from the last stage to the first. A rank that stops waits for its sends, too. So an
-    action is placed, where possible, after the receivers of the rank's earlier messages have come to
-    the actions that consume them.
+    action is placed, where possible, after the receivers of the rank's earlier messages have come
+    to the actions that consume them.
     """
     table = make_schedule(schedule, devices, chunks, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
@@ -323,8 +323,8 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
 
 
 def _along(action: Action) -> tuple[bool, int]:
-    """Sort key: forwards from the first stage to the last, then other actions from the last stage to
-    the first."""
+    """Sort key: forwards from the first stage to the last, then other actions from the last stage
+    to the first."""
     is_forward = action.kind == FORWARD
     return not is_forward, action.stage if is_forward else -action.stage
 
@@ -373,8 +373,8 @@ def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """Return the most micro-batches whose activations a rank holds at once. A micro-batch that is in
-    flight on two virtual stages of the rank counts twice.
+    """Return the most micro-batches whose activations a rank holds at once. A micro-batch that is
+    in flight on two virtual stages of the rank counts twice.
 
     actions: the rank's actions, in order.
     """
@@ -433,8 +433,8 @@ def simulate(
 
 
 def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks in each stage, as equal as possible. Example: 10 blocks in 4 stages
-    are split as (2, 3, 3, 2).
+    """Return the number of blocks in each stage, as equal as possible. Example: 10 blocks in 4
+    stages are split as (2, 3, 3, 2).
 
     The first and the last stage get fewer blocks, because they also hold the embedding and the
     output head.
@@ -445,7 +445,8 @@ def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def split_balanced(blocks: list[float], first: float, last: float, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks in each stage, such that the slowest stage is as fast as possible.
+    """Return the number of blocks in each stage, such that the slowest stage is as fast as
+    possible.
 
     blocks  seconds of each block
     first   seconds of the code before the blocks, on the first stage

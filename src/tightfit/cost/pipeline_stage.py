@@ -6,16 +6,16 @@ block n and block n + 1. A stage takes the sections of its blocks.
 
 The main task is to find the lifetime of each buffer within the stage. Example: 4 blocks, a stage
 with the blocks 2 and 3, and hidden states of 16 MiB. In the whole model, section 1 allocates the
-hidden states that block 2 reads, and section 2's backward frees them. The stage has no section 1, so
-it gets a segment "received" that allocates the 16 MiB, and the end of the stage's backward frees
+hidden states that block 2 reads, and section 2's backward frees them. The stage has no section 1,
+so it gets a segment "received" that allocates the 16 MiB, and the end of the stage's backward frees
 them. Likewise, the gradient that block 2's backward computes for section 1 is freed in a segment
 "sent".
 
 Equal blocks share one recorded segment. So a buffer is identified by its section and its `Buffer`
 object in the segment, never by its size, because a cast weight and a gradient may have equal sizes.
-A tensor that one section passes to the next is one `Buffer` where it is allocated and may be another
-where it is freed. This module therefore only asks which of the two sections allocates the tensor,
-and which of them frees it.
+A tensor that one section passes to the next is one `Buffer` where it is allocated and may be
+another where it is freed. This module therefore only asks which of the two sections allocates the
+tensor, and which of them frees it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ Events = list[tuple[Buffer, int]]
 
 
 class Sections:
-    """A micro-batch's recorded step by section, with the sections that allocate and free each buffer.
+    """A micro-batch's recorded step by section, with the sections that allocate and free each
+    buffer.
 
     end       number of blocks
     segments  (section, phase) -> segments. The phase "weights" has the weight gradients of linear
@@ -94,8 +95,8 @@ class Sections:
                     self.freed[buffer].add(section)
 
     def freed_by_next(self, buffer: Buffer) -> bool:
-        """Whether one section allocates the buffer and the section that runs directly after it frees
-        it: section n + 1 in forward, section n - 1 in backward.
+        """Whether one section allocates the buffer and the section that runs directly after it
+        frees it: section n + 1 in forward, section n - 1 in backward.
 
         Equal blocks share a segment, so the lowest and the highest section of the buffer are
         compared.
@@ -322,8 +323,8 @@ def _segment(part: str, phase: str, events: Events) -> Segment:
 
 
 def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timeline:
-    """Return the segment without saved casts of weights: a linear layer's cast weight is freed after
-    its product in forward, and backward casts the weight again.
+    """Return the segment without saved casts of weights: a linear layer's cast weight is freed
+    after its product in forward, and backward casts the weight again.
 
     late: names of the weights whose gradients are computed in a phase of their own.
     """

@@ -301,19 +301,19 @@ def _saved_products(timeline: Timeline, selective: int) -> set[Buffer]:
 
 
 def _outputs_of(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
-    """Return the outputs of a forward: buffers that it allocates and does not free, and that are not
-    in `saved`, the buffers that its own backward frees."""
+    """Return the outputs of a forward: buffers that it allocates and does not free, and that are
+    not in `saved`, the buffers that its own backward frees."""
     gone = timeline.freed
     return [buffer for buffer in timeline.allocated if buffer not in gone and buffer not in saved]
 
 
 def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
-    """Return an evaluation's forward, edited so that it allocates the buffers `kept` of the training
-    step and does not free them. It does not free its inputs either.
+    """Return an evaluation's forward, edited so that it allocates the buffers `kept` of the
+    training step and does not free them. It does not free its inputs either.
 
-    Each buffer of `kept` takes the place of an evaluation's buffer with the same operation and size,
-    in order. If none has the same operation, as in a compiled forward, it takes the place of one
-    with the same size. If none has the same size, it is allocated at the end.
+    Each buffer of `kept` takes the place of an evaluation's buffer with the same operation and
+    size, in order. If none has the same operation, as in a compiled forward, it takes the place of
+    one with the same size. If none has the same size, it is allocated at the end.
 
     selective: whether results of products that the evaluation frees may be replaced, too.
     """

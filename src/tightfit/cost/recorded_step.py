@@ -217,8 +217,8 @@ def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
 def edit_backward(
     recorded_step: tuple[Segment, ...], edits: list[Callable[[Timeline], Timeline]]
 ) -> tuple[Segment, ...]:
-    """Return the recorded step with the timeline of every backward segment edited by all `edits`, in
-    order.
+    """Return the recorded step with the timeline of every backward segment edited by all `edits`,
+    in order.
 
     Equal blocks share one timeline. A shared timeline is edited once, so that the blocks share the
     edited timeline, too.
@@ -239,8 +239,8 @@ def edit_backward(
 
 
 def free_completed_gradients(timeline: Timeline) -> Timeline:
-    """Edit a backward timeline: free each parameter's gradient as soon as it is complete, because it
-    is copied to a bucket or offloaded. The caller accounts for the memory of the bucket."""
+    """Edit a backward timeline: free each parameter's gradient as soon as it is complete, because
+    it is copied to a bucket or offloaded. The caller accounts for the memory of the bucket."""
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:
         if buffer.row != "gradients" or sign > 0:
@@ -270,8 +270,8 @@ def fuse_updates(timeline: Timeline, update_bytes: Mapping[str, float]) -> Timel
     """Edit a backward timeline: update each parameter as soon as its gradient is complete, and then
     free the gradient.
 
-    update_bytes  parameter name -> bytes of temporary tensors during its update. A parameter that is
-                  not in it needs none
+    update_bytes  parameter name -> bytes of temporary tensors during its update. A parameter that
+                  is not in it needs none
     """
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:

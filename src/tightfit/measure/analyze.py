@@ -1,5 +1,5 @@
-"""`explain --analyze`: runs a few steps of a plan and measures them, to compare them with the
-prediction."""
+"""`explain --analyze`: run a few steps of a plan and measure their time and memory, to compare them
+with the prediction."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from tightfit.record import Record
 
 
 def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
-    """Run and record `steps` timed steps of the job, after the steps that compile or are sampled
-    for memory."""
+    """Run the job for a few steps with this plan and return the measurements.
+
+    `steps` steps are timed. They come after the steps that compile and the steps whose memory is
+    sampled.
+    """
     sampled = 1 + 2 * (plan.pp - 1) * (plan.schedule == "pipedream")
     short = job.replace(train=job.train.replace(steps=steps + SAMPLED + sampled, epochs=None, warmup=0))
     run = build(short, plan, machine)

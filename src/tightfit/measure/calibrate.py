@@ -1,8 +1,9 @@
-"""Calibration: measures what this machine can do. Matrix rates by dtype and size, bandwidths,
-launch time.
+"""Calibration: measures the rates of this machine, such as FLOP/s of matrix products by dtype and
+size, bandwidths, and the time to launch an operation.
 
-`calibrate` (`tightfit machine --calibrate`) takes about a minute; `glance`, the quick calibration
-of a CPU that has none, takes seconds. The time model predicts step times from the figures.
+`calibrate` (`tightfit machine --calibrate`) takes about a minute. `quick_calibrate` takes seconds;
+it is used for a CPU that has not been calibrated. The time model predicts step times from the
+figures.
 """
 
 from __future__ import annotations
@@ -34,25 +35,26 @@ from tightfit.measure.timing import Pick, timed, timed_by_clock
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GLANCE_SIZES = (512,)
-PATIENCE_S = 1.0  # a size that would take longer is not measured, nor are larger ones
-BUSY = 0.5  # load per core above which a quick calibration is not cached
+PATIENCE_S = 1.0  # a size whose product would take longer is not measured, nor are larger sizes
+BUSY = 0.5  # load average per core above which a quick calibration is not cached
 LARGE, SMALL = 2**26, 2**12  # bytes of the all-reduces that are timed between two processes
-LIMIT_S = 120.0  # that two processes may take for them, including their start
-COPIED = {  # bytes of a timed copy in memory: on a GPU many times its L2 cache
+LIMIT_S = 120.0  # the most seconds for these all-reduces, including the start of the processes
+COPIED = {  # bytes of the timed memory copy: on a GPU many times the size of its L2 cache
     "cpu": 2**28,
     "cuda": 2**30,
 }
 
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """The machine with measured figures. Takes about a minute.
+    """Measure this machine and return it with the measured figures. Takes about a minute.
 
-    The figures are written to the user's cache, for `Machine.detect`. What was measured while the
-    machine was slower or faster than usual is scaled to its usual speed, by a control workload that
-    is timed before and after. Example: a product reached 90 GFLOP/s while the control took 12 ms,
-    and the median of all controls is 10 ms: its figure is 90 x 12 / 10 = 108 GFLOP/s.
+    The figures are written to the user's cache, where `Machine.detect` finds them. The speed of a
+    shared CPU varies, so a fixed workload, the control, is timed before and after each measurement,
+    and each figure is scaled to the machine's usual speed. Example: matrix products reach 90
+    GFLOP/s while the control takes 12 ms, and the median of all controls is 10 ms. The figure is
+    90 x 12 / 10 = 108 GFLOP/s.
 
-    say  receives a line about each measurement
+    say  called with a line of text before each measurement
     """
     device = device_of(machine)
     pace = ClockDrift(device)
@@ -69,13 +71,13 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     ended_s = pace.control_around_s()
     sums_s = _all_reduces_here_s(machine, say)
     sums_ended_s, usual_s = pace.control_around_s(), pace.usual_control_s
-    now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # to the usual speed
+    now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # factors that scale to the usual speed
     by_size = {kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in by_size.items()}
     measured = machine.replace(
         matrix_flops_per_s=_best(by_size),
         matrix_flops_per_s_by_size=by_size,
         rates={kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in kinds.items()},
-        efficiency={},  # runs have measured it relative to the old rates
+        efficiency={},  # earlier runs measured it relative to the old rates
         memory_bytes_per_s=_figure(bandwidth / now, _copied(device)),
         launch_s=_figure(launch_s * now, "a chain of products of single numbers, forward and backward"),
         host_to_device_bytes_per_s=None if copies is None else _figure(copies, "pinned copy of 256 MiB"),
@@ -89,8 +91,8 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
 
 
 def device_of(machine: Machine) -> torch.device:
-    """The device whose figures the machine has: if its GPUs differ, that is not always the
-    first."""
+    """Return the torch device that the machine's figures describe: the CPU, or the first GPU of the
+    machine's model, which need not be GPU 0 if the computer has different GPUs."""
     if machine.device == "cpu":
         return torch.device("cpu")
     names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
@@ -98,10 +100,13 @@ def device_of(machine: Machine) -> torch.device:
 
 
 def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dict[str, Figure]:
-    """Bandwidth and latency between two processes; no figures if they were not measured.
+    """Return the figures for bandwidth and latency between two processes, by field of Machine.
 
-    For GPUs a latency only if the table has none, because the table's, from NCCL's own model,
-    separates hops from calls.
+    sums_s  bytes of an all-reduce -> its seconds; None if not measured, which returns {}
+    now     factor that scales seconds to the machine's usual speed
+
+    For GPUs the latency is returned only if the machine has none. A published latency of GPUs is
+    better, because it comes from NCCL's own model and separates hops from calls.
     """
     if sums_s is None:
         return {}
@@ -119,15 +124,18 @@ def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dic
 
 
 def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
-    """`_all_reduces_s` on this machine's devices; None with only one GPU, or if they fail."""
+    """Time all-reduces between two processes on this machine's devices (see `_all_reduces_s`).
+
+    Returns None if the machine has only one GPU, or, after a warning, if the processes fail.
+    """
     if machine.device == "cuda" and machine.devices_per_node < 2:
-        say("no links between GPUs, because there is one GPU: published figures of links are kept")
+        say("links between GPUs are not measured, because there is one GPU: their published figures are kept")
         return None
     try:
         return _all_reduces_s() if machine.device == "cpu" else _all_reduces_s("nccl")
     except TightfitError as error:
         warnings.warn(
-            f"communication between processes was not measured, its figures are unchanged: {error}",
+            f"communication between processes could not be measured, so its figures stay unchanged: {error}",
             TightfitWarning,
             stacklevel=3,
         )
@@ -135,19 +143,19 @@ def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[in
 
 
 def quick_calibrate(machine: Machine) -> Machine:
-    """The quick calibration: this machine with figures that take seconds to measure.
+    """Quick calibration: measure this machine for a few seconds and return it with the figures.
 
-    The figures are those of the fastest of a few runs of small operations, without compiled ones.
-    They are cached like those of `calibrate`, unless the machine is busy or the cache cannot be
-    written. A process of its own measures, because measuring changes the state of the process's
-    heap.
+    Each small operation runs a few times, and the fastest run counts. Compiled operations are not
+    measured. The figures are cached like those of `calibrate`, unless the machine is busy or the
+    cache cannot be written. A separate process measures, because measuring changes the state of the
+    process's heap. If this process fails, the machine is returned unchanged.
     """
     busy = os.getloadavg()[0] > BUSY * machine.cores
     code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
     )
-    if done.returncode != 0:  # out of memory, say: its speed stays a guess
+    if done.returncode != 0:  # for example out of memory: the machine's figures stay estimates
         return machine
     seen = Machine.model_validate_json(done.stdout.splitlines()[-1])
     with contextlib.suppress(OSError):
@@ -157,8 +165,10 @@ def quick_calibrate(machine: Machine) -> Machine:
 
 
 def glanced(text: str) -> str:
-    """The measurements of `glance`, in its own process: a machine as one line of JSON, in and
-    out."""
+    """Measure a machine for `quick_calibrate`, in the process that this function starts.
+
+    Takes the machine as JSON, and returns it with the measured figures as one line of JSON.
+    """
     machine = Machine.model_validate_json(text)
     device = device_of(machine)
     by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
@@ -184,7 +194,10 @@ def _types(device: torch.device) -> list[str]:
 def _best(
     by_size: dict[str, dict[int, float]], source: Literal["measured", "glance"] = "measured"
 ) -> dict[str, Figure]:
-    """For each dtype the rate at its fastest size."""
+    """Return the highest rate of each dtype over all sizes.
+
+    by_size: dtype -> size of the square matrices -> FLOP/s.
+    """
     best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
     return {kind: _figure(rate, f"square matrices of {size}", source) for kind, (size, rate) in best.items()}
 
@@ -196,8 +209,10 @@ def _figure(value: float, detail: str, source: Literal["measured", "glance"] = "
 def _matrix_rates(
     kind: str, device: torch.device, sizes: Iterable[int], pick: Pick = statistics.median
 ) -> dict[int, float]:
-    """FLOP/s of square matrix products, by size; stops before a size that would take longer than
-    PATIENCE_S."""
+    """Measure square matrix products and return size -> FLOP/s.
+
+    Stops before the first size whose product would take longer than PATIENCE_S.
+    """
     rates: dict[int, float] = {}
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
@@ -213,12 +228,12 @@ def _matrix_rates(
 
 
 def _square_product(kind: str, size: int, device: torch.device) -> Callable[[], object]:
-    """A product of two square matrices in `kind`, to be timed."""
+    """Return a function that multiplies two square matrices of this size in the dtype `kind`."""
     left, right = (torch.randn(size, size, device=device) for _ in range(2))
     if kind == "fp8":
         of_mi300 = architecture_of(torch.cuda.get_device_properties(device)).startswith("gfx94")
         narrow = torch.float8_e4m3fnuz if of_mi300 else torch.float8_e4m3fn
-        left, right = left.to(narrow), right.to(narrow).t()  # by columns, as the hardware takes it
+        left, right = left.to(narrow), right.to(narrow).t()  # column-major, as the hardware requires
         one = torch.ones((), device=device)
         return lambda: scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     left, right = left.to(TYPES[kind]), right.to(TYPES[kind])
@@ -237,8 +252,8 @@ def _copied(device: torch.device) -> str:
 
 
 def _launch_s(device: torch.device, pick: Pick = statistics.median) -> float:
-    """Seconds to start one operation, from Python in forward and from autograd in backward: the
-    mean over a chain of tiny ones."""
+    """Seconds to launch one operation: the mean over a chain of 200 tiny operations that Python
+    launches in forward and 200 that autograd launches in backward."""
     number = torch.zeros(1, device=device, requires_grad=True)
 
     def many() -> None:
@@ -259,12 +274,15 @@ def _copy_bandwidth(device: torch.device) -> float:
 def _all_reduces_s(
     backend: str = "gloo", sums: Callable[..., None] | None = None, limit_s: float = LIMIT_S
 ) -> dict[int, float]:
-    """Seconds of all-reduces between two processes, by bytes. A ring of two sends each byte once.
+    """Start two processes that time all-reduces, and return bytes of the tensor -> seconds.
 
-    backend  gloo for CPUs, nccl for a GPU each
-    sums     what each process runs; the all-reduces if left out
+    In a ring of two processes, each process sends as many bytes as the tensor has.
 
-    Raises TightfitError if a process dies, or if they take longer than `limit_s`.
+    backend  gloo for two processes on the CPU, nccl for two processes with a GPU each
+    sums     the function that each process runs; by default it times the all-reduces
+    limit_s  the most seconds until the answer, including the start of the processes
+
+    Raises TightfitError if a process fails, or if there is no answer within `limit_s`.
     """
     context = torch.multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
@@ -287,8 +305,8 @@ def _all_reduces_s(
 
 
 def _answer(receiver: Any, workers: list[Any], limit_s: float) -> dict[int, float]:
-    """The first process's answer. Raises TightfitError if one of the processes fails, or after
-    `limit_s`."""
+    """Wait for the answer of the first process and return it. Raises TightfitError if a process
+    fails, or if there is no answer within `limit_s` seconds."""
     until = time.monotonic() + limit_s
     running = list(workers)
     while running:

@@ -1,7 +1,9 @@
-"""Clock drift: how fast the CPU is at the moment. The speed of a shared CPU changes within minutes.
+"""Clock drift: the speed of a shared CPU changes within minutes, so measurements that are taken at
+different times must be scaled to one speed.
 
-A fixed workload, the control, is timed before and after each measurement. Ratios to the control's
-time stay comparable while the machine's speed changes.
+A fixed workload, the control, is timed before and after each measurement. If the machine becomes
+20 % slower, a measurement and the control both take 20 % longer, and the ratio of their times stays
+the same.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ PASSES = 4  # elementwise passes over the wide activations, for norms and nonlin
 
 
 def control_s(device: torch.device) -> float:
-    """Seconds of the control: matrix products and elementwise passes of a layer's forward, backward
-    and update in fp32.
+    """Time the control and return its seconds.
 
-    Its tensors are larger than a CPU's caches. It allocates nothing while it is timed, so a plan's
-    allocator does not change its time.
+    The control computes the matrix products and elementwise passes of an MLP's forward, backward
+    and update in fp32. Its tensors are larger than a CPU's caches. It allocates nothing while it is
+    timed, so its time does not depend on the allocator that a plan selects.
     """
     given, out, gradient = (torch.ones(ROWS, WIDTH, device=device) for _ in range(3))
     first, first_gradient = (torch.zeros(WIDTH, 4 * WIDTH, device=device) for _ in range(2))
@@ -46,11 +48,11 @@ def control_s(device: torch.device) -> float:
 
 
 class ClockDrift:
-    """Times the control before and after each group of measurements.
+    """Times the control before and after each group of measurements on a CPU.
 
-    A GPU is not shared, so its speed is assumed to be constant.
+    A GPU is not shared, so its speed is assumed to be constant, and the control counts as 1 s.
 
-    watched  False assumes the same of a CPU
+    watched  False: the speed of a CPU is assumed to be constant, too
     """
 
     def __init__(self, device: torch.device, watched: bool = True) -> None:
@@ -62,13 +64,13 @@ class ClockDrift:
         return control_s(self.device) if self.drifts else 1.0
 
     def control_around_s(self) -> float:
-        """Seconds of the control, averaged over before and after the measurements since the last
-        call."""
+        """Time the control and return the mean of its seconds now and at the last call. This is the
+        speed of the machine during the measurements between the two calls."""
         self.seen.append(self._now())
         return (self.seen[-2] + self.seen[-1]) / 2
 
     @property
     def usual_control_s(self) -> float:
-        """The median of all controls: the machine's usual speed, to which measurements are
+        """The median seconds of all controls: the machine's usual speed, to which measurements are
         scaled."""
         return statistics.median(self.seen)

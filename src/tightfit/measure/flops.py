@@ -22,19 +22,21 @@ from tightfit.runtime.run import Run
 
 
 def forward_flops(run: Run, batch: Batch) -> int | None:
-    """FLOPs of one forward of `batch`; a multiplication and its addition count as two. None if
-    unknown.
+    """Count the FLOPs of one forward of `batch`. A multiplication and an addition count as two.
 
-    Only matrix products, convolutions and attention count. Attention counts all pairs, although
-    kernels skip the pairs that a causal mask hides (predicted times count only the computed pairs).
-    So three times this is 6 P + 12 L h s for each token of a language model with P parameters, L
-    layers of width h and sequence length s: the model FLOPs of Chowdhery et al. 2022 (PaLM),
-    arXiv:2204.02311, appendix B. Example: P = 124 million, L = 12, h = 768, s = 1,024 gives 6 P =
-    744 and 12 L h s = 113, together 857 MFLOPs for each token. Recomputation does not count.
+    Only matrix products, convolutions and attention count. Attention counts all pairs of queries
+    and keys, although kernels skip the pairs that a causal mask hides (predicted times count only
+    the computed pairs). Recomputation does not count.
 
-    The run's own forward runs on fake tensors, so it computes nothing and leaves the model and the
-    random numbers unchanged. A model whose operations depend on values cannot run on them, which
-    gives None.
+    Forward and backward together take three times the result. For a language model with P
+    parameters, L layers of width h and sequence length s this is 6 P + 12 L h s for each token: the
+    model FLOPs of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Example: P = 124
+    million, L = 12, h = 768 and s = 1,024 give 6 P = 744 and 12 L h s = 113, together 857 MFLOPs
+    for each token.
+
+    The forward runs on fake tensors. So it computes nothing, and leaves the model and the state of
+    the random generators unchanged. Returns None if the model fails on fake tensors, for example
+    because its operations depend on the values of tensors.
     """
 
     sharded = (
@@ -46,7 +48,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model_factory(run.job.model)() if sharded else run.model  # the full one
+            self.model = model_factory(run.job.model)() if sharded else run.model  # the unsharded model
 
         def forward(self, inputs: Batch) -> Tensor:
             if sharded:
@@ -76,7 +78,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
             counter,
         ):
             functional_call(total, state, (inputs,))
-    except Exception:  # a model may fail on fake tensors in any way; the observed training must not
+    except Exception:  # a model may fail on fake tensors in any way, and the training must go on
         return None
     return counter.get_total_flops()
 
@@ -84,10 +86,11 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
 def mfu(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Model FLOP/s over the published dense peak of all devices in the plan's precision.
+    """Model FLOPs utilization: the model FLOP/s that a training reaches, over the published dense
+    peak FLOP/s of all devices in the plan's precision.
 
-    None if either is unknown; a CPU has no published peak. Source: Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B.
+    None if the FLOPs, the seconds or the peak are unknown; a CPU has no published peak. Source:
+    Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     return _share(flops_per_step, step_s, machine.peak(precision), devices)
 
@@ -95,7 +98,8 @@ def mfu(
 def matrix_utilization(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Like `mfu`, over the rate that large matrix products achieve instead of the peak."""
+    """Like `mfu`, but over the measured FLOP/s of large matrix products instead of the published
+    peak."""
     return _share(flops_per_step, step_s, machine.rate(precision), devices)
 
 

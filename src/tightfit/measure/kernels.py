@@ -1,5 +1,5 @@
-"""Which attention kernel a run uses: torch chooses one for each call, by shapes, dtypes and
-device."""
+"""Finds out which attention kernel a run uses. torch chooses a kernel for each call, by shapes,
+dtypes and device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch.overrides import TorchFunctionMode
 from tightfit._torch.devices import attention_backend
 from tightfit.runtime.run import Run
 
-# by the number of torch.nn.attention.SDPBackend; the CPU has a fused kernel of its own
+# number of torch.nn.attention.SDPBackend -> name of the kernel
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Within, remembers the arguments of the first call of torch's attention.
+    """Context manager that records the arguments of the first call of
+    torch.nn.functional.scaled_dot_product_attention.
 
-    The tensors may be fake, because only their shapes, strides and dtypes are used.
+    The call's tensors may be fake, because only their shapes, strides and dtypes are used.
     """
 
     def __init__(self) -> None:
@@ -42,10 +43,11 @@ class AttentionCalls(TorchFunctionMode):
         self._first = [query, key, value, attn_mask], options, dtype
 
     def kernel(self, run: Run) -> str | None:
-        """torch's choice for the first call, in training, on the run's device.
+        """Return the name of the attention kernel that torch chooses for the recorded call, in
+        training on the run's device, such as "flash", "cpu-flash" or "math".
 
-        The name of the model's implementation if it did not call torch's attention; None if
-        unknown.
+        If the model did not call torch's attention, return the attention implementation that its
+        config names, such as "eager". Return None if the kernel is unknown.
         """
         if run.plan.attention == "blocked":
             return "blocked"
@@ -70,7 +72,9 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor with this one's layout, for one sample."""
+    """Return an uninitialized tensor with the shape of `tensor` and its dimensions in the same
+    order in memory, on `device`. Floating-point tensors get `dtype`. The first dimension of a
+    tensor with 4 dimensions, the batch, becomes 1 to save memory."""
     narrow = dtype if tensor.is_floating_point() else tensor.dtype
     shape = (1, *tensor.shape[1:]) if tensor.dim() == 4 else tuple(tensor.shape)
     order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)

@@ -1,10 +1,15 @@
-"""Measures the peak memory of one step by row: parameters, gradients, optimizer, activations,
-temporaries.
+"""Measures the peak memory of one training step by row: parameters, gradients, optimizer,
+activations, temporaries.
 
-On CPU it adds up the storages of live tensors. On CUDA the allocator gives the total, and the
-storages give its rows. Inside a compiled region storages are not visible, so the total is that of
-the allocator's events. Only one step is sampled (a few in a pipeline that never drains); the others
-run unobserved.
+- Without torch.compile, the storages of live tensors are added up by row. On CUDA, the total is
+that
+  of the caching allocator.
+- With torch.compile, the storages inside a compiled region are not visible. The total then comes
+  from the profiler's memory events (CPU) or from the caching allocator (CUDA), and its rows are
+  estimated.
+
+Only one step is sampled, because sampling takes time. In a pipeline without flush (pipedream) a few
+consecutive steps are sampled.
 """
 
 from __future__ import annotations
@@ -33,30 +38,32 @@ from tightfit.runtime.run import Run
 Result = TypeVar("Result")
 Take = Callable[[Run], Result]
 
-_FORWARD = "tightfit: forward"  # marks a forward among the profiler's events
+_FORWARD = "tightfit: forward"  # name of the profiler event that spans a forward
 
 
 class MemorySample:
-    """Samples the memory of one step, or of several consecutive steps of a pipeline that never
-    drains.
+    """Samples the peak memory of one step, or of several consecutive steps in a pipeline without
+    flush (pipedream).
 
-    There it takes as many steps as are needed to see the allocation of everything that is in
-    flight, including the weight versions that it began with.
+    A step of such a pipeline begins with activations and weight versions of earlier steps. So
+    enough steps are sampled that everything in memory at the end was allocated during the sampled
+    steps.
 
     steps  number of sampled steps
-    peak   their peak; None before they have run
+    peak   peak over the sampled steps; None before the last of them has run (compiled: the peak of
+           the latest sampled step)
     """
 
     def __init__(self, run: Run) -> None:
         self.steps = 1 + 2 * (run.executor.loss_delay if run.executor is not None else 0)
         self.peak: Peak | None = None
         self._taken = 0
-        self._beside = 0  # bytes in flight when a step begins
+        self._beside = 0  # bytes of earlier steps' tensors in memory when a step begins
         self._tracking = RunTracker(run) if run.plan.compile == "none" else None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Run a real step and sample its memory. The optimizer's states must exist before the first
-        one."""
+        """Run one training step and sample its memory. The optimizer states must have been
+        allocated before the first sampled step."""
         on_cuda = run.device.type == "cuda"
 
         def take(watched: Run) -> Step:
@@ -85,8 +92,8 @@ class MemorySample:
 
 
 def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
-    """Run one step and sample the peak of its memory. For a pipeline that never drains use
-    `Sample`."""
+    """Run one step and return its result and its peak memory. For a pipeline without flush
+    (pipedream) use `MemorySample`, which samples several steps."""
     sample = MemorySample(run)
     sample.steps = 1
     result = sample.take(run, micro_batches, step)
@@ -95,8 +102,8 @@ def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, 
 
 
 def _with_total(peak: Peak, total: int) -> Peak:
-    """The peak with the allocator's total. Its excess over the storages (rounding, workspaces)
-    counts as temporaries."""
+    """Return the peak with the caching allocator's total. The bytes by which this total exceeds the
+    tensors' storages (rounding, workspaces) are added to the temporaries."""
     beyond = max(total - peak.total, 0)
     return replace(
         peak, total=peak.total + beyond, rows={**peak.rows, "temporaries": peak.rows["temporaries"] + beyond}
@@ -104,15 +111,20 @@ def _with_total(peak: Peak, total: int) -> Peak:
 
 
 def _begins_with(run: Run, micro_batches: list[Batch]) -> int:
-    """Bytes that are alive when a step begins, without those in flight from earlier steps."""
+    """Bytes of parameters, buffers, optimizer states and the step's data: all that is in memory
+    when a step begins, except tensors that earlier steps left in flight."""
     return sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
 
 
 def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: int = 0) -> tuple[Result, Peak]:
-    """On CPU: the peak from the allocator's events, added to the bytes that were alive at the
-    step's begin.
+    """Run a step on a CPU and find its peak memory from the profiler's memory events.
 
-    beside  bytes in flight from earlier steps
+    Each event changes the total, which begins with `_begins_with` plus `beside`.
+
+    take    runs the step with the run that it gets, and returns the step's result
+    beside  bytes of tensors that earlier steps left in flight
+
+    Returns the result of `take` and the peak.
     """
 
     def forward(batch: Batch) -> Tensor:
@@ -138,8 +150,11 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: i
 
 
 def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
-    """(time in ns, the phase that begins) from the profiler's events; torch marks the optimizer's
-    step."""
+    """Return (time in ns, phase that begins then) from the profiler's events, in order of time.
+
+    optimizer: name of the optimizer's class, which is part of the event that torch adds for its
+    step.
+    """
     changes = []
     for event in events:
         if event.name() == _FORWARD:
@@ -152,9 +167,9 @@ def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def _silent_profiler() -> Iterator[None]:
-    """Within, the profiler does not print lines when it starts and stops.
+    """Context manager: the profiler prints no lines when it starts and stops.
 
-    The first profile of a process decides for all later ones.
+    torch reads this setting once, at the first profile of a process.
     """
     switch = "KINETO_LOG_LEVEL"
     before = os.environ.get(switch)
@@ -167,11 +182,12 @@ def _silent_profiler() -> Iterator[None]:
 
 
 def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
-    """On CUDA: the allocator's peak in each forward, each backward and the update."""
+    """Run a step on CUDA and find its peak memory from the caching allocator's peak in each
+    forward, each backward and the update. `take` is as in `profiled`."""
     timeline: list[tuple[str, int]] = []
 
     def mark(phase: str) -> None:
-        """Here `phase` ends."""
+        """Record the peak of `phase`, which ends now, and reset the allocator's peak."""
         timeline.append((phase, torch.cuda.max_memory_allocated(run.device)))
         torch.cuda.reset_peak_memory_stats(run.device)
 
@@ -193,11 +209,13 @@ def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
 
 
 def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
-    """The peak of a timeline of totals, by row as far as known: model states are counted, the rest
-    is activations.
+    """Find the peak in a timeline of total bytes, and divide it into rows.
 
-    During the first backward gradients grow while activations shrink, and the totals do not show
-    which is which. Gradients count as activations until all are complete.
+    timeline: (phase, total bytes) in order. Parameters and optimizer states are counted from the
+    run's tensors, and all other bytes count as activations.
+
+    During the first backward, gradients grow while activations shrink, and the totals do not tell
+    them apart. So gradients count as activations until all gradients of a micro-batch are complete.
     """
     position = max(range(len(timeline)), key=lambda index: timeline[index][1])
     phase, total = timeline[position]
@@ -210,14 +228,14 @@ def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
 
 
 def _model_states(run: Run) -> dict[str, int]:
-    """Bytes that live from step to step, by row."""
+    """Bytes of parameters, buffers and optimizer states, by row."""
     own = [*run.model.parameters(), *run.model.buffers()]
     return {"parameters": tensor_bytes(own), "gradients": 0, "optimizer": tensor_bytes(state_tensors(run.optimizer))}
 
 
 def process_peak_bytes() -> int:
-    """This process's largest resident set so far, in bytes (Linux: VmHWM); elsewhere the current
-    one."""
+    """Return the largest resident set size of this process so far, in bytes. If the system does not
+    record it (only Linux does, as VmHWM), return the current resident set size."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

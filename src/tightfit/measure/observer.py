@@ -1,4 +1,4 @@
-"""Observer: measures the steps of a training and makes its Record."""
+"""Observer: measures the steps of a training run and summarizes them in a Record."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ from tightfit.planner.tracing.live_storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
 from tightfit.runtime.run import DummyMicroBatch, Run, parameter_count
 
-SAMPLED = 2  # number of the step, from the start, whose memory is sampled; later steps are timed
+SAMPLED = 2  # index, from 0, of the run's first step whose memory is sampled; later steps are timed
 
 
 class Observer:
-    """Measurements of a training so far.
+    """Collects the measurements of a training run.
 
-    The first step may compile, the second allocates optimizer states, the third is sampled for
-    memory. Timing begins after them, so that the timed steps do not include the cost of sampling.
+    The first step may compile, and the second runs without measurement. The memory of the third is
+    sampled (pipedream: of the third and a few more). The steps after these are timed, so that timed
+    steps include neither compilation nor the cost of sampling.
+
+    start  number of the training step that the run begins with, not 0 if it resumes a checkpoint
     """
 
     def __init__(self, run: Run, start: int) -> None:
         self.run, self.start = run, start
         self.steps: list[Step] = []
-        self._speeds: list[float] = []  # of the timed steps, sorted, so that the median is cheap
+        self._speeds: list[float] = []  # items per second of the timed steps, sorted, so that the median is cheap
         self._seconds: list[float] = []
         self.sample: MemorySample | None = None
         self.flops_per_step: float | None = None
         self.attention: str | None = None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Run a step, and sample its memory, FLOPs and attention kernel if it is the sampled
-        one."""
+        """Run a step. If it is the sampled step, also sample its memory, count its FLOPs and find
+        out its attention kernel."""
         if self.sample is None and step - self.start == SAMPLED and micro_batches:
             self.sample = MemorySample(run)
         if self.sample is None or self.sample.ended:
@@ -59,11 +62,12 @@ class Observer:
         return result
 
     def add(self, step: Step) -> None:
-        """Add a finished step; its figures are not read yet."""
+        """Add a finished step. Its loss and time are read later, so this does not wait for a
+        GPU."""
         self.steps.append(step)
 
     def _order(self) -> None:
-        """Sort the timed steps since the last call into the lists."""
+        """Insert the timed steps since the last call into the sorted lists."""
         for step in self.steps[self.timed_from + len(self._seconds) :]:
             insort(self._speeds, self.items(step) / step.seconds)
             insort(self._seconds, step.seconds)
@@ -74,7 +78,7 @@ class Observer:
 
     @property
     def timed_from(self) -> int:
-        """Number of steps before the timed ones."""
+        """Index of the first timed step."""
         return SAMPLED + (self.sample.steps if self.sample is not None else 1)
 
     @property
@@ -83,25 +87,27 @@ class Observer:
 
     @property
     def unit(self) -> str:
-        """What the speed counts: tokens for a language model, else samples."""
+        """The unit of the speed: "tokens" for a language model, "samples" for other models."""
         return self.run.objective.unit
 
     def items(self, step: Step) -> int:
         return step.processed if self.unit == "tokens" else step.samples
 
     def speed(self, latest: Step) -> float:
-        """Items per second: the median of the timed steps so far; before the first of them, the
-        latest's."""
+        """Tokens or samples per second (see `unit`): the median of the timed steps so far, or the
+        speed of the step `latest` if no step was timed yet."""
         self._order()
         return _middle(self._speeds) if self._speeds else self.items(latest) / latest.seconds
 
     def step_s(self, latest: Step) -> float:
-        """Expected seconds of a step, chosen like `speed`."""
+        """Seconds of a step: the median of the timed steps so far, or the seconds of the step
+        `latest` if no step was timed yet."""
         self._order()
         return _middle(self._seconds) if self._seconds else latest.seconds
 
     def peak_bytes(self) -> int | None:
-        """Peak bytes of tensors so far; on a CPU those of the sampled step, None before it."""
+        """Peak bytes of tensors so far. On a CPU this is the peak of the sampled step; None before
+        that step."""
         if self.run.device.type == "cuda":
             counters = torch.cuda.memory_stats_as_nested_dict(
                 self.run.device
@@ -111,8 +117,10 @@ class Observer:
         return self.peak.total if self.peak else None
 
     def _largest_peak(self) -> Peak | None:
-        """The largest of all devices' peaks, because the prediction is that of the largest. A
-        collective."""
+        """Return the peak of the device with the largest peak, because the predicted peak is that
+        of this device, too. None if no device has sampled. All devices must call this (a
+        collective).
+        """
         if self.run.mesh is None:
             return self.peak
         everyones: list[Peak | None] = [None] * dist.get_world_size()
@@ -120,7 +128,8 @@ class Observer:
         return max((peak for peak in everyones if peak is not None), key=lambda peak: peak.total, default=None)
 
     def record(self, machine: Machine) -> Record:
-        """The Record of the training so far. On several devices all of them call it."""
+        """Return the Record of the steps so far. With several devices, all must call this (a
+        collective)."""
         run, timed, peak = self.run, self.timed, self._largest_peak()
         median_s = statistics.median(step.seconds for step in timed) if timed else None
         items_per_s = statistics.median(self.items(step) / step.seconds for step in timed) if timed else None
@@ -151,7 +160,8 @@ class Observer:
         )
 
     def _compile_s(self, median_s: float | None) -> float | None:
-        """What the first step took longer than the median step, if it compiled."""
+        """Seconds of compilation: the first step's seconds minus the median step's. None if the
+        plan does not compile or no step was timed."""
         if self.run.plan.compile == "none" or not self.steps or median_s is None:
             return None
         return max(self.steps[0].seconds - median_s, 0.0)

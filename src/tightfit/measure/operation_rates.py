@@ -1,5 +1,5 @@
 """Measures the rate of each kind of operation on this machine at a few sizes. Step times are
-predicted from it."""
+predicted from these rates."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ LARGE_PRODUCTS = (
 )
 BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
 LARGE_BYTES = (2**29,)  # on a GPU, whose L2 cache holds 2**26 and more
-COLD = {  # bytes of inputs between two uses of the same memory: about what a model's block accesses
+COLD = {  # bytes of other inputs that are read before an input is used again: about one block's
     "cpu": 2**24,
     "cuda": 2**28,
 }
 MOST_SETS = 256
-PATIENCE_S = 0.25  # that one run of a case may take
-LEAST_S, ALONE_S = 0.02, 0.2  # that a case is timed; that the only case of a kind is timed
-# quick calibration: least seconds of a case, and cases of each kind, the small ones
+PATIENCE_S = 0.25  # a case whose single run would take longer is not measured
+LEAST_S, ALONE_S = 0.02, 0.2  # seconds of timing for each case; the same if a kind has one case
+# quick calibration: seconds of timing for each case, and the number of (small) cases of each kind
 GLANCE_S, GLANCE_CASES = 0.003, 3
 
 Work = Callable[[], object]
@@ -53,17 +53,21 @@ Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to
 def measure_rates(
     device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool = False
 ) -> dict[str, dict[int, float]]:
-    """Measure all kinds: "kind/dtype" -> size -> FLOPs or bytes in the time of one control.
+    """Measure all kinds of operations: "kind/dtype" -> size -> FLOPs (or bytes accessed) in the
+    time that one run of the control takes.
 
-    It takes about a minute on two cores. A quick calibration (`glance`), without large sizes and
-    compiled kernels, takes two seconds. The caller divides by the control's usual seconds (see
-    `measure/clock_drift.py`).
+    The caller divides by the control's usual seconds to get FLOP/s or bytes/s (see
+    `measure/clock_drift.py`). This takes about a minute on two cores.
+
+    pace   times the control around each kind
+    say    called with a line of text before each kind
+    quick  quick calibration: leave out large sizes and compiled kernels. This takes two seconds
     """
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
         fetched = _fetch_rate(device)
         rates["fetch/float32"] = {2**25: fetched * pace.control_around_s()}
-        keep_freed_memory()  # page faults are measured apart, by "fetch"
+        keep_freed_memory()  # page faults are measured separately, by "fetch"
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
             if quick and kind in COMPILED_ARITHMETIC:
@@ -88,15 +92,18 @@ def _table(
     least_s: float = LEAST_S,
     pick: Pick = statistics.median,
 ) -> dict[int, float]:
-    """Rates by size, from small to large.
+    """Time the cases from small to large and return size -> FLOP/s or bytes/s.
 
-    It stops before a size that would take longer than `patience_s`, such as a product in a dtype
-    that the CPU has no instructions for. Larger sizes are then assumed to have the last size's
-    rate.
+    Stops before a case that would take longer than `patience_s`, such as a product in a dtype that
+    the CPU has no instructions for. All larger sizes are assumed to have the rate of the last
+    measured size.
+
+    least_s  each case is timed for at least so many seconds
+    pick     combines the seconds of a case's runs, by default their median
     """
     rates: dict[int, float] = {}
     rate = math.inf
-    with suppress(torch.OutOfMemoryError):  # a small GPU: larger sizes have the last rate, too
+    with suppress(torch.OutOfMemoryError):  # on a small GPU, larger sizes get the last rate, too
         for size, amount, work in cases:
             if amount / rate > patience_s:
                 break
@@ -110,9 +117,11 @@ def _bytes(device: torch.device) -> tuple[int, ...]:
 
 
 def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
-    """A function that runs `make` on one set of inputs after another and keeps the results as long.
+    """Return a function that calls `make` on another set of inputs at each call, in turn. The
+    result of a set is kept until the same set is used again.
 
-    So neither inputs nor outputs are in the cache, as in a training step.
+    So neither inputs nor outputs are in the processor's cache when they are used, as in a training
+    step. `inputs` returns a new set of inputs.
     """
     first = inputs()
     cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
@@ -128,10 +137,11 @@ def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's
-    gradient.
+    """The three matrix products of a linear layer: output, gradient of the input, gradient of the
+    weight.
 
-    On a GPU also those of large layers.
+    For each size s, the input has the shape (4 s, s) and the weight (s, s). On a GPU, layers of a
+    large model are measured, too.
     """
     square = [(4 * size, size, size) for size in PRODUCT_SIZES]
     for rows, depth, columns in (*square, *(LARGE_PRODUCTS if device.type == "cuda" else ())):
@@ -148,7 +158,7 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Batched products as in attention: 64 of (length, 64) x (64, length)."""
+    """Batched products as in attention: a batch of 64 products (length, 64) x (64, length)."""
     for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
 
         def inputs(length: int = length) -> tuple[Tensor, ...]:
@@ -159,7 +169,7 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels), 32 x 32 pixels
-LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # of a GPU
+LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # in addition on a GPU
 
 
 def _channels(device: torch.device) -> tuple[tuple[int, int], ...]:
@@ -178,7 +188,7 @@ def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Gradients of the image and the weight."""
+    """The backward of a convolution: gradients of the image and of the weight."""
     for samples, channels in _channels(device):
         flops = 4.0 * samples * 32 * 32 * channels * channels * 9
 
@@ -199,7 +209,7 @@ GPU_TOKENS = 2**14  # in all samples together, the usual size for comparing atte
 
 
 def _heads(length: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Shape (samples, heads, length, width) of queries, keys and values."""
+    """Return the shape (samples, heads, length, width of a head) of queries, keys and values."""
     return (8, 8, length, 64) if device.type == "cpu" else (GPU_TOKENS // length, 16, length, 128)
 
 
@@ -212,18 +222,23 @@ def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _attention_size(length: int, device: torch.device) -> int:
-    """The size of the product of one head's queries and keys."""
+    """The size of the product of one head's queries and keys: the cube root of rows x columns x
+    depth, as for other matrix products."""
     return round((length * length * _heads(length, device)[-1]) ** (1 / 3))
 
 
 def _pair_flops(length: int, device: torch.device, pairs: int) -> float:
-    """FLOPs of one of attention's products over so many pairs of queries and keys."""
+    """FLOPs of one of attention's products, for all samples and heads.
+
+    pairs: pairs of queries and keys that are computed for each head.
+    """
     samples, heads, _, width = _heads(length, device)
     return 2.0 * samples * heads * width * pairs
 
 
 def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Two products over all pairs, or over the pairs that a causal mask leaves."""
+    """The forward of torch's attention: two products over all pairs of queries and keys, or over
+    the pairs that a causal mask does not hide."""
     for length in _lengths(device):
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = causal_pairs(length, length) if causal else length**2
@@ -235,7 +250,7 @@ def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -
 
 
 def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Five products."""
+    """The backward of torch's attention, which counts as five products."""
     for length in _lengths(device):
         inputs = _attention_inputs(length, dtype, device)
         query, key, value = inputs
@@ -249,7 +264,8 @@ def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool =
 
 
 def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Two products over the pairs that blocked attention computes under a causal mask."""
+    """The forward of blocked attention: two products over the pairs of queries and keys that it
+    computes under a causal mask. Measured on a CPU only."""
     for length in LENGTHS if device.type == "cpu" else ():
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = probability_count(length, causal=True)
@@ -261,7 +277,7 @@ def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Four products."""
+    """The backward of blocked attention, which counts as four products. Measured on a CPU only."""
     for length in LENGTHS if device.type == "cpu" else ():
         inputs = _attention_inputs(length, dtype, device)
         output, _ = blocked_attention(*inputs, None, True)
@@ -274,7 +290,11 @@ def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case
 
 
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
-    """Cases of an operation on one tensor, which accesses `touched` times the tensor's bytes."""
+    """Return a function that yields the cases of `make`, an operation on one tensor.
+
+    touched: bytes that the operation reads and writes, as a multiple of the tensor's bytes.
+    Example: 2 for values * 2.0, which reads the tensor and writes the result.
+    """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for moved in _bytes(device):
@@ -290,7 +310,7 @@ def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., I
 
 
 def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Between fp32 and bf16; `dtype` is that of the result."""
+    """Casts between fp32 and bf16. `dtype` is the dtype of the result."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     for moved in _bytes(device):
         count = moved // 6
@@ -332,16 +352,16 @@ def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _embeddings(device: torch.device) -> Iterator[tuple[int, int, int]]:
-    """(rows of an embedding table, their width, number of lookups); on a GPU also those of large
-    models."""
+    """Yield (rows of an embedding table, width of a row, number of lookups). On a GPU this includes
+    tables of large models."""
     yield from ((8192, 256, rows) for rows in (256, 2048, 16384))
     if device.type == "cuda":
         yield from ((32000, 2048, 16384), (128256, 4096, 16384))
 
 
 def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """The index of each value in a table of 256, as 8-bit optimizer states are written: fp32 in,
-    int32 out."""
+    """Search each fp32 value in a sorted table of 256 values, which gives int32 indices. 8-bit
+    optimizer states are written in this way."""
     table = torch.linspace(-1, 1, 256, device=device)
     for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
         values = torch.rand(moved // 8, device=device)
@@ -353,7 +373,8 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Max pooling: the output has a quarter of the elements, and an int64 index for each."""
+    """Max pooling of 2 x 2 pixels. The output has a quarter of the input's elements, and an int64
+    index for each of them."""
     for moved in _bytes(device)[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
         elements = channels * 64 * 64
@@ -381,10 +402,15 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _within_kernels(
     make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
 ) -> Callable[..., Iterator[Case]]:
-    """The arithmetic inside a compiled kernel: `times` function values for each element, and what
-    is saved for backward. Each counts as 4 bytes.
+    """Return a function that yields one case: `make`, compiled by torch.compile, on a tensor of
+    this shape.
 
-    No cases for a GPU, whose kernels wait for memory, and without a compiler.
+    The case measures arithmetic, not memory access. `times` is the number of function values that
+    `make` computes for each element, and each value counts as 4 bytes. With times = 1 the input
+    requires a gradient, so that the kernel also writes what it saves for backward.
+
+    There is no case for a GPU, whose compiled kernels are limited by memory, and none without a
+    working compiler.
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -398,7 +424,8 @@ def _within_kernels(
 
 
 def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Eight values of a function in one kernel, so that memory access is the smaller part."""
+    """Return a function that adds up eight values of `function` for each element, so that a kernel
+    spends most of its time on arithmetic and not on memory access."""
 
     def make(values: Tensor) -> Tensor:
         return cast(Tensor, sum(function(values + shift) for shift in range(8)))
@@ -417,8 +444,8 @@ def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _fetch_rate(device: torch.device) -> float:
-    """Bytes/s of page faults: how much longer writing a newly mapped block takes than writing an
-    old one."""
+    """Bytes/s of page faults: bytes of a tensor, over the additional seconds that it takes to write
+    the tensor if its memory is newly mapped."""
     count = 2**26
     kept = torch.empty(count, dtype=torch.uint8)
     there = timed(lambda: kept.fill_(1), device)
@@ -443,7 +470,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
     "cast": _cast,
-    # attention's heads, transposed
+    # the transpose of heads and positions in attention
     "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),
     "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
     "softmax": _softmax,

@@ -1,7 +1,7 @@
-"""Measures a rung of a ladder: some steps of a plan, in a process of its own.
+"""Measures one rung of a ladder of plans: runs a few steps of the plan in a separate process.
 
-Plans change settings of their process that cannot be taken back, such as its allocator, and a peak
-is that of a whole process.
+A separate process is needed because a plan changes settings of its process that cannot be undone,
+such as the allocator, and because the operating system records peak memory for a whole process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _CODE = "import sys; from tightfit.measure.rung import measured; print(measured(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a process with a plan took.
+    """Measured time and memory of a plan's process. A figure is None if it was not measured.
 
     step_s         median seconds of the timed steps
-    tensor_bytes   at the peak of the step that is sampled
-    process_bytes  the most that the process held
-    loss           of the last step; all rungs have seen the same samples by then
-    failed         why it did not run to its end; empty if it did
+    tensor_bytes   bytes of tensors at the peak of the sampled step
+    process_bytes  largest resident set size of the process
+    loss           loss of the last step. All rungs run the same number of steps on the same
+                   samples, so their losses can be compared
+    failed         why the process failed; empty if it succeeded
     """
 
     step_s: float | None = None
@@ -40,12 +41,15 @@ class Measured:
     failed: str = ""
 
     def content(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The fields as a dict, for `--json`."""
         return asdict(self)
 
 
 def measure_rung(job: Job, plan: Plan, machine: Machine, steps: int = STEPS) -> Measured:
-    """Run some steps of the job with a plan on this machine, in a process of its own."""
+    """Run a few steps of the job with this plan in a separate process, and return the measurements.
+
+    steps: number of timed steps. If the process fails, `failed` says why, and no error is raised.
+    """
     asked = {"job": job.content(), "plan": plan.content(), "machine": machine.content(), "steps": steps}
     done = subprocess.run(
         [sys.executable, "-c", _CODE],
@@ -63,7 +67,11 @@ def measure_rung(job: Job, plan: Plan, machine: Machine, steps: int = STEPS) -> 
 
 
 def measured(text: str) -> str:
-    """The measurement in its own process; what to run and the result as one line of JSON."""
+    """Measure a plan for `measure_rung`, in the process that this function starts.
+
+    text: JSON with the keys job, plan, machine and steps. Returns the fields of `Measured` as one
+    line of JSON.
+    """
     from tightfit.measure.analyze import analyze
 
     asked = json.loads(text)

@@ -1,4 +1,4 @@
-"""Times a function's work on a device."""
+"""Times a function on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 
 from tightfit._torch.devices import spin
 
-Pick = Callable[[list[float]], float]  # seconds of several runs -> the figure, such as their median
+Pick = Callable[[list[float]], float]  # seconds of several runs -> one figure, such as their median
 
-WARM_UPS = 3  # calls before a GPU is timed: libraries select and load their kernels in the first
+WARM_UPS = 3  # calls before a GPU is timed: in the first, libraries select and load their kernels
 BATCH_S = 3e-3  # seconds of GPU work between two events, so that the events' own time is negligible
 MOST_CALLS = 100  # calls between two events: their kernels must fit into the GPU's launch queue
-# fastest clock that `_sleep` counts in; with a slower one it waits longer. AMD's GPUs count another
-# clock
+# The most clock cycles per second that `spin` may count; with a slower clock it spins for longer
+# than needed. On AMD's GPUs it counts another clock.
 SPIN_HZ = 2e9
 AMD_SPIN_HZ = 1e8
 
@@ -29,10 +29,12 @@ def timed(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """Seconds of one call of `work` on `device`, after warm-up; on a GPU only those of its kernels.
+    """Return the seconds of one call of `work` on `device`, after warm-up. On a GPU, only the time
+    of its kernels counts.
 
-    least_s, least_runs  it runs at least so many seconds and so often
-    pick                 combines the runs' seconds; the median if left out
+    least_s     `work` is timed for at least so many seconds
+    least_runs  and at least so many times
+    pick        combines the seconds of the runs to one figure, by default their median
     """
     by = _on_gpu if device.type == "cuda" else timed_by_clock
     return by(work, device, least_s, least_runs, pick)
@@ -45,8 +47,8 @@ def timed_by_clock(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """Like `timed`, including the host's time: from the call of `work` until all of its work is
-    done."""
+    """Like `timed`, but by the host's clock: from the call of `work` until the device has finished
+    all of its kernels."""
     work()
     _wait(device)
     times: list[float] = []
@@ -59,10 +61,10 @@ def timed_by_clock(
 
 
 def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, least_runs: int, pick: Pick) -> float:
-    """Time batches of calls, each between two events of the GPU.
+    """Time batches of calls, each batch between two CUDA events.
 
-    Launching a small kernel takes longer than the kernel itself, so the GPU sleeps until the whole
-    batch is queued.
+    Launching a small kernel takes longer than the kernel itself. So the GPU first runs a kernel
+    that spins until the host has queued the whole batch.
     """
     with torch.cuda.device(device):
         for _ in range(WARM_UPS):
@@ -79,13 +81,18 @@ def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, le
 
 
 def calls_in_a_batch(seconds: float) -> int:
-    """How many calls of so many seconds make a batch."""
+    """Return the number of calls in a batch that takes about BATCH_S, at most MOST_CALLS.
+
+    seconds: seconds of one call.
+    """
     return max(min(math.ceil(BATCH_S / max(seconds, 1e-9)), MOST_CALLS), 1)
 
 
 def _batch_s(work: Callable[[], object], calls: int, started_s: float) -> float:
-    """Mean seconds of one of `calls` calls on the current GPU. started_s: the host's seconds to
-    launch one."""
+    """Time one batch of `calls` calls on the current GPU and return the mean seconds of a call.
+
+    started_s: seconds that the host takes to launch one call.
+    """
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     spin(int(2 * calls * started_s * (AMD_SPIN_HZ if torch.version.hip else SPIN_HZ)))
     first.record()

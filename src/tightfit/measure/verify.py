@@ -1,8 +1,8 @@
-"""verify: trains a few steps with a plan and with the reference plan; losses, gradients and weights
-must agree.
+"""verify: trains a few steps with a plan and with the reference plan, and compares losses,
+gradients and weights.
 
-The reference is fp32, one device, no method. Both runs start from the same seed and see the same
-samples.
+The reference plan trains in fp32 on one device, without any method. Both runs start from the same
+seed and train on the same samples.
 """
 
 from __future__ import annotations
@@ -30,39 +30,42 @@ from tightfit.plan import Plan
 from tightfit.runtime.run import Reduction, Run, unshard
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Unit roundoff u, the largest relative error of one rounding, by the arithmetic's precision: half
-the distance between two neighbouring numbers."""
+"""precision -> unit roundoff u, the largest relative error of one rounding: half the relative
+distance between two neighbouring numbers. Example: bf16 keeps 8 significant bits, so u = 2^-8."""
 
 FLOAT8 = {"none": 0.0, "tensorwise": 2.0**-3, "rowwise": 2.0**-4}
-"""The same of factors in 8 bits: numbers keep 3 bits after the first (e4m3), and under tensorwise those of gradients 2 (e5m2)."""
+"""plan.float8 -> unit roundoff of the 8-bit factors of matrix products: 2^-4 for e4m3, which has 3
+mantissa bits, and 2^-3 for e5m2, which has 2. Only tensorwise uses e5m2, for gradients."""
 
 STATES = {"fp32": 0.0, "bf16": 2e-2, "8-bit": 1e-1, "4-bit": 5e-1}
-"""The share of an update that optimizer states in fewer bits may change: the distance between two
-values that they can store. Measured, as shares of the distance travelled in 3 and in 10 steps: up
-to 0.7 %, 2 % and 28 %."""
+"""plan.states -> the relative error of an update that the rounding of optimizer states may cause:
+the relative distance between two neighbouring values that a state can store. Measured errors of the
+weights after 3 and 10 steps, relative to the distance that the weights travelled: up to 0.7 %
+(bf16), 2 % (8-bit) and 28 % (4-bit)."""
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative errors that rounding explains.
+    """The largest relative errors that rounding can explain. Larger errors mean that the plan
+    trains something else.
 
-    They depend on the distance that the reference's weights travelled in the compared steps.
+    With u from ROUNDOFF (or FLOAT8, if larger), s from STATES, and d, the norm of the change of the
+    reference's weights in the compared steps over the norm of the weights:
 
     gradients      sqrt(u). In a smooth network a gradient's error is a few u, more with depth. In a
-                   network with ReLUs a share of about u of the units is so near zero that rounding
-                   switches them. Such errors are 0 or 1, and their norm is the square root of their
-                   share. Measured on transformers of 4 to 16 layers and convolutional networks with
-                   BatchNorm: up to 4 u, and 0.5 sqrt(u); in float8,
-                   emulated on tiny Llama and ViT, up to 0.8 u
-    loss, weights  sqrt(u), plus 2 u^(1/4) + STATES times the relative distance that the reference's
-                   weights travelled. Adam and sign-based optimizers step as far for a small
-                   gradient as for a large one. If a gradient has a relative error e, then for a
-                   share of about e of the weights, those with the smallest gradients, the step's
-                   direction is arbitrary. The final error is the square root of e times the
-                   distance. Measured: up to 1.1 u^(1/4) times it
+                   network with ReLUs, a share of about u of the units is so near zero that rounding
+                   switches them on or off. Each such unit has an error as large as its value, so
+                   the norm of all errors is about the square root of this share. Measured: up to 4
+                   u on transformers of 4 to 16 layers, up to 0.5 sqrt(u) on convolutional networks
+                   with BatchNorm, and up to 0.8 u in emulated float8 on a tiny Llama and a tiny ViT
+    loss, weights  sqrt(u) + (2 u^(1/4) + s) d. Adam and sign-based optimizers move a weight as far
+                   for a small gradient as for a large one. If gradients have a relative error e,
+                   rounding decides the direction of the step for a share of about e of the weights,
+                   those with the smallest gradients. So the weights' error is about sqrt(e) d,
+                   which is u^(1/4) d for e = sqrt(u). Measured: up to 1.1 u^(1/4) d
 
-    Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. If the weights travelled 1
-    %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
+    Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. With fp32 states and
+    d = 1 %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
     """
 
     gradients: float
@@ -78,12 +81,15 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Verification:
-    """Largest relative differences between a plan and the reference, and whether they are allowed.
+    """Relative differences between a plan and the reference plan, and whether the tolerances allow
+    them.
 
-    loss       |a - b| / |b| in the worst step
-    gradients  norm of the difference over norm of the reference's gradient, over the whole model,
-               in the first step
-    weights    the same for the weights after the last step
+    loss       |plan's loss - reference's loss| / |reference's loss|, in the step where it is
+    largest
+    gradients  norm of the difference of the gradients over the norm of the reference's gradients,
+               over the whole model, in the first step
+    weights    norm of the difference of the weights over the norm of the reference's weights, after
+               the last step
     """
 
     loss: float
@@ -101,7 +107,7 @@ class Verification:
         return max(allowed for _, allowed in self.compared().values())
 
     def compared(self) -> dict[str, tuple[float, float]]:
-        """By name: (the error, its tolerance)."""
+        """Return "loss", "gradients" and "weights" -> (error, tolerance)."""
         allowed = self.tolerances
         return {
             "loss": (self.loss, allowed.loss),
@@ -121,12 +127,14 @@ class Verification:
 def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3) -> Verification:
     """Run the reference and then `plan` for `steps` optimizer steps of `job`, and compare them.
 
-    BatchNorm computes statistics over each micro-batch, and NLLB-MoE's experts drop tokens in each,
-    so a plan that splits the batch of such a model trains something else, and fails. A plan with a
-    dynamic loss scale is compared after the scale has settled.
+    BatchNorm computes its statistics over each micro-batch, and the experts of NLLB-MoE drop tokens
+    in each micro-batch. So a plan that splits the batch of such a model into micro-batches trains
+    something else, and does not pass. A plan with a dynamic loss scale is compared with a scale at
+    which no step overflows.
 
-    A plan for several devices needs as many processes. All of them call this and get the same
-    result; rank 0 runs the reference. Raises InputError for a plan that updates asynchronously.
+    A plan for several devices needs as many processes. All of them call this function and get the
+    same result; rank 0 runs the reference. Raises InputError for a plan that updates
+    asynchronously.
     """
     if job.train.steps is None or job.train.steps < steps:
         job = job.replace(train=job.train.replace(steps=steps, epochs=None, warmup=min(job.train.warmup, steps)))
@@ -147,8 +155,8 @@ def compare(plan: Plan, found: Observed, expected: Observed) -> Verification:
 
 
 def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Verification:
-    """`verify` on several devices. Gradients are compared as the optimizer gets them: all-reduced,
-    and clipped if the job clips."""
+    """Run `verify` on several devices. The compared gradients are those that the optimizer gets:
+    all-reduced, and clipped if the job clips gradients."""
     for late, instead in (
         ("schedule=pipedream", "schedule: 1f1b"),
         ("parameter_server=async", "parameter_server: sync"),
@@ -157,8 +165,8 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
         if getattr(plan, name) == value:
             raise InputError(
                 f"plan: {late}",
-                "updates weights with gradients of earlier weights, which the reference does not",
-                f"verify it with {instead}",
+                "updates weights with gradients of older weights, and the reference plan does not",
+                f"verify the plan with {instead}",
             )
     check_world(plan)
     join((machine or Machine.detect()).device)
@@ -171,11 +179,14 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
 
 @dataclass(frozen=True)
 class Observed:
-    """The loss of each step, the gradients of the first step, and the weights before it and after
-    the last.
+    """The losses, gradients and weights of a short training run. Tensors are unsharded, in fp32 on
+    the host, by parameter name.
 
-    Tensors are full, in fp32 on the host, by parameter name. skipped: whether fp16 overflowed in a
-    step.
+    losses     loss of each step
+    gradients  gradients of the first step
+    start      weights before the first step
+    weights    weights after the last step
+    skipped    whether fp16 overflowed, so that a step was skipped
     """
 
     losses: list[float]
@@ -188,10 +199,14 @@ class Observed:
 def observe_settled(
     job: Job, plan: Plan, machine: Machine | None, steps: int, observing: Callable[[Run, int], Observed] | None = None
 ) -> Observed:
-    """Like `observe`. If a dynamic loss scale began too high, so that steps were skipped, it starts
-    again with the scale at the end. A pipeline's stages are compared with the undivided model
-    first."""
-    job = job.replace(train=job.train.replace(check_split="never"))  # hooks would see it
+    """Build the run of a plan, train `steps` steps and return what `observing` (default: `observe`)
+    records.
+
+    If the run skipped steps because its dynamic loss scale began too high, it is built again and
+    starts with the scale that the previous run ended with, until no step is skipped. The scale does
+    not fall below 1. Before a pipeline trains, its stages are compared with the undivided model.
+    """
+    job = job.replace(train=job.train.replace(check_split="never"))  # its backward would call the hooks
     scale: float | None = None
     while True:
         run = build(job, plan, machine)
@@ -206,8 +221,11 @@ def observe_settled(
 
 
 def observe(run: Run, steps: int) -> Observed:
-    """Train `steps` steps on one device; hooks record the gradients of the first step, whatever the
-    plan does with them."""
+    """Train `steps` steps on one device and record losses, gradients and weights.
+
+    Hooks record the gradients of the first step when backward computes them, even if the plan frees
+    or offloads them at once.
+    """
     gradients: dict[str, Tensor] = {}
     trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
@@ -226,8 +244,8 @@ def observe(run: Run, steps: int) -> Observed:
 
 
 def observe_sharded(run: Run, steps: int) -> Observed:
-    """Like `observe`, for a run whose parameters may be sharded. All devices call it and get full
-    tensors."""
+    """Like `observe`, but for a run whose parameters may be sharded. All devices must call this,
+    and all get unsharded tensors."""
     gradients: dict[str, Tensor] = {}
     trained = {name: run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
 
@@ -248,8 +266,12 @@ def observe_sharded(run: Run, steps: int) -> Observed:
 
 
 def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather this device's shards of weight-like tensors to full tensors of the whole model, in
-    fp32 on the host."""
+    """Gather the tensors of all devices to unsharded tensors of the whole model, in fp32 on the
+    host.
+
+    values: parameter name -> this device's shard of a weight or of its gradient. weights: parameter
+    name -> the parameter, which tells how it is sharded.
+    """
     found: dict[str, Tensor] = {}
     for name, value in values.items():
         one = unshard(run, weights[name], local(value)).detach()
@@ -276,8 +298,11 @@ class _Watched:
 
 
 class _Seeing:
-    """A `Reduction` that records its complete gradients. Parameters that are gathered and resharded
-    pass theirs on to it, so hooks on parameters do not see them."""
+    """Wraps a `Reduction` and records the gradients that it has completed, in the first step.
+
+    It is needed for parameters that are gathered and resharded (FSDP): their gradients go to the
+    reduction, so hooks on the parameters do not get them.
+    """
 
     def __init__(self, reduction: Reduction, weights: dict[str, nn.Parameter], seen: dict[str, Tensor]) -> None:
         self.reduction, self.weights, self.seen = reduction, weights, seen
@@ -307,7 +332,7 @@ def _adder(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm of `expected`, over all tensors together."""
+    """Norm of `found` - `expected` over the norm of `expected`, over all tensors together."""
     distance = torch.stack([(found[name] - value).double().square().sum() for name, value in expected.items()]).sum()
     size = torch.stack([value.double().square().sum() for value in expected.values()]).sum()
     return float((distance / size.clamp_min(1e-30)).sqrt())
