@@ -270,9 +270,9 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
     while rank 1 computes a backward whose output rank 0 needs next. If both have requested their
     next input and both stop until it has arrived, they deadlock.
 
-    To prevent this, all actions of all ranks in a step are put in one order (`_places`). During
-    action A a rank may request the input of its next action only if this input is produced by an
-    action before A in the order. Then no cycle of waits can form. The other inputs are late.
+    To prevent this, all actions of all ranks in a step are put in one order (`_total_order`).
+    During action A a rank may request the input of its next action only if this input is produced
+    by an action before A in the order. Then no cycle of waits can form. The other inputs are late.
 
     The set is empty for pipedream, whose ranks request only what was produced in an earlier round.
     """
@@ -280,7 +280,7 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
         return frozenset()
     table, places = (
         make_schedule(schedule, devices, chunks, micro_batches),
-        _places(schedule, devices, chunks, micro_batches),
+        _total_order(schedule, devices, chunks, micro_batches),
     )
     found = set()
     for actions in table:
@@ -291,7 +291,7 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
     return frozenset(found)
 
 
-def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
+def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
     """Return action -> its position in one order of all actions of all ranks in a step.
 
     The order is that of a simulated run in which every action takes equally long. Actions that run
@@ -314,7 +314,7 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
             sending[device] = [one for one in sending[device] if at[one.stage % devices] < own[one]]
         free = [action for action in ready if not sending[action.stage % devices]] or ready
         assert free, "the ranks of this schedule wait for each other"
-        for action in sorted(free, key=_along):
+        for action in sorted(free, key=_message_direction):
             done[action] = len(done)
             at[action.stage % devices] += 1
             if (taken := consumer_of(action)) in own and action.kind != WEIGHTS:
@@ -322,7 +322,7 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
     return done
 
 
-def _along(action: Action) -> tuple[bool, int]:
+def _message_direction(action: Action) -> tuple[bool, int]:
     """Sort key: forwards from the first stage to the last, then other actions from the last stage
     to the first."""
     is_forward = action.kind == FORWARD

@@ -63,7 +63,9 @@ class AttentionCalls(TorchFunctionMode):
     def _chosen(self, run: Run) -> str | None:
         assert self._first is not None
         tensors, options, dtype = self._first
-        query, key, value, mask = (None if one is None else _like(one, dtype, run.device) for one in tensors)
+        query, key, value, mask = (
+            None if one is None else _empty_single_sample(one, dtype, run.device) for one in tensors
+        )
         with torch.enable_grad():
             for one in (query, key, value):
                 assert one is not None
@@ -71,7 +73,7 @@ class AttentionCalls(TorchFunctionMode):
             return _KERNELS.get(attention_backend(query, key, value, mask, **options))  # type: ignore[arg-type]
 
 
-def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty_single_sample(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor with the shape of `tensor` and its dimensions in the same
     order in memory, on `device`. Floating-point tensors get `dtype`. The first dimension of a
     tensor with 4 dimensions, the batch, becomes 1 to save memory."""

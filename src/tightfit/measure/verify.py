@@ -230,8 +230,8 @@ def observe(run: Run, steps: int) -> Observed:
     trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
         weights = {name: run.optimizer_weights[parameter] for name, parameter in trained.items()}
-        run = replace(run, reduction=cast(Reduction, _Seeing(run.reduction, weights, gradients)))
-    hooks = [parameter.register_hook(_adder(gradients, name)) for name, parameter in trained.items()]
+        run = replace(run, reduction=cast(Reduction, _RecordingReduction(run.reduction, weights, gradients)))
+    hooks = [parameter.register_hook(_gradient_hook(gradients, name)) for name, parameter in trained.items()]
     scale = run.loss_scale.value if run.loss_scale else 1.0
     start, losses, skipped = weights_of(run.model), [], False
     for result in itertools.islice(train(run), steps):
@@ -252,20 +252,20 @@ def observe_sharded(run: Run, steps: int) -> Observed:
     def see() -> None:
         if not gradients:
             found = {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in trained.items()}
-            gradients.update(_whole(run, trained, found))
+            gradients.update(_gather_full(run, trained, found))
 
     def weights() -> dict[str, Tensor]:
-        return _whole(run, trained, {name: weight.detach() for name, weight in trained.items()})
+        return _gather_full(run, trained, {name: weight.detach() for name, weight in trained.items()})
 
     start, losses, skipped = weights(), [], False
-    watched = replace(run, optimizer=cast(torch.optim.Optimizer, _Watched(run.optimizer, see)))
+    watched = replace(run, optimizer=cast(torch.optim.Optimizer, _OptimizerWithHook(run.optimizer, see)))
     for result in itertools.islice(train(watched), steps):
         losses.append(result.loss)
         skipped = skipped or result.skipped
     return Observed(losses, gradients, start, weights(), skipped)
 
 
-def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
+def _gather_full(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Gather the tensors of all devices to unsharded tensors of the whole model, in fp32 on the
     host.
 
@@ -283,7 +283,7 @@ def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]
     return found
 
 
-class _Watched:
+class _OptimizerWithHook:
     """An optimizer that calls a function before each of its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> None:
@@ -297,7 +297,7 @@ class _Watched:
         self.optimizer.step()
 
 
-class _Seeing:
+class _RecordingReduction:
     """Wraps a `Reduction` and records the gradients that it has completed, in the first step.
 
     It is needed for parameters that are gathered and resharded (FSDP): their gradients go to the
@@ -323,7 +323,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().float().cpu().clone() for name, parameter in whole.items()}
 
 
-def _adder(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
+def _gradient_hook(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
     def add(gradient: Tensor) -> None:
         part = gradient.detach().float().cpu()
         gradients[name] = gradients[name] + part if name in gradients else part.clone()
