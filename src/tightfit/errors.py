@@ -1,6 +1,6 @@
 """The package's errors, each with its exit code, and the package's warning.
 
-An InputError says what was asked, what was found, and the smallest change that works.
+An InputError says what the user wrote, what is wrong with it, and the smallest change that works.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_figures_are_kept_if_nothing_could_be_measured(monkeypatch: pytest.Monke
         raise TightfitError("a process ended with code 7")
 
     monkeypatch.setattr(calibrate, "_all_reduces_s", fails)
-    with pytest.warns(TightfitWarning, match=r"its figures are unchanged: a process ended with code 7"):
+    with pytest.warns(TightfitWarning, match=r"its figures stay unchanged: a process ended with code 7"):
         found = calibrate._all_reduces_here_s(H100, print)
     assert calibrate._links(H100, found, 1.0) == {}
 

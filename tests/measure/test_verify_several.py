@@ -71,7 +71,7 @@ def test_a_method_that_changes_the_job_fails_on_two_processes() -> None:
 def test_a_schedule_with_delayed_updates_is_refused() -> None:
     plan = {"pp": 2, "schedule": "pipedream", "micro_batch": 2}
     job_allows = together(2, HERE + "refused", plan)
-    assert all("verify it with schedule: 1f1b" in said for said in job_allows)
+    assert all("verify the plan with schedule: 1f1b" in said for said in job_allows)
 
 
 def refused(fields: dict[str, Any]) -> str:

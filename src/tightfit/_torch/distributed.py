@@ -1,4 +1,4 @@
-"""Process groups and DTensor."""
+"""Private functions of torch for process groups and DTensor."""
 
 from __future__ import annotations
 

@@ -18,12 +18,14 @@ from torch._subclasses.fake_tensor import (
 
 
 def known_value(value: Any) -> Tensor | None:
-    """The real tensor that a fake tensor was made from, if torch has kept it; None otherwise."""
+    """Return the real tensor with the values of a fake tensor, if torch has kept it; None
+    otherwise."""
     return value.constant if isinstance(value, FakeTensor) else None
 
 
 def set_known_value(fake: FakeTensor, value: Tensor | None) -> None:
-    """Make torch use `value` where the values of `fake` are asked for. None: they are unknown."""
+    """Set the real tensor that torch uses when an operation needs the values of `fake`. None: the
+    values are unknown."""
     fake.constant = value
 
 

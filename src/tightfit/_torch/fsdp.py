@@ -76,10 +76,11 @@ def wrap_all_gather(group: ParameterGroup, wrap: Callable[[Any], Any]) -> None:
 def add_to_gather(
     group: ParameterGroup, begun: Callable[[], None], ending: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Call functions of our own during each gather of a group.
+    """Call the functions `begun` and `ending` during each all-gather of a group.
 
-    begun   called after the gather has begun
-    ending  its context surrounds the end of the gather, which makes the gathered parameters
+    begun   called after the all-gather has begun
+    ending  returns a context manager, in which the all-gather ends and the gathered parameters are
+            allocated
     """
     unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
@@ -95,8 +96,7 @@ def add_to_gather(
 
 
 def before_reduction(group: ParameterGroup, call: Callable[[], None]) -> None:
-    """Call a function of our own after each backward of a group, before its gradients are
-    reduced."""
+    """Call `call` after each backward of a group, before the group's gradients are reduced."""
     post_backward = group.post_backward
 
     def call_and_reduce(*unused: Any) -> None:
@@ -120,7 +120,7 @@ def is_gathered_once(record: ParameterRecord) -> bool:
 
 
 def gathered_parameter(record: ParameterRecord) -> nn.Parameter:
-    """The model's parameter while it is gathered."""
+    """The full parameter, which exists while the group is gathered."""
     return record.unsharded_param
 
 
@@ -135,7 +135,8 @@ def gathered_buffers(record: ParameterRecord) -> Sequence[Tensor]:
 
 
 def padded_shard(record: ParameterRecord) -> Tensor:
-    """This device's shard as it is gathered: flat, and padded to the size of the largest."""
+    """This device's shard in the form that is all-gathered: flattened, and padded to the size of
+    the largest shard of all devices."""
     return record._sharded_param_data
 
 

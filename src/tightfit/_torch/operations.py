@@ -1,4 +1,4 @@
-"""Operations of torch without a public name, and what is known of an operation."""
+"""Operations of torch that have no public name, and the schema of an operation."""
 
 from __future__ import annotations
 

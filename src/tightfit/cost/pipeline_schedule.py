@@ -41,7 +41,7 @@ FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list.
+    """One entry of a rank's list: the forward or backward of one micro-batch through one stage.
 
     kind         F (forward), B (backward) or W (gradients of the weights)
     stage        number of the model's stage, from 0
@@ -212,8 +212,11 @@ def coming(
     The requested message then travels while the action computes (double buffering). Usually it is
     the message of the next action alone. The next action is left out if its message
 
-    - does not exist: a weights action receives nothing, nor does the first stage's forward or the
-      last stage's backward;
+    While an action computes, the input of the next action arrives (double buffering). So an entry
+    usually contains the next action alone. The entry is empty if the next action's input
+
+    - does not exist: a W action receives nothing, nor does the first stage's forward or the last
+      stage's backward;
     - belongs to pipedream's next step, whose samples are not known before the update;
     - is one of `late`, on a device that `stops`. A GPU stops in the middle of an action, for example
       to free memory or to load a kernel, and then waits for all messages that it requested or sent.
@@ -223,8 +226,8 @@ def coming(
     Otherwise there can be a deadlock: rank 0 stops in a forward until rank 1 receives its output,
     while rank 1 stops in a backward until rank 0 receives its gradient.
 
-    Both ends of a link request and send messages in the same order, because NCCL and gloo match
-    them by order alone.
+    Both ends of a link post sends and receives in the same order, because NCCL and gloo match
+    messages by order alone.
 
     Source: overlapped p2p communication of Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473.
     """
@@ -272,7 +275,7 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
         return frozenset()
     table, places = (
         make_schedule(schedule, devices, chunks, micro_batches),
-        _places(schedule, devices, chunks, micro_batches),
+        _total_order(schedule, devices, chunks, micro_batches),
     )
     found = set()
     for actions in table:
@@ -283,7 +286,7 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
     return frozenset(found)
 
 
-def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
+def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
     """Put all actions of a step into one order, and return each action's position in it, from 0.
 
     The order is that of a run in which every action takes equally long. Among actions that run at
@@ -305,7 +308,7 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
             sending[device] = [one for one in sending[device] if at[one.stage % devices] < own[one]]
         free = [action for action in ready if not sending[action.stage % devices]] or ready
         assert free, "the ranks of this schedule wait for each other"
-        for action in sorted(free, key=_along):
+        for action in sorted(free, key=_message_direction):
             done[action] = len(done)
             at[action.stage % devices] += 1
             if (taken := consumer_of(action)) in own and action.kind != WEIGHTS:
@@ -313,7 +316,7 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
     return done
 
 
-def _along(action: Action) -> tuple[bool, int]:
+def _message_direction(action: Action) -> tuple[bool, int]:
     """Return a sort key: forwards before backwards, each in the direction in which messages travel."""
     is_forward = action.kind == FORWARD
     return not is_forward, action.stage if is_forward else -action.stage

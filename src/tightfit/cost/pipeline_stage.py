@@ -1,15 +1,15 @@
 """Cuts one pipeline stage's program out of a micro-batch's recorded step.
 
-`rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is of the whole
-model. Its segments are split into sections, and a stage takes those of its blocks. A section is a
-block together with what runs between it and the next block.
+`rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is that of the whole
+model. It is divided into sections: section n is block n together with the code that runs between
+block n and block n + 1. A stage takes the sections of its blocks.
 
-What has to be found is the lifetime of each buffer within the stage. Example: 4 blocks, a stage
+The main task is to find the lifetime of each buffer within the stage. Example: 4 blocks, a stage
 with the blocks 2 and 3, and hidden states of 16 MiB. In the whole model, section 1 allocates the
-hidden states that block 2 reads, and section 2's backward frees them. In the stage, nothing
-allocates them: the segment "received" does so, with 16 MiB, and the end of the stage's backward
-frees them. Likewise, the gradient that block 2's backward makes for section 1 is freed in the
-segment "sent".
+hidden states that block 2 reads, and section 2's backward frees them. The stage has no section 1,
+so it gets a segment "received" that allocates the 16 MiB, and the end of the stage's backward frees
+them. Likewise, the gradient that block 2's backward computes for section 1 is freed in a segment
+"sent".
 
 Equal blocks share one recorded segment. So a buffer is identified by its section and its `Buffer`
 object in the segment, never by its size: the copy of a weight and a gradient may be equally large.
@@ -153,7 +153,7 @@ def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[i
         elif segment.phase == FORWARD and here[FORWARD] == last:
             here[FORWARD] = blocks
         yield here[segment.phase], segment
-        # what follows a block's backward, up to the next one, is in the section of the block below
+        # a segment between the backwards of block n and block n - 1 is in section n - 1
         if segment.block is not None and segment.phase == BACKWARD:
             here[BACKWARD] = segment.block - 1
 
@@ -194,7 +194,7 @@ def stage_program(sections: Sections, stage: range, received: StageInput, gradie
 
 
 class _StageBuilder:
-    """Builds the program of one stage.
+    """Builds the recorded step of one stage.
 
     here     the sections whose forward and backward the stage runs
     run      the sections whose forward the stage runs: `here` and the code before the blocks, which
@@ -231,7 +231,7 @@ class _StageBuilder:
         if len(here) == 1 and len(gradient.terms) > 1:
             own = self.becomes[here[0]] = replace(here[0], row="gradients")
             self.becomes[gradient] = None
-            if self.sections.phase[here[0]] == FORWARD:  # a loss that makes gradients in its forward
+            if self.sections.phase[here[0]] == FORWARD:  # a loss that computes gradients in its forward
                 self.early[min(self.sections.made[here[0]])] = [(here[0], -1), (own, 1), (own, 0)]
 
     def part(self) -> StageProgram:
@@ -331,7 +331,7 @@ def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timel
     if not copies:
         return timeline
     events: Events = []
-    there: Events = []  # casts that are freed after the next product
+    there: Events = []  # frees of casts, to add after the next allocation, the product's result
     made: set[Buffer] = set()
     for buffer, sign in timeline.events:
         if buffer in copies and sign > 0:

@@ -145,7 +145,7 @@ class _RecomputationEdit:
             before = self.training[self.forward[call]].timeline
             asked += len(before.operations)
             saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.freed}
-            # autocast casts a weight once per forward, so the second forward casts it again
+            # autocast caches the cast of a weight within a forward, so the second forward casts again
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
             self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(anew)))
             again = again.then(Timeline(tuple((copy, 1) for copy in anew)))
@@ -186,7 +186,8 @@ class _RecomputationEdit:
     def _forward(
         self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
     ) -> None:
-        """Replace the block's first forward, which saves everything, by one that does not.
+        """Replace the block's first forward, which saves everything for backward, by the forward of
+        an evaluation, which saves nothing but what is listed here.
 
         before:     the first forward as recorded, without recomputation
         saved:      the buffers that the block's backward frees
@@ -198,7 +199,7 @@ class _RecomputationEdit:
             kept |= _saved_products(before, self.selective)
         left = [handed_on.get(buffer, buffer) for buffer in before.allocated if buffer in kept]
         first = _forward_leaving(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
-        if self.selective:  # a later call makes its own casts of weights
+        if self.selective:  # each later call casts the weights again
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
             first = Timeline(tuple((copy, 1) for copy in anew)).then(first).then(_freeing(anew))
         inputs = before.inputs
@@ -214,9 +215,9 @@ class _RecomputationEdit:
             self.forward[call], replace(first, inputs=inputs, saved=own, block_inputs=before.block_inputs)
         )
         held = [buffer for buffer in first.allocated if buffer not in first.freed and buffer not in left]
-        soon = [buffer for buffer in held if buffer in self.passing]  # outputs that nobody saves
+        soon = [buffer for buffer in held if buffer in self.passing]  # outputs that no segment saves
         after = next(iter(self._after(call)), self.end)
-        if soon:  # else forward's end would be copied once for each of many blocks
+        if soon:  # without this check, the last segment's timeline would be copied for each block
             self._replace_timeline(after, self.training[after].timeline.then(_freeing(soon)))
         stay = [buffer for buffer in held if buffer not in self.passing]  # autocast's casts of weights
         if stay:
@@ -232,12 +233,13 @@ class _RecomputationEdit:
         return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
 
     def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
-        """Whether the buffer is freed after the block's forward, because nothing saves it for
-        backward."""
+        """Whether the buffer is freed in the forward pass, after the block's forward, because no
+        segment saves it for backward."""
         return any(buffer in self.training[place].timeline.freed for place in self._after(call))
 
     def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
-        """Keep the buffer alive after the forward. Returns whether it was freed there before."""
+        """Remove the event that frees the buffer in the forward pass after the block's forward.
+        Returns whether there was such an event."""
         for place in self._after(call):
             timeline = self.training[place].timeline
             if buffer in timeline.freed:

@@ -1,9 +1,9 @@
 """The recorded step: the buffers that one micro-batch allocates and frees, and its operations.
 
-planner/tracing/recorder.py records it on fake tensors, planner code and each method's `cost` edit it, and
-`Ledger` replays it to find the peak. A recorded step is a tuple of segments, in the order in which
-they run: the forward of each part of the model, then the backwards in reverse order. Every size
-is linear in the samples of a micro-batch, so one recorded step holds for every micro-batch size.
+planner/tracing/recorder.py records it on fake tensors, each method's `cost` edits it, and `Ledger`
+replays it to find the peak. A recorded step is a tuple of segments, in the order in which they run:
+the forward of each part of the model, then the backwards in reverse order. Every size is linear in
+the samples of a micro-batch, so one recorded step holds for every micro-batch size.
 
 Example: two equal blocks, sizes in MiB for one sample. A block's forward allocates an activation
 h of 4, which is saved for backward, and a temporary t of 2, which is freed at once. Its backward
@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-# the rows that a buffer may count under
+# the rows of the ledger that a recorded buffer may count under
 TRACED_ROWS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
 
 WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
@@ -52,16 +52,16 @@ class BatchLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One storage of a tensor. Two buffers are equal only if they are the same object.
+    """The storage of one tensor. Two buffers are equal only if they are the same object.
 
     size       bytes
-    row        the ledger's row that it counts under, one of TRACED_ROWS
-    maker      the operation that allocates it
-    parameter  name of the parameter that it belongs to. Set for a gradient, for the product that a
-               gradient is cast from, and for a weight's copy in another dtype; else empty
+    row        the ledger's row that the buffer counts under, one of TRACED_ROWS
+    maker      the operation that allocates the buffer, such as aten.mm
+    parameter  name of a parameter. Set for the parameter's gradient, for the product that this
+               gradient is cast from, and for a cast of the parameter to another dtype; else empty
     operands   for a gradient that is a matrix product: the two buffers that are multiplied
-    terms      for the gradient of a parameter that is used several times: the gradients of the
-               single uses, whose sum it is
+    terms      for the gradient of a parameter that is used several times: the gradients from the
+               single uses, which are summed to this gradient
     """
 
     size: BatchLinear
@@ -76,13 +76,16 @@ class Buffer:
 class Operation:
     """One kernel, or `count` equal kernels. `flops` and `bytes_accessed` are those of one kernel.
 
-    name      the operation's name, such as aten.mm
-    dtype     the dtype that it computes in
-    flops     model FLOPs: attention counts all pairs of queries and keys, also under a causal mask
-    bytes_accessed  bytes read and written
-    sizes     for a matrix product: (batches, rows, columns, depth); else empty
-    computed_share  share of `flops` that the kernel computes: attention skips the pairs that a
-              causal mask hides
+    name            the operation's name, such as aten.mm
+    dtype           the dtype that the kernel computes in
+    flops           model FLOPs: attention counts all pairs of queries and keys, also under a causal
+                    mask
+    bytes_accessed  bytes that the kernel reads and writes
+    sizes           for a matrix product: (batches, rows, columns, depth), depth being the summed
+                    dimension; else empty
+    count           number of equal kernels
+    computed_share  share of `flops` that the kernel really computes: less than 1 for attention that
+                    skips the pairs that a causal mask hides
     """
 
     name: str
@@ -98,10 +101,10 @@ class Operation:
 class BlockInput:
     """A tensor that a block is called with.
 
-    path          its path within the block's arguments
+    path          the tensor's path within the block's arguments
     size          bytes of the tensor, which may be a view of a part of its storage
-    buffer        its storage; None if the step did not allocate it
-    has_gradient  whether backward computes a gradient of it
+    buffer        the tensor's storage; None if the step did not allocate it
+    has_gradient  whether backward computes a gradient of the tensor
     """
 
     path: str
@@ -115,10 +118,10 @@ class Timeline:
     """What happens in one segment: allocations and frees of buffers, in order, and operations.
 
     An event is (buffer, +1) when the buffer is allocated and (buffer, -1) when it is freed. A
-    parameter's gradient has one event more, (buffer, 0): it is complete.
+    parameter's gradient has one more event, (buffer, 0), when it is complete.
 
-    recompute_end  (events, operations): how many of each come before the last tensor that backward
-                   needs. A recomputation of this forward stops there
+    recompute_end  for a forward: (number of events, number of operations) up to the last tensor
+                   that backward needs. A recomputation of this forward stops there
     inputs         for a block: the buffers that it was called with
     block_inputs   for a block: all tensors that it was called with
     saved          for a forward: the buffers, its own or earlier ones, that are saved for backward
@@ -155,9 +158,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What one micro-batch does in one part of the model in one phase.
+    """The work of one micro-batch in one part of the model in one phase.
 
-    part      "block" for a repeated block, else a name for the code before, between or after them
+    part      "block" for a repeated block, else a name for the code before, between or after the
+              blocks
     phase     forward, backward, inference (a forward that saves nothing for backward) or optimizer
     block     the block's number, from 0; None if the part is no block
     call      for a block that a forward calls more than once: the number of the call, from 0
@@ -179,10 +183,11 @@ class Segment:
 class ReplayedSegment:
     """The result of `replay`, in bytes, relative to the bytes that are alive when the timeline begins.
 
-    at_peak              bytes by row that it adds at its peak
-    at_end               bytes by row that it adds at its end
-    completed_gradients  bytes of the gradients that are complete (at the peak, at the end)
-    largest_gradient     bytes of the largest complete gradient
+    at_peak              bytes that the timeline adds at its peak, by row
+    at_end               bytes that the timeline adds at its end, by row
+    completed_gradients  bytes of the gradients that the timeline has completed (at its peak, at its
+                         end)
+    largest_gradient     bytes of the largest gradient that the timeline completes
     """
 
     at_peak: dict[str, float]

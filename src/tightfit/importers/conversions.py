@@ -201,7 +201,8 @@ def schedule(value: Any) -> ScheduleChoice | Lacks:
 
 
 def warmup(value: Any) -> int | float:
-    """Keep the number of steps. A number below 1 is a fraction of all steps."""
+    """Return the warmup as tightfit writes it: an int is a number of steps, and a number between 0
+    and 1 is a fraction of all steps."""
     found = number(value)
     return found if 0 < found < 1 else whole(value)
 

@@ -52,7 +52,7 @@ def _data(value: Any) -> str | Lacks:
 
 
 def _shard(value: Any) -> int:
-    """Keep the number of ranks. -1 means all remaining ranks."""
+    """Return the number of ranks as an int. -1 means all ranks that the other degrees leave."""
     return whole(value)
 
 
@@ -97,8 +97,12 @@ def _decay(value: Any) -> str | Lacks:
 
 
 def _reshard(value: Any) -> str:
-    """Check the word. default and always mean zero: 3, never means zero: 2. In a pipeline, default
-    means never."""
+    """Return the value of reshard_after_forward in lower case. Raises ValueError if it is not
+    default, always or never.
+
+    default and always are later converted to zero: 3, and never to zero: 2. In a pipeline, default
+    means never.
+    """
     word = str(value).lower()
     if word not in ("default", "always", "never"):
         raise ValueError("default, always or never")

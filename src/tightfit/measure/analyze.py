@@ -1,5 +1,5 @@
-"""`explain --analyze`: runs a few steps of a plan and measures them, to compare them with the
-prediction."""
+"""`explain --analyze`: run a few steps of a plan and measure their time and memory, to compare them
+with the prediction."""
 
 from __future__ import annotations
 

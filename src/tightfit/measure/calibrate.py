@@ -1,5 +1,5 @@
-"""Calibration: measures what this machine can do. Matrix rates by dtype and size, bandwidths,
-launch time.
+"""Calibration: measures the rates of this machine, such as FLOP/s of matrix products by dtype and
+size, bandwidths, and the time to launch an operation.
 
 `calibrate` (`tightfit machine --calibrate`) takes about a minute. `glance` is a quick calibration of
 a few seconds, for a CPU that was not calibrated. The time model predicts step times from the
@@ -54,7 +54,7 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     control took 12 ms, and the median of all controls is 10 ms: its figure is 90 x 12 / 10 = 108
     GFLOP/s.
 
-    say  receives a line about each measurement
+    say  called with a line of text before each measurement
     """
     device = device_of(machine)
     pace = ClockDrift(device)
@@ -71,13 +71,13 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
     ended_s = pace.control_around_s()
     sums_s = _all_reduces_here_s(machine, say)
     sums_ended_s, usual_s = pace.control_around_s(), pace.usual_control_s
-    now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # to the usual speed
+    now, sums_now = usual_s / ended_s, usual_s / sums_ended_s  # factors that scale to the usual speed
     by_size = {kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in by_size.items()}
     measured = machine.replace(
         matrix_flops_per_s=_best(by_size),
         matrix_flops_per_s_by_size=by_size,
         rates={kind: {size: amount / usual_s for size, amount in table.items()} for kind, table in kinds.items()},
-        efficiency={},  # runs have measured it relative to the old rates
+        efficiency={},  # earlier runs measured it relative to the old rates
         memory_bytes_per_s=_figure(bandwidth / now, _copied(device)),
         launch_s=_figure(launch_s * now, "a chain of products of single numbers, forward and backward"),
         host_to_device_bytes_per_s=None if copies is None else _figure(copies, "pinned copy of 256 MiB"),
@@ -125,13 +125,13 @@ def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[in
     """Return the seconds of all-reduces on this machine's devices (see `_all_reduces_s`). None with
     only one GPU, or if the all-reduces fail."""
     if machine.device == "cuda" and machine.devices_per_node < 2:
-        say("no links between GPUs, because there is one GPU: published figures of links are kept")
+        say("links between GPUs are not measured, because there is one GPU: their published figures are kept")
         return None
     try:
         return _all_reduces_s() if machine.device == "cpu" else _all_reduces_s("nccl")
     except TightfitError as error:
         warnings.warn(
-            f"communication between processes was not measured, its figures are unchanged: {error}",
+            f"communication between processes could not be measured, so its figures stay unchanged: {error}",
             TightfitWarning,
             stacklevel=3,
         )
@@ -269,7 +269,11 @@ def _all_reduces_s(
     backend  gloo for CPUs, nccl for a GPU each
     sums     the function that each process runs; `_all_reduce` if left out
 
-    Raises TightfitError if a process dies, or if they take longer than `limit_s`.
+    backend  gloo for two processes on the CPU, nccl for two processes with a GPU each
+    sums     the function that each process runs; by default it times the all-reduces
+    limit_s  the most seconds until the answer, including the start of the processes
+
+    Raises TightfitError if a process fails, or if there is no answer within `limit_s`.
     """
     context = torch.multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

@@ -1,7 +1,9 @@
-"""Clock drift: how fast the CPU is at the moment. The speed of a shared CPU changes within minutes.
+"""Clock drift: the speed of a shared CPU changes within minutes, so measurements that are taken at
+different times must be scaled to one speed.
 
-A fixed workload, the control, is timed before and after each measurement. Ratios to the control's
-time stay comparable while the machine's speed changes.
+A fixed workload, the control, is timed before and after each measurement. If the machine becomes
+20 % slower, a measurement and the control both take 20 % longer, and the ratio of their times stays
+the same.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def control_s(device: torch.device) -> float:
 
 
 class ClockDrift:
-    """Times the control before and after each group of measurements.
+    """Times the control before and after each group of measurements on a CPU.
 
     A GPU is not shared, so its speed is assumed to be constant: the control is not timed there.
 

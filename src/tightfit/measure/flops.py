@@ -48,7 +48,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     class Total(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = model_factory(run.job.model)() if sharded else run.model  # the full one
+            self.model = model_factory(run.job.model)() if sharded else run.model  # the unsharded model
 
         def forward(self, inputs: Batch) -> Tensor:
             if sharded:
@@ -78,7 +78,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
             counter,
         ):
             functional_call(total, state, (inputs,))
-    except Exception:  # a model may fail on fake tensors in any way; the observed training must not
+    except Exception:  # a model may fail on fake tensors in any way, and the training must go on
         return None
     return counter.get_total_flops()
 

@@ -1,5 +1,5 @@
-"""Which attention kernel a run uses: torch chooses one for each call, by shapes, dtypes and
-device."""
+"""Finds out which attention kernel a run uses. torch chooses a kernel for each call, by shapes,
+dtypes and device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from tightfit._torch.devices import attention_backend
 from tightfit.runtime.run import Run
 
-# by the number of torch.nn.attention.SDPBackend; the CPU has a fused kernel of its own
+# number of torch.nn.attention.SDPBackend -> name of the kernel
 _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
 
 
@@ -21,7 +21,7 @@ class AttentionCalls(TorchFunctionMode):
     """While this mode is active, it stores the arguments of the first call of
     `scaled_dot_product_attention`.
 
-    The tensors may be fake, because only their shapes, strides and dtypes are used.
+    The call's tensors may be fake, because only their shapes, strides and dtypes are used.
     """
 
     def __init__(self) -> None:

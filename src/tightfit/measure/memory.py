@@ -33,7 +33,7 @@ from tightfit.runtime.run import Run
 Result = TypeVar("Result")
 Take = Callable[[Run], Result]
 
-_FORWARD = "tightfit: forward"  # marks a forward among the profiler's events
+_FORWARD = "tightfit: forward"  # name of the profiler event that spans a forward
 
 
 class MemorySample:
@@ -49,7 +49,7 @@ class MemorySample:
         self.steps = 1 + 2 * (run.executor.loss_delay if run.executor is not None else 0)
         self.peak: Peak | None = None
         self._taken = 0
-        self._beside = 0  # bytes in flight when a step begins
+        self._beside = 0  # bytes of earlier steps' tensors in memory when a step begins
         self._tracking = RunTracker(run) if run.plan.compile == "none" else None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:

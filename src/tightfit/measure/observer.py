@@ -1,4 +1,4 @@
-"""Observer: measures the steps of a training and makes its Record."""
+"""Observer: measures the steps of a training run and summarizes them in a Record."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tightfit.planner.tracing.live_storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
 from tightfit.runtime.run import DummyMicroBatch, Run, parameter_count
 
-SAMPLED = 2  # number of the step, from the start, whose memory is sampled; later steps are timed
+SAMPLED = 2  # index, from 0, of the run's first step whose memory is sampled; later steps are timed
 
 
 class Observer:
-    """Measurements of a training so far.
+    """Collects the measurements of a training run.
 
     The first step may compile, the second allocates optimizer states, and the third is sampled for
     memory. Timing begins after the sampled step, so that timed steps do not include these costs.
@@ -34,7 +34,7 @@ class Observer:
     def __init__(self, run: Run, start: int) -> None:
         self.run, self.start = run, start
         self.steps: list[Step] = []
-        self._speeds: list[float] = []  # of the timed steps, sorted, so that the median is cheap
+        self._speeds: list[float] = []  # items per second of the timed steps, sorted, so that the median is cheap
         self._seconds: list[float] = []
         self.sample: MemorySample | None = None
         self.flops_per_step: float | None = None

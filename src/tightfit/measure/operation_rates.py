@@ -1,5 +1,5 @@
 """Measures the rate of each kind of operation on this machine at a few sizes. Step times are
-predicted from it."""
+predicted from these rates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LARGE_PRODUCTS = (
 )
 BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
 LARGE_BYTES = (2**29,)  # on a GPU, whose L2 cache holds 2**26 and more
-COLD = {  # bytes of inputs between two uses of the same memory: about what a model's block accesses
+COLD = {  # bytes of other inputs that are read before an input is used again: about one block's
     "cpu": 2**24,
     "cuda": 2**28,
 }
@@ -65,7 +65,7 @@ def measure_rates(
     if device.type == "cpu":
         fetched = _fetch_rate(device)
         rates["fetch/float32"] = {2**25: fetched * pace.control_around_s()}
-        keep_freed_memory()  # page faults are measured apart, by "fetch"
+        keep_freed_memory()  # page faults are measured separately, by "fetch"
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
             if quick and kind in COMPILED_ARITHMETIC:
@@ -159,7 +159,7 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels), 32 x 32 pixels
-LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # of a GPU
+LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # in addition on a GPU
 
 
 def _channels(device: torch.device) -> tuple[tuple[int, int], ...]:
@@ -199,7 +199,7 @@ GPU_TOKENS = 2**14  # in all samples together, the usual size for comparing atte
 
 
 def _heads(length: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Shape (samples, heads, length, width) of queries, keys and values."""
+    """Return the shape (samples, heads, length, width of a head) of queries, keys and values."""
     return (8, 8, length, 64) if device.type == "cpu" else (GPU_TOKENS // length, 16, length, 128)
 
 
@@ -363,7 +363,8 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Max pooling: the output has a quarter of the elements, and an int64 index for each."""
+    """Max pooling of 2 x 2 pixels. The output has a quarter of the input's elements, and an int64
+    index for each of them."""
     for moved in _bytes(device)[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
         elements = channels * 64 * 64
@@ -455,7 +456,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
     "cast": _cast,
-    # attention's heads, transposed
+    # the transpose of heads and positions in attention
     "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),
     "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
     "softmax": _softmax,

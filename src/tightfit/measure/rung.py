@@ -1,7 +1,7 @@
-"""Measures a rung of a ladder: some steps of a plan, in a process of its own.
+"""Measures one rung of a ladder of plans: runs a few steps of the plan in a separate process.
 
-Plans change settings of their process that cannot be taken back, such as its allocator, and a peak
-is that of a whole process.
+A separate process is needed because a plan changes settings of its process that cannot be undone,
+such as the allocator, and because the operating system records peak memory for a whole process.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ class Measured:
     failed: str = ""
 
     def content(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The fields as a dict, for `--json`."""
         return asdict(self)
 
 
 def measure_rung(job: Job, plan: Plan, machine: Machine, steps: int = STEPS) -> Measured:
-    """Run some steps of the job with a plan on this machine, in a process of its own."""
+    """Run a few steps of the job with this plan in a separate process, and return the measurements.
+
+    steps: number of timed steps. If the process fails, `failed` says why, and no error is raised.
+    """
     asked = {"job": job.content(), "plan": plan.content(), "machine": machine.content(), "steps": steps}
     done = subprocess.run(
         [sys.executable, "-c", _CODE],
@@ -63,7 +66,11 @@ def measure_rung(job: Job, plan: Plan, machine: Machine, steps: int = STEPS) -> 
 
 
 def measured(text: str) -> str:
-    """The measurement in its own process; what to run and the result as one line of JSON."""
+    """Measure a plan for `measure_rung`, in the process that this function starts.
+
+    text: JSON with the keys job, plan, machine and steps. Returns the fields of `Measured` as one
+    line of JSON.
+    """
     from tightfit.measure.analyze import analyze
 
     asked = json.loads(text)

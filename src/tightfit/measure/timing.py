@@ -1,4 +1,4 @@
-"""Times a function's work on a device."""
+"""Times a function on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from tightfit._torch.devices import spin
 
-Pick = Callable[[list[float]], float]  # seconds of several runs -> the figure, such as their median
+Pick = Callable[[list[float]], float]  # seconds of several runs -> one figure, such as their median
 
-WARM_UPS = 3  # calls before a GPU is timed: libraries select and load their kernels in the first
+WARM_UPS = 3  # calls before a GPU is timed: in the first, libraries select and load their kernels
 BATCH_S = 3e-3  # seconds of GPU work between two events, so that the events' own time is negligible
 MOST_CALLS = 100  # calls between two events: their kernels must fit into the GPU's launch queue
 # cycles per second that `spin` counts, at most: on a GPU with a slower clock it waits longer. AMD's
@@ -61,7 +61,7 @@ def timed_by_clock(
 
 
 def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, least_runs: int, pick: Pick) -> float:
-    """Time batches of calls, each between two events of the GPU.
+    """Time batches of calls, each batch between two CUDA events.
 
     To launch a small kernel takes longer than to run it. So the GPU first spins until the whole
     batch is queued, and then runs the kernels without gaps.

@@ -1,8 +1,8 @@
-"""verify: trains a few steps with a plan and with the reference plan; losses, gradients and weights
-must agree.
+"""verify: trains a few steps with a plan and with the reference plan, and compares losses,
+gradients and weights.
 
-The reference is fp32, one device, no method. Both runs start from the same seed and see the same
-samples.
+The reference plan trains in fp32 on one device, without any method. Both runs start from the same
+seed and train on the same samples.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tightfit.plan import Plan
 from tightfit.runtime.run import Reduction, Run, unshard
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
-"""Unit roundoff u, the largest relative error of one rounding, by the arithmetic's precision: half
-the distance between two neighbouring numbers."""
+"""precision -> unit roundoff u, the largest relative error of one rounding: half the relative
+distance between two neighbouring numbers. Example: bf16 keeps 8 significant bits, so u = 2^-8."""
 
 FLOAT8 = {"none": 0.0, "tensorwise": 2.0**-3, "rowwise": 2.0**-4}
 """Unit roundoff of the 8-bit factors of matrix products, by the plan's `float8`. Numbers of the type
@@ -66,8 +66,8 @@ class Tolerances:
                    relative error of the whole step is then sqrt(e), and e is about sqrt(u). Measured:
                    up to 1.1 u^(1/4) times the distance
 
-    Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. If the weights travelled 1
-    %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
+    Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. With fp32 states and
+    d = 1 %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
     """
 
     gradients: float
@@ -107,7 +107,7 @@ class Verification:
         return max(allowed for _, allowed in self.compared().values())
 
     def compared(self) -> dict[str, tuple[float, float]]:
-        """By name: (the error, its tolerance)."""
+        """Return "loss", "gradients" and "weights" -> (error, tolerance)."""
         allowed = self.tolerances
         return {
             "loss": (self.loss, allowed.loss),
@@ -155,8 +155,8 @@ def compare(plan: Plan, found: Observed, expected: Observed) -> Verification:
 
 
 def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Verification:
-    """`verify` on several devices. Gradients are compared as the optimizer gets them: all-reduced,
-    and clipped if the job clips."""
+    """Run `verify` on several devices. The compared gradients are those that the optimizer gets:
+    all-reduced, and clipped if the job clips gradients."""
     for late, instead in (
         ("schedule=pipedream", "schedule: 1f1b"),
         ("parameter_server=async", "parameter_server: sync"),
@@ -165,8 +165,8 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
         if getattr(plan, name) == value:
             raise InputError(
                 f"plan: {late}",
-                "updates weights with gradients of earlier weights, which the reference does not",
-                f"verify it with {instead}",
+                "updates weights with gradients of older weights, and the reference plan does not",
+                f"verify the plan with {instead}",
             )
     check_world(plan)
     join((machine or Machine.detect()).device)
@@ -230,7 +230,7 @@ def observe(run: Run, steps: int) -> Observed:
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
         weights = {name: run.optimizer_weights[parameter] for name, parameter in trained.items()}
         run = replace(run, reduction=cast(Reduction, _GradientRecorder(run.reduction, weights, gradients)))
-    hooks = [parameter.register_hook(_adder(gradients, name)) for name, parameter in trained.items()]
+    hooks = [parameter.register_hook(_gradient_hook(gradients, name)) for name, parameter in trained.items()]
     scale = run.loss_scale.value if run.loss_scale else 1.0
     start, losses, skipped = weights_of(run.model), [], False
     for result in itertools.islice(train(run), steps):
@@ -251,22 +251,26 @@ def observe_sharded(run: Run, steps: int) -> Observed:
     def see() -> None:
         if not gradients:
             found = {name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in trained.items()}
-            gradients.update(_whole(run, trained, found))
+            gradients.update(_gather_full(run, trained, found))
 
     def weights() -> dict[str, Tensor]:
-        return _whole(run, trained, {name: weight.detach() for name, weight in trained.items()})
+        return _gather_full(run, trained, {name: weight.detach() for name, weight in trained.items()})
 
     start, losses, skipped = weights(), [], False
-    watched = replace(run, optimizer=cast(torch.optim.Optimizer, _Watched(run.optimizer, see)))
+    watched = replace(run, optimizer=cast(torch.optim.Optimizer, _OptimizerWithHook(run.optimizer, see)))
     for result in itertools.islice(train(watched), steps):
         losses.append(result.loss)
         skipped = skipped or result.skipped
     return Observed(losses, gradients, start, weights(), skipped)
 
 
-def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather this device's shards of weight-like tensors to full tensors of the whole model, in
-    fp32 on the host."""
+def _gather_full(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather the tensors of all devices to unsharded tensors of the whole model, in fp32 on the
+    host.
+
+    values: parameter name -> this device's shard of a weight or of its gradient. weights: parameter
+    name -> the parameter, which tells how it is sharded.
+    """
     found: dict[str, Tensor] = {}
     for name, value in values.items():
         one = unshard(run, weights[name], local(value)).detach()
@@ -278,7 +282,7 @@ def _whole(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]
     return found
 
 
-class _Watched:
+class _OptimizerWithHook:
     """An optimizer that calls a function before each of its steps."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> None:
@@ -316,7 +320,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().float().cpu().clone() for name, parameter in whole.items()}
 
 
-def _adder(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
+def _gradient_hook(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
     def add(gradient: Tensor) -> None:
         part = gradient.detach().float().cpu()
         gradients[name] = gradients[name] + part if name in gradients else part.clone()
@@ -325,7 +329,7 @@ def _adder(gradients: dict[str, Tensor], name: str):  # type: ignore[no-untyped-
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm of `expected`, over all tensors together."""
+    """Norm of `found` - `expected` over the norm of `expected`, over all tensors together."""
     distance = torch.stack([(found[name] - value).double().square().sum() for name, value in expected.items()]).sum()
     size = torch.stack([value.double().square().sum() for value in expected.values()]).sum()
     return float((distance / size.clamp_min(1e-30)).sqrt())

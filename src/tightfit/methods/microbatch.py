@@ -52,8 +52,9 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose one sample, and the device's full share of the batch (None), for which no gradients
-    exist during the forward.
+    """Propose the two micro-batch sizes that can need the least memory: one sample, whose
+    activations are the smallest, and the device's full share of the batch (None). With the full
+    share there is one micro-batch, so no gradients of an earlier one exist during its forward.
     """
     return {"micro_batch": [None, 1]}
 

@@ -37,8 +37,9 @@ def trace(
     blocks   the blocks to record, as (full name, module)
     numbers  the numbers of these blocks among all of the model's blocks; () if they are all of them
 
-    A second forward is recorded if the first one changes tensors or attributes that persist. Raises
-    InputError if the model fails on fake tensors, or does not call each block once, in order.
+    If the first forward changes the model's parameters, buffers or attributes, or the batch, a
+    second forward is recorded, because it may compute something else. Raises InputError if the
+    model fails on fake tensors, or does not call each block once, in order.
     """
     mode = active_fake_mode() or FakeTensorMode(allow_non_fake_inputs=True)
     in_evaluation = [module for module in model.modules() if not module.training]

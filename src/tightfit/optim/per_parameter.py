@@ -69,9 +69,9 @@ class WeightStore(Protocol):
     """Stores weights, or only their gradients, in a memory other than the device's (offloading).
 
     device       the device that updates the weights
-    bring_ahead  begin to copy a weight to the device, while the device computes
-    bring        return the weight, with its gradient, on the device
-    take_back    store the updated weight again
+    bring_ahead  start an asynchronous copy of a weight to the device, before it is updated
+    bring        return the weight and its gradient on the device, for the update
+    take_back    copy the updated weight back to the store
 
     The other methods are those of StateStore.
     """

@@ -127,8 +127,8 @@ def verdict(time_ratio: float, memory_ratio: float) -> str:
 
 
 def training_bytes(estimate: Estimate) -> float:
-    """Return the bytes at the peak without those that a process needs before it trains, such as the
-    CUDA context."""
+    """Return the bytes at the peak, without the row "runtime": the memory that a process needs
+    before it trains, such as the CUDA context."""
     return estimate.peak_bytes - estimate.peak.rows["runtime"] + estimate.workspace_bytes
 
 

@@ -253,8 +253,9 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
 def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
     """Yield (change, estimate) for the smallest number of devices with which the job fits.
 
-    The numbers tried are 2, 4, 8, ... times the machine's, up to 1024 devices or one device per
-    sample of a step. Yields nothing if none of them is enough, or on a CPU.
+    The function tries 2, 4, 8, ... times the machine's number of devices, up to 1024 devices or one
+    device per sample of a step. It yields nothing if the job does not fit with any of these
+    numbers, or on a CPU.
     """
     machine = estimator.machine
     if machine.device == "cpu" or "memory" not in least.shortages():

@@ -105,8 +105,10 @@ class ChangingBuffers:
 
     @contextmanager
     def rewound(self, before: SavedBuffers) -> Iterator[None]:
-        """Within the context, the changing buffers have the values in `before`, those from before
-        the first forward. At the end, they get back the values that they had on entry.
+        """Context manager for the recomputation of a forward that changes buffers, such as
+        BatchNorm's running mean. Inside, these buffers have the values in `before`, which were
+        saved before the first forward. At the end they get back their values from before the
+        context.
         """
         places = {(id(module), name) for module, name in self.tracked}
         changed = [one for one in before if (id(one[0]), one[1]) in places]

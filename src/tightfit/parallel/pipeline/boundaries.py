@@ -363,9 +363,13 @@ class _StageTrace:
                 self.unknown[seen.tensor] = f"block {event.block}, on another stage, returns the value"
 
     def _run_before(self, event: Operation) -> None:
-        """Process an operation before the stage's first block. Its output may be missing.
+        """Process an operation of the model's code before the stage's first block.
 
-        It is missing if the operation reads a missing value or a parameter, or is random.
+        The operation runs on this stage, too. Its output is marked as missing if this stage cannot
+        compute the same output as the first stage: if the operation reads a missing value or a
+        parameter, or draws random numbers.
+
+        Raises InputError if Python code reads a missing value.
         """
         why = f"{describe_line(event.line)} draws the value at random, again on each stage" if event.is_random else None
         for seen in event.reads:

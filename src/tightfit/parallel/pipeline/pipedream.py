@@ -147,7 +147,8 @@ class PipeDream(PipelineRank):
         return [(Action(BACKWARD, self.rank, place), None) for place in places]
 
     def _unique_number(self, step: _StepInFlight, number: int) -> int:
-        """Return a number for a micro-batch that is unique among all steps in flight."""
+        """Return the number of a micro-batch counted over all steps, so that micro-batches of
+        different steps in flight have different numbers. number: its number within the step."""
         return step.number * MAX_MICRO_BATCHES + number
 
     def _run_backward(self, run: Run) -> None:

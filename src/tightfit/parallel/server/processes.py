@@ -35,7 +35,8 @@ SERVER = 0  # the rank of the server among the dp_replicate processes
 
 @dataclass(frozen=True)
 class ServerData:
-    """The `Data` of the server: as many steps as the workers have, each without micro-batches."""
+    """The `Data` of the server process. It yields an empty list of micro-batches for each step of
+    the workers, because the server computes no loss."""
 
     worker_data: Data
 
