@@ -209,11 +209,8 @@ def coming(
     """Return, for each action of a rank, the later actions whose input messages the rank requests
     (posts a receive for) before it begins the action.
 
-    The requested message then travels while the action computes (double buffering). Usually it is
-    the message of the next action alone. The next action is left out if its message
-
     While an action computes, the input of the next action arrives (double buffering). So an entry
-    usually contains the next action alone. The entry is empty if the next action's input
+    usually contains the next action alone. The next action is left out if its input
 
     - does not exist: a W action receives nothing, nor does the first stage's forward or the last
       stage's backward;
