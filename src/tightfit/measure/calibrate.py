@@ -266,9 +266,6 @@ def _all_reduces_s(
     """Return the seconds of all-reduces between two processes, by bytes of the tensor. In a ring of
     two, each process sends each byte once.
 
-    backend  gloo for CPUs, nccl for a GPU each
-    sums     the function that each process runs; `_all_reduce` if left out
-
     backend  gloo for two processes on the CPU, nccl for two processes with a GPU each
     sums     the function that each process runs; by default it times the all-reduces
     limit_s  the most seconds until the answer, including the start of the processes

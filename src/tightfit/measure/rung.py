@@ -66,7 +66,7 @@ def measure_rung(job: Job, plan: Plan, machine: Machine, steps: int = STEPS) -> 
 
 
 def measured(text: str) -> str:
-    """Measure a plan for `measure_rung`, in the process that this function starts.
+    """Measure a plan. `measure_rung` calls this function in a process of its own.
 
     text: JSON with the keys job, plan, machine and steps. Returns the fields of `Measured` as one
     line of JSON.
