@@ -18,6 +18,7 @@ from tightfit.data.user_samples import DatasetFunction, DatasetObject, UserStrea
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.models import model_config, task_of, text_config
+from tightfit.models.pretrained import own_tokenizer
 
 __all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_samples"]
 
@@ -54,7 +55,13 @@ def model_input(job: Job) -> ModelInput:
         labels=getattr(config, "num_labels", None),
         image_size=size if isinstance(size, int) else None,
         channels=getattr(config, "num_channels", None),
+        tokenizer=_own_tokenizer(job.model),
     )
+
+
+def _own_tokenizer(model: Any) -> str | None:
+    folder = own_tokenizer(model.from_) if isinstance(model, ModelSpec) and model.from_ else None
+    return str(folder) if folder else None
 
 
 def _are_images(spec: DataSpec, model: ModelInput) -> bool:

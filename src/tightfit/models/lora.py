@@ -1,0 +1,207 @@
+"""Low-rank adapters (LoRA, DoRA) through the library peft, and the quantized base of QLoRA.
+
+The adapted model keeps its class and its modules' names. In place of a linear layer it has a layer
+of peft, which holds the frozen layer as `base_layer` and the trained matrices as `lora_A` and
+`lora_B`. So every method works on an adapted model as on any partly frozen model.
+
+Example: rank 16 adapters of a 4096 x 4096 layer train 2 x 16 x 4096 = 131,072 weights; the layer's
+own 16.8 million weights get no gradients and no optimizer states.
+
+Source  LoRA: Hu et al. 2021, arXiv:2106.09685. DoRA: Liu et al. 2024, arXiv:2402.09353. QLoRA:
+        Dettmers et al. 2023, arXiv:2305.14314.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.errors import InputError
+from tightfit.job import LoraSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ADAPTER = "default"  # peft's name of an adapter that has no other name
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of the names in peft's files
+_PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
+
+
+def lora_of(model: Any) -> LoraSpec | None:
+    """Return the adapters that a job's model asks for; None for a model without adapters."""
+    return model.lora if isinstance(model, ModelSpec) else None
+
+
+def base_is_pretrained(model: Any) -> bool:
+    """Return whether a job's model has adapters, and the frozen weights can be read again from the
+    pretrained folder."""
+    return lora_of(model) is not None and model.from_ is not None
+
+
+def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
+    """Freeze a transformers model and add the adapters of its spec, in place. Return the model.
+
+    With `quantize`, the frozen linear layers but the output layer are stored in 4 bits. Raises
+    InputError if peft is not installed, if a target matches no linear layer, or if the task trains
+    a new output layer, which adapters would leave frozen.
+    """
+    lora = spec.lora
+    assert lora is not None
+    peft = import_peft()
+    if task == "classification":
+        raise InputError(
+            "job: model.lora", "would freeze the new output layer of a classifier", "leave model.lora out, or train a language model"
+        )
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_dora=lora.dora,
+        target_modules=target_names(model, lora.targets),
+        base_model_name_or_path=spec.from_,
+        task_type=_PEFT_TASKS.get(task or ""),
+    )
+    with warnings.catch_warnings():
+        # peft reads a name that transformers renamed, and says that it transposes GPT-2's layers
+        warnings.simplefilter("ignore")
+        adapted: nn.Module = peft.inject_adapter_in_model(config, model, ADAPTER)
+    if lora.quantize is not None:
+        _quantize_base(adapted)
+    return adapted
+
+
+def import_peft() -> Any:
+    """Return the module peft. Raises InputError if it is not installed."""
+    try:
+        import peft
+    except ImportError:
+        raise InputError(
+            "job: model.lora", "the library peft is not installed", 'install it: pip install "tightfit[lora]"'
+        ) from None
+    return peft
+
+
+def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
+    """Return the full names of the linear layers that get adapters.
+
+    targets  "all-linear" for all but the output layer; or names such as q_proj, which match full
+             names that end with them, or patterns with * such as "*.mlp.*"
+
+    Raises InputError for a target that matches no linear layer.
+    """
+    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    if targets == "all-linear":
+        output = _output_layer(model)
+        return [name for name, module in linear.items() if module is not output]
+    found: list[str] = []
+    for target in [targets] if isinstance(targets, str) else targets:
+        matched = [name for name in linear if name == target or name.endswith(f".{target}") or _matches(name, target)]
+        if not matched:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise InputError(
+                f"job: model.lora.targets: {target}", "matches no linear layer", f"use all-linear, or some of: {', '.join(known)}"
+            )
+        found += matched
+    return list(dict.fromkeys(found))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return "*" in pattern and fnmatch.fnmatchcase(name, pattern)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer: nn.Linear, or Conv1D as in GPT-2."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _output_layer(model: nn.Module) -> Any:
+    find = getattr(model, "get_output_embeddings", None)
+    return find() if find is not None else None
+
+
+def _quantize_base(model: nn.Module) -> None:
+    """Store the frozen nn.Linear layers of an adapted model in 4 bits, all but the output layer."""
+    from torch import nn
+
+    from tightfit.models.nf4 import Nf4Linear, can_quantize
+
+    output = _output_layer(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            frozen = type(child) is nn.Linear and not child.weight.requires_grad and child is not output
+            if frozen and can_quantize(child):
+                setattr(parent, name, Nf4Linear.of(child))
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has layers of peft, from a spec or from the user's own code."""
+    return isinstance(getattr(model, "peft_config", None), Mapping)
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """Add the adapters to the weights that they adapt, and remove them, in place. Return the plain
+    model, without the wrapper of peft. A base in 4 bits is dequantized first."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    from tightfit.models.nf4 import Nf4Linear
+
+    plain: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, unused-ignore]
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, Nf4Linear):
+            plain.set_submodule(name, module.dequantized())
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            plain.set_submodule(name, module.get_base_layer())
+    if has_adapters(plain):
+        del plain.peft_config
+    return plain
+
+
+def adapter_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the adapters' tensors under the names of peft's file.
+
+    tensors  name in the model -> full tensor; other tensors than those of adapters are left out
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    found = get_peft_model_state_dict(model, dict(tensors), adapter_name=_adapter_name(model), save_embedding_layers=False)
+    prefix = "" if isinstance(model, PeftModel) else PREFIX
+    return {f"{prefix}{name}": tensor for name, tensor in found.items()}
+
+
+def save_adapter_config(model: nn.Module, folder: Path) -> None:
+    """Write peft's adapter_config.json, with which `PeftModel.from_pretrained` reads the folder."""
+    config: Any = model.peft_config[_adapter_name(model)]  # type: ignore[index, union-attr]
+    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    content["inference_mode"] = True
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def _adapter_name(model: nn.Module) -> str:
+    names = list(model.peft_config)  # type: ignore[arg-type, union-attr]
+    return ADAPTER if ADAPTER in names else names[0]
+
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_FILE",
+    "adapter_tensors",
+    "add_adapters",
+    "base_is_pretrained",
+    "has_adapters",
+    "import_peft",
+    "is_linear",
+    "lora_of",
+    "merge_adapters",
+    "save_adapter_config",
+    "target_names",
+]
