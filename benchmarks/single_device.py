@@ -17,6 +17,7 @@ the median step of all rounds. Ratios are medians over rounds of the ratio withi
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import statistics
 import sys
@@ -421,6 +422,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="timed steps of each contender in a round")
     arguments = parser.parse_args()
     names = [name for name in CONTENDERS if arguments.only in name]
+    if importlib.util.find_spec("accelerate") is None:  # transformers' Trainer needs it
+        parser.exit(2, 'accelerate is not installed; run pip install -e ".[benchmarks]" first\n')
 
     def measured(name: str, _: int) -> dict[str, Any]:
         return product_limit() if name == LIMIT else measure(name, arguments.steps)

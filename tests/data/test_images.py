@@ -88,18 +88,18 @@ def test_broken_images_are_named_or_skipped(folder: Path) -> None:
     assert at(samples, [0, 1, 2, 3])["labels"].tolist() == [0, 0, 1, 1]
     for file in folder.rglob("*.png"):
         file.write_bytes(b"")
-    with pytest.raises(InputError, match="no sound image of 6"):
+    with pytest.raises(InputError, match="none of its 6 images can be read"):
         images(folder, skip_damaged=True)
 
 
 def test_wrong_folders_sizes_and_labels_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         images(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"a class without images(.|\n)*whose sub-folders hold the images"):
+    with pytest.raises(InputError, match=r"folder has no images(.|\n)*whose sub-folders contain the images"):
         images(tmp_path)
     with pytest.raises(InputError, match="no sub-folders"):
         images(folder / "cats")
-    with pytest.raises(InputError, match=r"label 1, the model only 0 to 0(.|\n)*num_labels: 2"):
+    with pytest.raises(InputError, match=r"label 1, but the model knows only the labels 0 to 0(.|\n)*num_labels: 2"):
         images(folder, MODELS["images"] | {"num_labels": 1})
     with pytest.raises(InputError, match=r"image_size=16: the model takes images of 8"):
         images(folder, image_size=16)

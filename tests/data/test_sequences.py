@@ -141,7 +141,7 @@ def test_pairs_of_texts_become_sequence_pairs(tmp_path: Path) -> None:
     assert batch["labels"].shape == (2, 16)
     length = int(batch["attention_mask"][1].sum())
     assert samples.tokenizer.decode(batch["input_ids"][1][:length]) == "why<|endoftext|>"
-    with pytest.raises(InputError, match="reads one text"):
+    with pytest.raises(InputError, match="has no target text"):
         open_samples(make_job("causal-lm", spec))
 
 
@@ -158,14 +158,14 @@ def test_texts_with_classes_become_labelled_rows(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [1, 0, 1]
     assert batch["attention_mask"].sum(1).tolist() == sorted(batch["attention_mask"].sum(1).tolist())
     assert at(write(2, 0, 1), [0])["labels"].tolist() == [2]
-    with pytest.raises(InputError, match=r"label 3, the model only 0 to 2(.|\n)*num_labels: 4"):
+    with pytest.raises(InputError, match=r"label 3, but the model knows only the labels 0 to 2(.|\n)*num_labels: 4"):
         write(3, 0)
     with pytest.raises(InputError, match="some labels are text"):
         write("a", 0)
     with pytest.raises(InputError, match="label -1"):
         write(-1, 0)
     (tmp_path / "a.txt").write_text(WORDS)
-    with pytest.raises(InputError, match="plain text has no field"):
+    with pytest.raises(InputError, match="plain text has no fields"):
         open_samples(make_job("text", {"text": str(tmp_path / "a.txt"), "sequence_length": 32}))
 
 

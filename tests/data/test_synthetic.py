@@ -74,15 +74,15 @@ def test_facts_missing_from_the_model_are_required() -> None:
     data = {"synthetic": "tokens", "samples": 4, "sequence_length": 8}
     with pytest.raises(InputError, match="vocabulary_size"):
         open_samples(make_job(make_model, data, loss=loss))
-    with pytest.raises(InputError, match="does not say what it does"):
+    with pytest.raises(InputError, match="model's task is not known"):
         open_samples(make_job(make_model, data))
     samples = open_samples(make_job(make_model, data | {"vocabulary_size": 9}, loss=loss))
     assert at(samples, [0, 1, 2])["input_ids"].max() < 9
     shown: Any = open_samples(make_job(make_model, {"synthetic": "images", "samples": 4, "image_size": 16}))
     assert shown[0]["pixel_values"].shape == (3, 16, 16)
-    with pytest.raises(InputError, match="give images"):
+    with pytest.raises(InputError, match="use data.images"):
         open_samples(make_job(MODELS["images"], data))
     with pytest.raises(InputError, match="positions"):
         tokens(sequence_length=65)
-    with pytest.raises(InputError, match="has 301 tokens, the model a vocabulary of 300"):
+    with pytest.raises(InputError, match="has 301 tokens, but the model's vocabulary has 300"):
         tokens(vocabulary_size=301)

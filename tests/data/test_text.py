@@ -139,7 +139,7 @@ def test_saved_datasets_are_read(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
     datasets.DatasetDict({"dev": rows}).save_to_disk(tmp_path / "three")
     assert texts(dataset=str(tmp_path / "one")) == texts(dataset=str(tmp_path / "two")) == ["a", "b"]
-    with pytest.raises(InputError, match=r"none named train(.|\n)*dev"):
+    with pytest.raises(InputError, match=r"no split named train(.|\n)*dev"):
         read(dataset=str(tmp_path / "three"))
     with pytest.raises(InputError, match=r"no column 'txt'(.|\n)*did you mean 'text'"):
         read(Columns("txt"), dataset=str(tmp_path / "one"))
@@ -153,9 +153,9 @@ def test_missing_sources_are_refused_with_the_available_ones(tmp_path: Path) -> 
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"no such file(.|\n)*did you mean 'corpus.txt'"):
         read(text=str(tmp_path / "corpsu.txt"))
-    with pytest.raises(InputError, match=r"without files ending in .jsonl"):
+    with pytest.raises(InputError, match=r"contains no files ending in .jsonl"):
         read(jsonl=str(tmp_path / "empty"))
     with pytest.raises(InputError, match="no such file"):
         read(text=str(tmp_path / "*.csv"))
-    with pytest.raises(InputError, match="plain text has no field 'label'"):
+    with pytest.raises(InputError, match="so it has no 'label'"):
         read(Columns("text", None, "label"), text=str(tmp_path))

@@ -148,25 +148,27 @@ def test_wrong_tokenizers_and_vocabularies_are_refused(folder: Path, tmp_path: P
         language(folder, tokenizer=str(tmp_path / "nowhere"))
     small = {"architecture": "gpt2", "vocab_size": 270, "n_embd": 8, "n_head": 2, "n_layer": 1}
     data = {"text": str(folder), "sequence_length": 16}
-    with pytest.raises(InputError, match=r"vocabulary of 270(.|\n)*model.vocab_size: \d\d\d"):
+    with pytest.raises(InputError, match=r"vocabulary has 270(.|\n)*model.vocab_size: \d\d\d"):
         open_samples(make_job(small, data | {"tokenizer": str(saved)}))
     with pytest.raises(InputError, match=r"too small for text(.|\n)*257 or more"):
         open_samples(make_job(small | {"vocab_size": 256}, data))
     with pytest.raises(InputError, match="no mask token"):
         language(folder, "masked-lm", tokenizer=str(saved))
-    with pytest.raises(InputError, match=r"0 of the \d sentinels"):
+    with pytest.raises(InputError, match=r"has 0 sentinel tokens(.|\n)* needs \d"):
         language(folder, "seq2seq-lm", tokenizer=str(saved))
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("only a few words")
-    with pytest.raises(InputError, match=r"not one sequence of 64(.|\n)*sequence_length: \d"):
+    with pytest.raises(
+        InputError, match=r"less than one sequence of data.sequence_length=64(.|\n)*sequence_length: \d"
+    ):
         language(tmp_path / "a.txt", sequence_length=64)
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(InputError, match=r"a\.txt: holds no text"):
+    with pytest.raises(InputError, match=r"a\.txt: contains no text"):
         language(tmp_path / "a.txt")
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(InputError, match="sequence_length=65: the model has 64 positions"):
+    with pytest.raises(InputError, match="sequence_length=65: the model has only 64 positions"):
         language(tmp_path / "a.txt", sequence_length=65)
 
 

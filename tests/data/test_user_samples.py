@@ -79,9 +79,9 @@ class Streamed(IterableDataset[Any]):
 def test_unshifted_labels_give_a_warning_without_a_task() -> None:
     rows = list(Streamed())
     model: Any = lambda: torch.nn.Embedding(4, 4)  # noqa: E731
-    with pytest.warns(TightfitWarning, match=r"labels are taken as they are: (.|\n)*task: causal-lm} shifts them"):
+    with pytest.warns(TightfitWarning, match=r"labels are not shifted: (.|\n)*task: causal-lm} they are shifted"):
         opened(rows, model)
-    with pytest.warns(TightfitWarning, match="shifts them"):
+    with pytest.warns(TightfitWarning, match="they are shifted"):
         assert opened(Streamed(), model).sample_items == 3
     for task in ("causal-lm", "classification"):  # and any other warning is an error here
         opened(rows, {"python": "own.py:model", "task": task})
@@ -91,11 +91,11 @@ def test_unshifted_labels_give_a_warning_without_a_task() -> None:
 
 def test_the_error_for_missing_labels_names_the_task_s_form() -> None:
     rows = [{"input_ids": [1, 2, 3]}]
-    with pytest.raises(InputError, match="a copy of input_ids: the task shifts it"):
+    with pytest.raises(InputError, match="a copy of input_ids, which the task shifts"):
         opened(rows, "causal-lm")
-    with pytest.raises(InputError, match="and task: causal-lm beside the model's python, which shifts it"):
+    with pytest.raises(InputError, match="with model.task: causal-lm, which shifts the copy"):
         opened(rows, {"python": "own.py:model"})
-    with pytest.raises(InputError, match="add the field labels, or"):
+    with pytest.raises(InputError, match="add a field named labels, or"):
         opened(rows, "masked-lm")
 
 
@@ -109,7 +109,7 @@ WRONG = [
     ([(None, 1)], "holds a NoneType"),
     ([torch.zeros(3)], "without a label"),
     ([{"pixel_values": torch.zeros(3)}], "no labels"),
-    ([{"pixel_values": torch.zeros(3), "labels": 10}], "label 10, the model only 0 to 9"),
+    ([{"pixel_values": torch.zeros(3), "labels": 10}], "label 10, but the model knows only the labels 0 to 9"),
     ([(torch.zeros(3), -1)], "label -1"),
 ]
 
@@ -124,7 +124,9 @@ def test_wrong_tokens_and_shapes_are_refused() -> None:
     def row(*ids: int) -> dict[str, Any]:
         return {"input_ids": list(ids), "labels": list(ids)}
 
-    with pytest.raises(InputError, match=r"token id 300, the model a vocabulary of 300(.|\n)*vocab_size: 320"):
+    with pytest.raises(
+        InputError, match=r"token id 300, but the model's vocabulary has 300 tokens(.|\n)*vocab_size: 320"
+    ):
         at(opened([row(1), row(300)], "causal-lm"), [1])
     with pytest.raises(InputError, match="token id -1"):
         at(opened([row(-1)], "causal-lm"), [0])

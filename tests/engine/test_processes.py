@@ -152,6 +152,7 @@ def data():
 """
 
 
+@pytest.mark.slow
 def test_a_refusal_of_one_rank_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(REFUSING)
     parts = {"model": {"python": "own.py:Model"}, "data": {"python": "own.py:data"}}

@@ -174,6 +174,7 @@ print(peak.total)
 """
 
 
+@pytest.mark.slow
 def test_the_profiler_prints_nothing() -> None:
     """The test runs in a process of its own, because the first profile of a process decides what
     later ones print."""

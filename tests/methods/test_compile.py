@@ -63,7 +63,7 @@ def test_short_micro_batches_and_evaluations_run_uncompiled(regions: str, counte
     assert counts == [counts[0]] * 3
 
 
-@pytest.mark.parametrize("regions", ["block", "model"])
+@pytest.mark.parametrize("regions", ["block", pytest.param("model", marks=pytest.mark.slow)])
 def test_ragged_data_is_compiled_once(regions: str, counter: CompileCounterWithBackend) -> None:
     uneven = job(ragged_samples(), steps=6)
     run = tightfit.build(uneven, tightfit.Plan(compile=regions))
@@ -82,7 +82,7 @@ def test_blocks_of_one_kind_share_one_graph(counter: CompileCounterWithBackend) 
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("regions", ["block", "model"])
+@pytest.mark.parametrize("regions", [pytest.param("block", marks=pytest.mark.slow), "model"])
 def test_losses_of_ragged_data_equal_eager_losses(regions: str, counter: CompileCounterWithBackend) -> None:
     uneven = job(ragged_samples(), steps=3)
     assert losses(uneven, tightfit.Plan(compile=regions)) == pytest.approx(losses(uneven, tightfit.Plan()), rel=1e-5)

@@ -195,7 +195,7 @@ class Killed(Dataset[Any]):
 def test_a_worker_s_error_is_raised_in_the_training(workers: int) -> None:
     with pytest.raises(InputError, match="sample 20: the dataset raised OSError: lost") as raised:
         first(data_of(Damaged(), VIT, {"loader_workers": workers}), 4)
-    assert raised.value.fix == "mend its __getitem__"
+    assert raised.value.fix == "correct the dataset's __getitem__"
 
 
 @pytest.mark.slow  # torch checks its workers every five seconds

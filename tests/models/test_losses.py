@@ -110,7 +110,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (
         "samples without labels",
         {"data": without_labels()},
-        r"a dict with the keys x, and the loss needs a target(.|\n)*'labels' key",
+        r"a dict with the keys x, without a target, which the loss needs(.|\n)*'labels' key",
     ),
     ("no loss and no labels", {"data": without_labels(), "loss": None}, r"the fields x and no labels"),
     (

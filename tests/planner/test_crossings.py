@@ -97,7 +97,7 @@ def measured(name: str, fields: dict[str, Any]) -> tuple[int, int]:
     ("name", "fields"),
     [
         ("skips", {"pp": 2, "micro_batch": 2}),
-        ("frozen", {"pp": 2, "micro_batch": 2, "schedule": "gpipe"}),
+        pytest.param("frozen", {"pp": 2, "micro_batch": 2, "schedule": "gpipe"}, marks=pytest.mark.slow),
         pytest.param("skips", {"pp": 4, "micro_batch": 2}, marks=pytest.mark.slow),
         pytest.param("skips", {"pp": 2, "micro_batch": 1, "schedule": "zero-bubble"}, marks=pytest.mark.slow),
         pytest.param(
@@ -120,6 +120,7 @@ def test_tensors_between_stages_are_sent_and_held_as_predicted(name: str, fields
     assert sum(sent for sent, _ in found) == boundaries * BATCH * (FORWARD + BACKWARD[name])
 
 
+@pytest.mark.slow
 def test_a_pipeline_waits_for_all_tensors_between_stages() -> None:
     """On a link that is slow enough to be all of a step, its time is that of the bytes."""
     machine = Machine.named("a100-80gb:2")

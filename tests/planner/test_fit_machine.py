@@ -65,6 +65,7 @@ def test_a_machine_slower_than_its_figures_is_detected(estimated: list[Ledger]) 
     assert refined.efficiency["memory"].value < 0.75
 
 
+@pytest.mark.slow
 def test_links_at_half_of_their_figures_are_detected(estimated: list[Ledger]) -> None:
     """Some runs send much and others nothing; messages that overlap with work say nothing about
     links."""

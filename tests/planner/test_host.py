@@ -160,7 +160,13 @@ def test_non_blocking_copies_keep_a_second_micro_batch(estimator: Estimator) -> 
     assert more > 0
 
 
-@pytest.mark.parametrize(("limit", "said"), [("host_memory", "of host memory at least"), ("disk", "keep_checkpoints")])
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        pytest.param("host_memory", "of host memory at least", marks=pytest.mark.slow),
+        ("disk", "keep_checkpoints"),
+    ],
+)
 def test_a_host_that_is_too_small_is_refused(limit: str, said: str) -> None:
     job = cases.job("llama").replace(limits=tightfit.Limits(**{limit: 2**20}))
     with pytest.raises(DoesNotFit, match=said):

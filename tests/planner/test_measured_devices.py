@@ -130,7 +130,7 @@ def test_each_stage_takes_the_predicted_memory(name: str, pp: int, schedule: str
 
 
 @pytest.mark.parametrize(
-    ("schedule", "fields"), spread(["1f1b", "zero-bubble"], [{"recompute": "full"}, {"precision": "bf16-mixed"}], 2)
+    ("schedule", "fields"), spread(["1f1b", "zero-bubble"], [{"recompute": "full"}, {"precision": "bf16-mixed"}], 4)
 )
 def test_recomputing_or_casting_stages_take_predicted_memory(schedule: str, fields: dict[str, Any]) -> None:
     held("llama", "tiny", {"pp": 2, "micro_batch": 2, **SCHEDULES[schedule], **fields})

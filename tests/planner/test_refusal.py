@@ -116,6 +116,7 @@ def test_a_slightly_too_large_estimate_gets_a_dry_run() -> None:
     assert chosen.fits
 
 
+@pytest.mark.slow
 def test_allocator_overhead_decides_between_similar_lean_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

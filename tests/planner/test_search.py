@@ -149,6 +149,7 @@ def test_tf32_is_chosen_if_casts_cost_more_than_they_save() -> None:
     assert search(job, GPU, {"precision": "bf16-mixed"})[0].plan.precision == "bf16-mixed"
 
 
+@pytest.mark.slow
 def test_a_refusal_names_the_largest_rows_and_remedies() -> None:
     with pytest.raises(DoesNotFit, match="largest: runtime") as error:
         search(limited(1e6), GPU)
@@ -360,6 +361,7 @@ def test_plans_that_the_engine_refuses_are_skipped_with_a_note(monkeypatch: pyte
     assert {one.plan: one.rejected_because for one in others}[fastest] == "the engine refuses it: this model is too odd"
 
 
+@pytest.mark.slow
 def test_the_engine_s_reason_is_given_if_it_refuses_all_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any) -> Any:
         raise InputError("plan: x", "this model is too odd", "another")

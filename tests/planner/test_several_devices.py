@@ -156,6 +156,7 @@ def test_recomputed_activations_are_not_offloaded() -> None:
     assert found.total - found.rows["runtime"] == pytest.approx(dry_run(job, plan, "cuda").total, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_search_offloads_if_nothing_else_fits() -> None:
     machine = Machine.named("a100-80gb")
     least = Estimator(JOB, machine).estimate(tightfit.Plan(micro_batch=1, recompute="full", fused_optimizer=True))
@@ -230,6 +231,7 @@ def test_links_between_nodes_use_the_network() -> None:
     assert ring[0].bytes_per_s == machine.network_bytes_per_s.value
 
 
+@pytest.mark.slow
 def test_a_search_shards_models_too_large_for_replicas() -> None:
     machine = Machine.named("a100-80gb:8")
     free = search(JOB, machine, {"compile": "none"})[0]

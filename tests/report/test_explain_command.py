@@ -120,6 +120,7 @@ def test_machines_by_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_machine_without_bf16_uses_fp16_if_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +145,7 @@ def test_the_explained_plan_is_the_trained_plan(
     assert record["peak_bytes"]["predicted"] == pytest.approx(record["peak_bytes"]["measured"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -341,6 +341,7 @@ def test_cuda_step_figures_are_read_during_the_next_step(tmp_path: Path, monkeyp
         assert ", ".join(followed.done) == f"{expected}, save 6"
 
 
+@pytest.mark.slow
 def test_a_process_killed_by_the_system_is_reported(tmp_path: Path) -> None:
     job, out = tiny.write(tmp_path, steps=100_000, checkpoint_every=1), tmp_path / "out"
     process = start(

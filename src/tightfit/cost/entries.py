@@ -1,14 +1,14 @@
-"""A ledger's entries beside its recorded steps: parameters, updates, communication, pipeline
-stages.
+"""The entries of a ledger: parameters, updates, gradient reduction, messages and pipeline stages.
 
-`Ledger` holds them, and the methods' `cost` functions write them. All figures are those of one
-device.
+`Ledger` holds these entries beside its recorded steps, and the methods' `cost` functions write
+them. All figures are those of one device.
 
 Example of `BucketedReduction`: 100 MiB of gradients, buckets of 25 MiB, and backward has completed
-60 MiB of gradients. The third bucket has begun, so buckets take 75 MiB. Without ZeRO (shards = 1)
-the buckets become the gradients: 75 MiB of gradients. With ZeRO-2 over 4 ranks (shards = 4) the
-reduce-scattered shards take 60 / 4 = 15 MiB of gradients, and two buckets are in memory at most,
-the one that is filled and the one that is reduced: 50 MiB of communication.
+60 MiB of gradients. A bucket is allocated whole. 60 MiB fill two buckets and a part of the third,
+so three buckets, 75 MiB, are allocated. Without ZeRO (shards = 1) the gradients stay in these
+buckets: 75 MiB of gradients. With ZeRO-2 over 4 ranks (shards = 4) the reduce-scattered shards take
+60 / 4 = 15 MiB of gradients. At most two buckets are in memory, the bucket that is being filled and
+the bucket that is being reduced: 50 MiB of communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS, Action, Schedule, 
 from tightfit.cost.recorded_step import BatchLinear, Operation, Segment
 
 NOTHING = BatchLinear()
-# places of a (small) buffer that belongs to no block: before the blocks and after them
+# `Parameter.places` of a small buffer that belongs to no block: before the blocks and after them
 EVERYWHERE = (-1, 10**9)
 
 
@@ -28,11 +28,12 @@ EVERYWHERE = (-1, 10**9)
 class Parameter:
     """One parameter or buffer of the model, in the dtype that it is stored in.
 
-    shape      the unsharded shape's sizes
-    bytes      bytes of its storage
-    trainable  whether it gets a gradient; buffers and frozen parameters do not
-    places     where it is used: the numbers of blocks; -1 before the blocks, and the number of
-               blocks after them (see models/blocks.py)
+    shape      the unsharded shape
+    bytes      bytes of the tensor's storage on this device
+    trainable  whether backward computes a gradient for it; False for buffers and frozen parameters
+    places     where the tensor is used: the numbers of blocks, -1 for the code before the blocks,
+               and the number of blocks for the code after them (see models/blocks.py). Example: the
+               tied embedding of a model with 12 blocks has the places (-1, 12)
     """
 
     name: str
@@ -43,7 +44,7 @@ class Parameter:
 
     @property
     def count(self) -> int:
-        """Its number of elements."""
+        """The number of elements of the unsharded parameter."""
         total = 1
         for size in self.shape:
             total *= size
@@ -52,24 +53,25 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer does to one parameter.
+    """The optimizer's update of one parameter.
 
-    state_bytes      optimizer states, which live from step to step
-    transient_bytes  temporary bytes during the update
+    state_bytes      bytes of the optimizer states, which live from step to step
+    transient_bytes  bytes of temporary tensors during the update
     operations       the update's kernels
-    foreach_bytes    the part of transient_bytes that a multi-tensor (foreach) kernel holds for all
-                     parameters at once
+    foreach_bytes    the part of transient_bytes that a multi-tensor (foreach) kernel allocates for
+                     all parameters at once
     left_bytes       the part of transient_bytes that is still allocated while the next parameter of
                      the same group is updated
     group            index of the optimizer's parameter group
-    elements, dtype  for a parameter that is updated in one batch with others: how many elements it
-                     has, and its dtype. The first update of a batch carries the transient bytes and
-                     the operations of the whole batch
-    unpacked_bytes   of quantized states: their bytes where a rank's shard is not a whole number of
-                     quantization blocks, which stays in fp32
+    elements, dtype  for a parameter that is updated in one batch with other parameters: its number
+                     of elements and its dtype. The first update of a batch has the transient bytes
+                     and the operations of the whole batch
+    unpacked_bytes   of quantized states: their bytes in fp32. A rank's shard stays in fp32 if it is
+                     not a whole number of quantization blocks
     comes            bytes of offloaded tensors that are copied to the device for this update, while
-                     the update before it runs
-    leaves           bytes that are copied back while the update after it runs
+                     the update of the parameter before it runs
+    leaves           bytes of offloaded tensors that are copied back after this update, while the
+                     update of the parameter after it runs
     """
 
     state_bytes: int
@@ -87,7 +89,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class PeakInstant:
-    """The instant of a step with the most memory: its bytes, in all and by row, phase and part."""
+    """The instant of a step with the most memory.
+
+    total  bytes of all rows together
+    rows   bytes by row of the ledger
+    phase  forward, backward, optimizer or evaluation
+    part   the part of the model or of the phase, such as "block" or "update"
+    """
 
     total: float = 0.0
     rows: dict[str, float] = field(default_factory=dict)
@@ -102,10 +110,10 @@ class BucketedReduction:
     shards   ranks that each gradient is sharded over (reduce-scatter); 1: every rank gets the full
              gradient (all-reduce)
     bucket   bytes of one bucket
-    always   whether the gradients of each micro-batch are reduced, or only their sums, in the last
-             micro-batch
-    coming   bytes of buffers in which updated weights are gathered
-    stays    whether those buffers live until the next forward begins
+    always   True: the gradients of each micro-batch are reduced. False: gradients are summed over
+             the micro-batches, and the sums are reduced during the last micro-batch
+    coming   bytes of the buffers in which updated weights are gathered after the update
+    stays    whether these buffers live until the next forward begins
     """
 
     shards: int
@@ -115,12 +123,13 @@ class BucketedReduction:
     stays: bool = False
 
     def begun_bytes(self, done: float, whole: float) -> float:
-        """Bytes of the buckets that have begun when `done` of the `whole` bytes of gradients are
-        complete."""
+        """Bytes of the allocated buckets when `done` of the `whole` bytes of gradients are complete:
+        `done` rounded up to whole buckets, and at most `whole`."""
         return min(math.ceil(done / self.bucket) * self.bucket, whole)
 
     def rows_during(self, done: float, whole: float) -> dict[str, float]:
-        """Bytes by row of the shards and buckets when `done` of the `whole` bytes are complete."""
+        """Bytes of gradient shards and of buckets, by row, when `done` of the `whole` bytes of
+        gradients are complete."""
         if self.shards == 1:
             return {"gradients": self.begun_bytes(done, whole)}
         return {"gradients": done / self.shards, "communication": min(2 * self.bucket, self.begun_bytes(done, whole))}
@@ -130,13 +139,15 @@ class BucketedReduction:
 class ShardedParameters:
     """Parameters that are unsharded only while their block computes (ZeRO-3, FSDP).
 
-    shards   ranks that parameters and gradients are sharded over. Infinity if gradients leave for
-             other memory, because this device then keeps none of them
-    block    bytes of the largest block's parameters, in the dtype that they are gathered in
-    rest     bytes of the parameters outside the blocks, unsharded from forward to backward
-    reduced  bytes of the largest block's gradients, in the dtype that they are reduced in
-    prefetched  bytes of the next block's parameters, which are gathered during a block's backward
-    ahead    whether they are gathered ahead in forward, too
+    shards      ranks that parameters and gradients are sharded over. Infinity if gradients are
+                offloaded, because this device then keeps no gradient
+    block       bytes of the largest block's parameters, in the dtype that they are gathered in
+    rest        bytes of the parameters outside the blocks, which stay unsharded from the begin of
+                forward to the end of backward
+    reduced     bytes of the largest block's gradients, in the dtype that they are reduced in
+    prefetched  bytes of the next block's parameters, which are gathered while a block computes its
+                backward
+    ahead       whether the next block's parameters are prefetched in forward, too
     """
 
     shards: float
@@ -148,24 +159,26 @@ class ShardedParameters:
 
     @property
     def reduce_dtype_ratio(self) -> float:
-        """Bytes of a gradient as it is reduced, over its bytes as backward computes it: 2 if bf16
-        gradients are reduced in fp32."""
+        """Bytes of a gradient in the dtype that it is reduced in, over its bytes in the dtype that
+        backward computes it in. Example: 2 if bf16 gradients are reduced in fp32."""
         return self.reduced / self.block if self.block else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one device sends in a step by one kind of communication.
+    """All that one device sends in a step by one kind of communication, such as the all-reduce of
+    the gradients, or the copies of offloaded tensors.
 
-    bytes        bytes that the device sends
-    bytes_per_s  bandwidth of the slowest link on the way
+    bytes        bytes that the device sends in the step
+    bytes_per_s  bandwidth of the slowest link that the bytes pass
     overlaps     whether the communication overlaps with computation
-    latency_s    seconds that all its calls take even if nothing is sent
-    at_start     of weights that are gathered during the next forward: the share that the forward needs
-                 before it begins; 0 for other messages
-    during       of copies between a device and its host: the work that they overlap with (forward,
-                 backward or update), in all micro-batches; empty between devices
-    way          in or out; copies in both directions overlap; empty between devices
+    latency_s    seconds that the calls of a step take together, even if they send nothing
+    at_start     for weights that are gathered during the next forward: the share of the bytes that
+                 must have arrived before this forward can begin; 0 for other messages
+    during       for copies between device and host memory: the work that the copies overlap with,
+                 forward, backward or update, over all micro-batches. Empty between devices
+    way          for copies between device and host memory: "in" to the device or "out". Copies in
+                 different directions overlap. Empty between devices
     """
 
     name: str
@@ -178,17 +191,18 @@ class Message:
     at_start: float = 0.0
 
     def times(self, share: float) -> Message:
-        """A share of the message: of its bytes and of its calls' latency."""
+        """Return the message with its bytes and the latency of its calls multiplied by `share`."""
         return replace(self, bytes=self.bytes * share, latency_s=self.latency_s * share)
 
 
 @dataclass(frozen=True)
 class StageProgram:
-    """What a device does with one micro-batch in one pipeline stage of the model.
+    """The recorded step of one micro-batch in one pipeline stage of the model.
 
-    forward, backward  the stage's recorded step
-    weights   the gradients of linear layers' weights, if the schedule gives them an action of their
-              own (zero bubble); else empty
+    forward, backward  segments of the stage's forward and backward
+    weights            segments that compute the weight gradients of linear layers, if the schedule
+                       has separate W actions for them (zero bubble). Otherwise empty, and
+                       `backward` computes these gradients
     """
 
     forward: tuple[Segment, ...]
@@ -202,12 +216,13 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageBoundary:
-    """What one pipeline stage sends to the next for a micro-batch, and gets back.
+    """The tensors of one micro-batch that pass between one pipeline stage and the next.
 
-    forward   bytes of each tensor that the stage sends
-    backward  bytes of each gradient that comes back; not every tensor has one
-    saved     bytes of the sent tensors that the sender has saved for its own backward. They stay in
-              its memory anyway, so they are not counted twice
+    forward   bytes of each tensor that the first of the two stages sends
+    backward  bytes of each gradient that the next stage sends back. A tensor that needs no gradient
+              has none
+    saved     bytes of the sent tensors that the sender has also saved for its own backward. The
+              sender's activations contain these bytes already, so its messages do not count them
     """
 
     forward: tuple[BatchLinear, ...] = ()
@@ -215,24 +230,30 @@ class StageBoundary:
     saved: BatchLinear = NOTHING
 
     def sent(self, kind: str) -> tuple[BatchLinear, ...]:
-        """Bytes of each tensor that crosses the boundary in an action of this kind."""
+        """Bytes of each tensor that an action of this kind receives: activations for "F", gradients
+        for "B"."""
         return self.forward if kind == FORWARD else self.backward
 
 
 @dataclass(frozen=True, eq=False)
 class RankProgram:
-    """What one pipeline rank does in a step.
+    """Everything that one pipeline rank does in a step.
 
-    stage_programs  by the number of each stage that the rank holds: its recorded step
-    schedule     the actions of every rank; pipeline_rank: which rank this is
-    boundaries   by the number of each stage but the first: what it receives from the stage before
-    bytes_per_s  bandwidth of the link to the next rank
-    messages     for each action of this rank: (sent, coming), the messages in its memory beside the
-                 action's own input, each named by the action that consumes it
-    late         the actions whose message is requested only when they begin
-    latency_s    latency of one message, in seconds
-    versions     versions of the weights that are kept beside the newest one (pipedream)
-    continuous   whether the next step begins without waiting for the last backward (pipedream)
+    stage_programs  stage number -> recorded step, for each stage that the rank holds
+    schedule        the actions of every rank
+    pipeline_rank   this rank's index in `schedule`
+    boundaries      stage number -> the tensors that pass between this stage and the stage before
+                    it, for each stage but the first
+    bytes_per_s     bandwidth of the link to the next rank
+    messages        for each action of this rank (sent, coming): the messages that are in its memory
+                    during the action, beside the action's own input. `sent` are messages to other
+                    ranks that may not have arrived yet; `coming` are inputs of later actions that
+                    are being received. A message is named by the action that consumes it
+    late            actions whose input is not requested before they begin (see
+                    `pipeline_schedule.late`)
+    latency_s       seconds that one message takes beside its bytes
+    versions        older versions of the weights that are kept beside the newest one (pipedream)
+    continuous      whether the next step begins without waiting for the last backward (pipedream)
     """
 
     stage_programs: dict[int, StageProgram]
@@ -247,17 +268,26 @@ class RankProgram:
     continuous: bool = False
 
     def message_bytes(self, taken: Action) -> tuple[BatchLinear, ...]:
-        """Bytes of each tensor that an action receives from its neighbour."""
+        """Bytes of each tensor that the action `taken` receives from the stage before it (forward)
+        or after it (backward)."""
         crossing = self.boundaries.get(taken.stage if taken.kind == FORWARD else taken.stage + 1, StageBoundary())
         return crossing.sent(taken.kind)
 
     def sent_bytes(self, samples: int) -> float:
-        """Bytes that this rank sends to its neighbours in one step of the schedule."""
+        """Bytes that this rank sends to its neighbours in all actions of the schedule.
+
+        samples: samples in one micro-batch.
+        """
         own = (consumer_of(action) for action in self.schedule[self.pipeline_rank] if action.kind != WEIGHTS)
         return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))
 
     def resident_message_bytes(self, place: int) -> BatchLinear:
-        """Bytes of the messages in memory beside the action at index `place` of this rank."""
+        """Bytes of the messages in this rank's memory during its action at index `place`, beside the
+        action's own input.
+
+        Sent tensors that the rank has saved for its own backward are subtracted, because they count
+        as activations.
+        """
         sent, coming = self.messages[place]
         total = BatchLinear()
         for taken in (*sent, *coming):
@@ -270,13 +300,15 @@ class RankProgram:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRun:
-    """Segments of one micro-batch that run without a break: the whole forward and backward, or in a
-    pipeline one action.
+    """Segments of one micro-batch that run without a break: its whole forward and backward, or one
+    action of a pipeline.
 
-    reduces   whether the gradients that it completes are reduced over the data-parallel ranks
-    later     whether gradients of earlier micro-batches exist already
-    ends      whether it ends the backward of the micro-batch
-    updates   whether an update follows it while other micro-batches are in flight (pipedream)
+    reduces   whether the gradients that these segments complete are reduced over the data-parallel
+              ranks
+    later     whether gradients of earlier micro-batches exist when the segments begin
+    ends      whether the micro-batch's backward is complete after these segments
+    updates   whether an optimizer update follows while other micro-batches are still in flight
+              (pipedream)
     """
 
     segments: tuple[Segment, ...]

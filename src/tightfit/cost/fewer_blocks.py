@@ -1,4 +1,4 @@
-"""The ledger of a model with fewer blocks, derived from that of the whole model."""
+"""Derives the ledger of a model with fewer blocks from the ledger of the whole model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from tightfit.cost.recorded_step import Segment
 
 
 def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
-    """The ledger without the blocks `removed`, and without the segments that follow these blocks.
-    The other blocks keep their numbers."""
+    """Return the ledger without the blocks with these numbers.
+
+    A segment between two blocks is removed together with the block that runs before it. A parameter
+    is removed if only removed blocks use it. The remaining blocks keep their numbers.
+    """
 
     def remaining(program: tuple[Segment, ...]) -> tuple[Segment, ...]:
         found, here = [], None
         for segment in program:
-            here = segment.block if segment.block is not None else here  # the last block so far
+            here = segment.block if segment.block is not None else here  # the latest block
             if here not in removed:
                 found.append(segment)
         return tuple(found)
@@ -50,8 +53,11 @@ def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
 
 
 def with_depth(ledger: Ledger, count: int) -> Ledger:
-    """The base ledger of the model with only `count` blocks (at least 2): the first ones and the
-    last."""
+    """Return the ledger of the model with only `count` blocks (at least 2), numbered from 0: the
+    first `count` - 1 blocks and the last block.
+
+    ledger: the ledger of the traced model, before any method's `cost`.
+    """
     removed = range(count - 1, ledger.blocks - 1)
     few = without_blocks(ledger, removed)
 

@@ -1,11 +1,11 @@
 """The ledger: what one optimizer step costs one device, in bytes by row and in operations.
 
-It holds the recorded step of one micro-batch (see the module of `Segment`), the parameters and
+It holds the recorded step of one micro-batch (see `cost/recorded_step.py`), the parameters and
 their updates, and the communication. Sizes are linear in the samples of a micro-batch, so one
-ledger holds for every micro-batch size. The profiler makes the first ledger from a trace; each
-method's `cost` returns an edited one. `peak` replays the whole step and finds the instant with the
-most memory. What is beside the segments' buffers, such as gradient buckets, comes from an overlay
-(`cost/overlays.py`).
+ledger holds for every micro-batch size. The first ledger is made from a trace of the model, and
+each method's `cost` returns an edited one. `peak` replays the whole step and finds the instant with
+the most memory. Memory that is in no segment of the recorded step, such as gradient buckets, is
+added by an overlay (`cost/overlays.py`).
 
 Example: one device, fp32, AdamW, 1,000 MiB of parameters. Parameters (1,000) and optimizer states
 (2,000) live through the whole step. Forward adds the saved activations. Backward frees them while
@@ -53,49 +53,54 @@ ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "c
 
 @dataclass(frozen=True)
 class Ledger:
-    """What one device holds and does in one optimizer step. Sizes are bytes unless said otherwise.
+    """All memory and work of one device in one optimizer step. Sizes are in bytes.
 
     micro_batch     samples of one micro-batch
     micro_batches   micro-batches in one step
     training        recorded step of one micro-batch: forward, then backward
-    inference       returns the recorded step of one micro-batch of an evaluation; the model is
-                    traced for it at the first call
+    inference       function that returns the recorded step of one micro-batch of an evaluation. Its
+                    first call traces the model
     parameters      the model's parameters and buffers
     blocks          number of repeated blocks
-    dataflow        returns which tensors a forward computes from which (`models/dataflow.py`), for
-                    the methods that cut the model
-    check_segments  raises InputError for a model whose blocks cannot be recomputed in segments
-    updates         by parameter name: what the optimizer does to it
+    dataflow        function that returns which tensors a forward computes from which
+                    (`models/dataflow.py`), for the methods that cut the model
+    check_segments  function that raises InputError if the model's blocks cannot be recomputed in
+                    groups
+    updates         parameter name -> the optimizer's update of this parameter
     whole_step      operations that run once in a step and belong to no segment and no update, such
-                    as clipping
-    batch_bytes     one sample's data, in device memory (on a CPU: in host memory)
+                    as gradient clipping
+    batch_bytes     bytes of one sample's data, in device memory (on a CPU: in host memory)
     batches_ahead   micro-batches of data in device memory beside the current one
     update_in_backward  whether each parameter is updated as soon as its gradient is complete
     foreach         whether the optimizer updates all parameters with multi-tensor kernels
-    host_batch      whether the device is the CPU, so that the whole step's data is in its memory
+    host_batch      whether the device is the CPU, so that the data of all micro-batches of a step
+                    is in its memory
     caches_memory   whether the process keeps freed memory and uses it again
-    mmap_threshold  otherwise: bytes from which an allocation is mapped by itself, and its pages are
-                    faulted in anew each time; None where the allocator adapts the threshold
-                    (see `planner/allocators/glibc.py`)
-    keeps_step      whether the memory of forward and backward is kept from step to step, for them
-                    alone, as the pool of CUDA graphs is
-    fixed           by row: bytes that live through the whole step beside the model
-    phases          by name: the peak of each phase before the first step, without the fixed rows
-    seconds         by purpose: seconds once in a step
-    ahead           the purposes among them that overlap with the step's computation
+    mmap_threshold  if caches_memory is False: allocations of at least so many bytes get a memory
+                    mapping of their own, whose pages are faulted in again each time. None if the
+                    allocator adapts the threshold (see `planner/allocators/glibc.py`)
+    keeps_step      whether the memory of forward and backward is kept from step to step and used by
+                    nothing else, as the memory pool of CUDA graphs is
+    fixed           row -> bytes that live through the whole step beside the model's
+    phases          name of a phase before the first step -> its peak, without `fixed`
+    seconds         purpose -> seconds of work that is done once in a step
+    ahead           the keys of `seconds` whose work overlaps with the step's computation
     sample_s        measured seconds to prepare one sample
-    host            by purpose: host memory that is not this device's memory
-    passing         the same, for memory that is used only before the first step or between steps
-    disk            by purpose: bytes of files
-    saving          a checkpoint's files that each process holds in host memory while it writes them
+    host            purpose -> bytes of host memory that are not this device's memory
+    passing         purpose -> bytes of host memory that are used only before the first step or
+                    between steps
+    disk            purpose -> bytes of files
+    saving          bytes of a checkpoint's files that each process holds in host memory while it
+                    writes them
     compile_s       seconds of compilation before the first step
-    summed_bytes    temporaries of the reduction of gradients after backward has ended
-    bucketed_reduction  how gradients are reduced over data-parallel ranks; None if they are not
+    summed_bytes    bytes of temporary tensors of a reduction of gradients that runs after backward
+    bucketed_reduction  how gradients are reduced in buckets over the data-parallel ranks; None if
+                    they are not
     sharded_parameters  how parameters are gathered and resharded; None if they are not sharded
     messages        all communication of a step
-    takes_gradients  whether each gradient is offloaded to other memory when it is complete
-    device          which rank of a pipeline this ledger describes
-    rank_program    what that rank does; None without a pipeline
+    takes_gradients  whether each gradient is offloaded as soon as it is complete
+    device          the pipeline rank that this ledger describes
+    rank_program    what this pipeline rank does in a step; None without a pipeline
     """
 
     micro_batch: int
@@ -150,11 +155,11 @@ class Ledger:
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
     def instants(self) -> Iterator[Instant]:
-        """(phase, part, bytes by row) at the peak of each segment of a step, in order, and between
-        segments.
+        """Yield (phase, part, bytes by row) for the peak of each segment of a step, and for instants
+        between segments, such as a reduction, in order.
 
-        In the first micro-batch there are no gradients yet. In later ones each gradient is added to
-        the existing one.
+        The first micro-batch allocates the gradients. Each later micro-batch adds its gradients to
+        the existing ones.
         """
         if not self.keeps_step:
             yield from self._replayed_step()
@@ -166,8 +171,8 @@ class Ledger:
             yield phase, part, beside
 
     def _pool_bytes(self) -> float:
-        """Size of the CUDA graphs' pool, which is kept from step to step: the most that forward and
-        backward need beside parameters and optimizer states."""
+        """Bytes of the CUDA graphs' memory pool, which is kept from step to step: the most that
+        activations, temporaries and gradients take together in forward and backward."""
         steps = (rows for phase, _, rows in self._replayed_step() if phase in _IN_A_GRAPH)
         return max(sum(rows[row] for row in _OF_A_GRAPH) for rows in steps)
 
@@ -201,7 +206,7 @@ class Ledger:
         return memory.instants
 
     def _overlay(self) -> Overlay:
-        """What the plan's strategy for gradients and parameters holds beside the recorded step."""
+        """Return the overlay that adds the plan's gradient buckets or unsharded parameters."""
         if self.sharded_parameters is not None:
             return ShardOverlay(self.sharded_parameters, self.gradient_bytes(), self.rank_program is not None)
         if self.bucketed_reduction is not None:
@@ -224,10 +229,10 @@ class Ledger:
         return 3 * forward * self.micro_batches / devices
 
     def micro_batch_runs(self) -> Iterator[MicroBatchRun]:
-        """What the micro-batches of a step run, in order.
+        """Yield what the micro-batches of a step run, in order.
 
-        Without a pipeline the first two micro-batches, because all later ones equal the second. In
-        a pipeline every action of this rank.
+        Without a pipeline these are only the first two micro-batches, because every later
+        micro-batch equals the second. In a pipeline these are all actions of this rank.
         """
         if self.rank_program is not None:
             yield from self._actions_of_rank(self.rank_program)
@@ -237,8 +242,8 @@ class Ledger:
             yield MicroBatchRun(segments, reduces=self._reduces(last=number == len(steps) - 1), later=number > 0)
 
     def _actions_of_rank(self, rank: RankProgram) -> Iterator[MicroBatchRun]:
-        """The actions of a pipeline rank, each between segments that allocate and free the messages
-        in memory beside it."""
+        """Yield the actions of a pipeline rank. Each action runs between a segment that allocates
+        the messages in memory during the action and a segment that frees them."""
         backward = {stage: self.first_and_later(part.backward, 2) for stage, part in rank.stage_programs.items()}
         weights = {stage: self.first_and_later(part.weights, 2) for stage, part in rank.stage_programs.items()}
         done: set[tuple[str, int]] = set()  # kind and stage of the backward actions so far
@@ -264,14 +269,18 @@ class Ledger:
             done.add((action.kind, stage))
 
     def _reduces(self, last: bool) -> bool:
-        """Whether a micro-batch reduces its gradients in buckets. last: it is the last one."""
+        """Whether a micro-batch reduces its gradients in buckets.
+
+        last: whether it is the last micro-batch of the step.
+        """
         return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
-        """The recorded steps of the first micro-batch and, if there are more, of a later one, as
-        this plan runs them.
+        """Return the recorded step of the first micro-batch and, if there are several micro-batches,
+        that of a later one, edited for this plan's treatment of gradients.
 
-        Segments that share a timeline still share it afterwards.
+        training: the recorded step of one micro-batch. Segments that share a timeline in it share a
+        timeline in the results, too.
         """
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
@@ -288,7 +297,7 @@ class Ledger:
         return [first] if micro_batches == 1 else [first, edit_backward(first, [accumulate_gradients])]
 
     def evaluation(self) -> Iterator[Instant]:
-        """Like `instants`, for one micro-batch of an evaluation."""
+        """Like `instants`, but for one micro-batch of an evaluation."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
         if self.keeps_step:
@@ -299,8 +308,8 @@ class Ledger:
             rows = add_rows(rows, played.at_end)
 
     def peak(self) -> PeakInstant:
-        """The peak of a step. With CUDA graphs, evaluations count too, because they need memory
-        beside the graphs' pool."""
+        """The instant of a step with the most memory. With CUDA graphs the instants of evaluations
+        count, too, because evaluations need memory beside the graphs' pool."""
         return _largest((*self.instants(), *self.evaluation()) if self.keeps_step else self.instants())
 
     def peaks(self) -> dict[str, float]:
@@ -311,10 +320,11 @@ class Ledger:
         return {**found, **self.peaks_outside_steps()}
 
     def peaks_outside_steps(self) -> dict[str, float]:
-        """Device bytes at the peak of each phase outside the steps: those before the first step,
-        and the checkpoint.
+        """Device bytes at the peak of each phase outside of the steps: the phases before the first
+        step, and the writing of a checkpoint.
 
-        A checkpoint gathers sharded tensors in host memory, a few files at a time.
+        A checkpoint gathers sharded tensors in host memory, a few files at a time. So it needs more
+        memory only on a CPU.
         """
         rows = self.row_bytes()
         fixed = sum(self.fixed.values())
@@ -322,7 +332,7 @@ class Ledger:
         return {**{name: size + fixed for name, size in self.phases.items()}, "checkpoint": checkpoint}
 
     def _update_bytes(self) -> float:
-        """Temporary bytes of the update at its peak."""
+        """Bytes of temporary tensors at the peak of the update."""
         if self.update_in_backward or not self.updates:
             return 0.0
         largest, left, leaving = 0, dict[int, int](), 0
@@ -336,8 +346,10 @@ class Ledger:
         return max(largest, together) if self.foreach else largest
 
     def operations(self) -> Iterator[tuple[str, str, Operation, float]]:
-        """(phase, part, operation, how often it runs) for a whole step; sizes at this
-        micro-batch."""
+        """Yield (phase, part, operation, how often the operation runs) for a whole step.
+
+        Sizes of operations in "forward" and "backward" are those of one micro-batch.
+        """
         for segment in self.training:
             for operation in segment.timeline.operations:
                 yield segment.phase, segment.part, operation, operation.count.at(self.micro_batch) * self.micro_batches
@@ -353,8 +365,8 @@ _OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows in a CUDA grap
 
 
 def _messages(size: BatchLinear, phase: str) -> tuple[Segment, Segment]:
-    """Two segments: one allocates messages of `size` bytes before an action, one frees them after
-    it."""
+    """Return two segments: the first allocates messages of `size` bytes before an action, the second
+    frees them after the action."""
     buffer = Buffer(size, "temporaries", "message")
     allocate, free = (Timeline(((buffer, sign),)) for sign in (1, -1))
     return Segment("messages", phase, allocate), Segment("messages", phase, free)
@@ -370,6 +382,6 @@ def _largest(instants: Iterable[Instant]) -> PeakInstant:
 
 
 def cost_in_trace(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The `cost` of a method that is applied before the trace: the ledger contains its changes
-    already."""
+    """The `cost` of a method that changes the model before it is traced: the ledger is returned
+    unchanged, because its recorded step contains the method's changes already."""
     return ledger

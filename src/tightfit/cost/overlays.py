@@ -1,15 +1,18 @@
-"""What a step holds beside the buffers of its segments: gradient buckets and unsharded parameters.
+"""Overlays add the memory that is in no segment of a recorded step: gradient buckets and unsharded
+parameters.
 
 `Ledger.instants` replays a step segment by segment into a `StepMemory`. It tells an overlay when
-the step, a micro-batch and a segment begin and end. The overlay adds the bytes of its strategy:
+the step, a micro-batch and a segment begin and end, and the overlay adds bytes:
 
-- `Overlay` adds nothing: each gradient stays where backward makes it.
+- `Overlay` adds nothing: each gradient stays where backward allocates it.
 - `BucketOverlay` moves complete gradients to the buckets in which they are reduced (data
   parallelism, ZeRO-1, ZeRO-2).
 - `ShardOverlay` gathers the parameters of one block at a time and reduces its gradients (ZeRO-3).
 
-Example: a block's backward completes 60 MiB of gradients, which `free_completed_gradients` frees in
-the recorded step. `BucketOverlay` has them in buckets of 25 MiB instead: it adds 75 MiB.
+Example: backward has completed 60 of 100 MiB of gradients. In the recorded step,
+`free_completed_gradients` (`cost/recorded_step.py`) frees each gradient when it is complete, because
+it is copied to a bucket. `BucketOverlay` adds the buckets. With buckets of 25 MiB, two are full and
+the third is partly filled. A bucket is allocated whole, so the overlay adds 3 x 25 = 75 MiB.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ Instant = tuple[str, str, Rows]  # (phase, part, bytes by row)
 
 
 def add_rows(rows: Rows, *others: Rows) -> Rows:
-    """The sum of bytes by row. All rows of `others` are rows of `rows`."""
+    """Add bytes row by row. `rows` must have every row of `others`."""
     for other in others:
         rows = {**rows, **{row: rows[row] + size for row, size in other.items() if size}}
     return rows
@@ -31,8 +34,8 @@ def add_rows(rows: Rows, *others: Rows) -> Rows:
 class StepMemory:
     """Device bytes by row while a step is replayed.
 
-    rows      the bytes now
-    instants  the bytes at each instant that was noted, in order
+    rows      bytes by row at the current point of the replay
+    instants  (phase, part, bytes by row) of each instant that `note` was called for, in order
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -40,11 +43,11 @@ class StepMemory:
         self.instants: list[Instant] = []
 
     def change(self, change: Rows) -> None:
-        """Allocate bytes that stay, or free them (negative bytes)."""
+        """Add these bytes to the rows (negative bytes: free them) until a later change."""
         self.rows = add_rows(self.rows, change)
 
     def note(self, phase: str, part: str, *beside: Rows) -> None:
-        """Note an instant at which the bytes of `beside` exist in addition."""
+        """Add an instant at which the bytes of `beside` are allocated in addition to `rows`."""
         self.instants.append((phase, part, add_rows(self.rows, *beside)))
 
     def free_gradients(self) -> None:
@@ -52,40 +55,46 @@ class StepMemory:
 
 
 class Overlay:
-    """The overlay of gradients that stay where backward makes them. Base class of the others."""
+    """The overlay that adds nothing: gradients stay where backward allocates them. Base class of the
+    other overlays."""
 
     def begin_step(self, memory: StepMemory) -> None:
         memory.note("forward", "start")
 
     def begin_run(self, run: MicroBatchRun) -> None:
-        """A micro-batch, or an action of a pipeline, begins."""
+        """Called when a micro-batch, or an action of a pipeline, begins."""
 
     def at_peak(self, segment: Segment, replayed: ReplayedSegment) -> Rows:
-        """What exists beside a segment's own buffers when these are largest."""
+        """Return the bytes that the overlay adds at the segment's peak."""
         return {}
 
     def end_segment(self, memory: StepMemory, segment: Segment, replayed: ReplayedSegment) -> None:
-        """A segment has ended, and `memory` contains what it leaves."""
+        """Called when a segment has ended. `memory` contains the buffers that it did not free."""
 
     def end_run(self, memory: StepMemory, run: MicroBatchRun) -> None:
-        """A micro-batch, or an action of a pipeline, has ended."""
+        """Called when a micro-batch, or an action of a pipeline, has ended."""
 
     def free_gradients(self) -> None:
-        """An update has used all gradients."""
+        """Called when an update has used and freed all gradients."""
 
     def end_backward(self, memory: StepMemory) -> None:
-        """The last backward of the step has ended: `memory` gets what the update begins with."""
+        """Called when the last backward of the step has ended. Changes `memory` to the bytes that
+        are allocated when the update begins."""
 
     def end_step(self, memory: StepMemory) -> None:
-        """The update has ended."""
+        """Called when the update has ended."""
 
 
 class BucketOverlay(Overlay):
-    """Gradients that are reduced in buckets while backward runs.
+    """Adds the buckets in which gradients are reduced while backward runs.
 
-    whole    bytes of all gradients
-    done     bytes of the gradients that this run has completed and moved to buckets
-    arrived  bytes of the reduced gradients of earlier micro-batches
+    whole       bytes of all gradients
+    done        bytes of the gradients that the current micro-batch has completed and moved to
+                buckets
+    arrived     bytes of the reduced gradients of earlier micro-batches
+    reduces     whether the current micro-batch reduces its gradients
+    moves_sums  whether a gradient that is moved to a bucket is a sum over micro-batches, which
+                `memory` contains and which is then freed
     """
 
     def __init__(self, reduction: BucketedReduction, whole: float) -> None:
@@ -98,7 +107,7 @@ class BucketOverlay(Overlay):
 
     def begin_run(self, run: MicroBatchRun) -> None:
         self.done, self.reduces = 0.0, run.reduces
-        # the first micro-batches' sums are in `memory`: they leave it when they move to the buckets
+        # `memory` contains the sums over the earlier micro-batches until they move to buckets
         self.moves_sums = run.later and not self.reduction.always
 
     def at_peak(self, segment: Segment, replayed: ReplayedSegment) -> Rows:
@@ -113,7 +122,7 @@ class BucketOverlay(Overlay):
         if self.moves_sums:
             memory.change({"gradients": -made})
         self.done += made
-        last = {"temporaries": replayed.largest_gradient}  # exists until it is in its bucket
+        last = {"temporaries": replayed.largest_gradient}  # allocated until it is copied to a bucket
         memory.note(segment.phase, segment.part, self._rows_after(self.done), last)
 
     def end_run(self, memory: StepMemory, run: MicroBatchRun) -> None:
@@ -132,20 +141,22 @@ class BucketOverlay(Overlay):
             memory.note("optimizer", "gather", {"communication": self.reduction.coming})
 
     def _rows_after(self, done: float) -> Rows:
-        """Bytes by row of shards and buckets when `done` bytes of gradients are complete."""
+        """Bytes of shards and buckets, by row, when `done` bytes of gradients are complete."""
         rows = self.reduction.rows_during(done, self.whole)
-        if self.arrived and self.reduction.shards > 1:  # a new shard, beside the sum
+        if self.arrived and self.reduction.shards > 1:  # a new shard, before it is added to the sum
             rows["communication"] += 2 * self.reduction.bucket / self.reduction.shards
         return {**rows, "gradients": max(rows["gradients"], self.arrived)}
 
 
 class ShardOverlay(Overlay):
-    """Parameters that are unsharded only while their block computes (ZeRO-3, FSDP).
+    """Adds the parameters that are unsharded while their block computes (ZeRO-3, FSDP), and the
+    sharded gradients.
 
-    whole         bytes of the gradients that this device keeps
-    in_pipeline   whether an earlier action's gradients may still be reduced
-    done          bytes of the gradients that this run has completed and reduced
-    arrived       bytes of the gradient shards of earlier micro-batches
+    whole        bytes of the gradients that this device keeps after each micro-batch
+    in_pipeline  whether the ledger is that of a pipeline rank. The gradients of its previous action
+                 may still be being reduced when an action begins
+    done         bytes of the gradients that the current micro-batch has completed and reduced
+    arrived      bytes of the gradient shards of earlier micro-batches
     """
 
     def __init__(self, sharded: ShardedParameters, whole: float, in_pipeline: bool) -> None:
@@ -164,7 +175,7 @@ class ShardOverlay(Overlay):
 
     def end_segment(self, memory: StepMemory, segment: Segment, replayed: ReplayedSegment) -> None:
         made = replayed.completed_gradients[1]
-        if segment.block is None or not made:  # what is outside of blocks is reduced at the end
+        if segment.block is None or not made:  # gradients outside of blocks are reduced at the end
             return
         reduced = self.sharded.reduced * (1 + 1 / self.sharded.shards)
         memory.note(segment.phase, "reduce", {"communication": reduced, "gradients": self._shard_bytes()})
@@ -186,15 +197,15 @@ class ShardOverlay(Overlay):
         memory.change({"communication": -self.sharded.rest, "gradients": self.arrived})
 
     def _shard_bytes(self) -> float:
-        """Bytes of the gradient shards: those of earlier micro-batches, or the new ones if they are
-        larger."""
+        """Bytes of the gradient shards: the shards of earlier micro-batches, or the current
+        micro-batch's shards if they are larger."""
         return max(self.arrived, self.done * self.sharded.reduce_dtype_ratio / self.sharded.shards)
 
     def _unsharded_bytes(self, segment: Segment) -> float:
-        """Bytes of the unsharded tensors while a block computes.
+        """Bytes of the unsharded tensors while a block computes; 0 for a segment outside of blocks.
 
-        They are its parameters; those of the next block, which are prefetched in backward; and in
-        backward the gradients that are being reduced, if an earlier block has computed some.
+        These are the block's parameters and, if they are prefetched, the next block's. In backward
+        the gradients that are being reduced count, too, if another block has computed some before.
         """
         if segment.block is None:
             return 0.0

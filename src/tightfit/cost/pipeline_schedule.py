@@ -13,9 +13,9 @@ Example: 1f1b with 4 ranks and 8 micro-batches.
     rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7     1
 
 The same pipeline under every schedule, if a forward through all of a rank's layers takes 1 s and
-its backward 2 s. Each rank computes for 24 s; the rest of the step is the bubble. `in flight`
-counts the micro-batches whose activations each rank holds at most, per stage. With two virtual
-stages a stage has half of the layers.
+its backward 2 s. Each rank computes for 24 s; the rest of the step is the bubble. `in flight` is
+the largest number of micro-batches whose activations a rank holds at once. With two virtual stages,
+each of the rank's stages has half of the layers, and each is counted.
 
     schedule                         step     in flight on ranks 0 to 3
     naive                            96 s      1  1  1  1
@@ -61,7 +61,8 @@ Schedule = tuple[tuple[Action, ...], ...]  # a list of actions for each rank
 
 @cache
 def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
-    """The actions of every rank in one step, in order; for pipedream, in several steps.
+    """Return the actions of every rank in one step, in order. For pipedream, return those of several
+    steps, so that its steady state is included.
 
     schedule        a plan's `schedule`: naive, gpipe, 1f1b, interleaved, zero-bubble or pipedream
     ranks           ranks of the pipeline
@@ -83,7 +84,7 @@ def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches:
 
 
 def _naive(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """One micro-batch after another, each through all ranks and back: one rank computes at a
+    """Send one micro-batch after another through all ranks and back. Only one rank computes at a
     time."""
     return tuple(Action(kind, rank, number) for number in range(count) for kind in (FORWARD, BACKWARD))
 
@@ -93,10 +94,8 @@ def _gpipe(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """As many forwards as there are ranks after this one, then one forward and one backward in
-    turn.
-
-    So rank r of P holds the activations of at most P - r micro-batches.
+    """Run as many forwards as there are ranks after this rank, then alternate: one forward, one
+    backward. So rank r of P holds the activations of at most P - r micro-batches.
     """
     ahead = min(ranks - rank - 1, count)
     forwards = [Action(FORWARD, rank, number) for number in range(count)]
@@ -105,10 +104,9 @@ def _one_forward_one_backward(rank: int, ranks: int, count: int) -> tuple[Action
 
 
 def _steps_of(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """PipeDream: 1F1B over whole steps of `count` micro-batches each, without a flush between
-    steps.
-
-    Twice as many steps as ranks, so that the steady state is among them.
+    """Return a rank's actions in PipeDream: 1F1B in which each entry is a whole step of `count`
+    micro-batches, without a flush between steps. There are twice as many steps as ranks, so that
+    the steady state is included.
     """
     return tuple(
         Action(action.kind, rank, action.micro_batch * count + number)
@@ -118,8 +116,8 @@ def _steps_of(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """The first `ahead` forwards, then a forward and a backward in turn, then the other
-    backwards."""
+    """Return the first `ahead` forwards, then one forward and one backward alternately until the
+    forwards end, then the remaining backwards."""
     found = forwards[:ahead]
     for number, forward in enumerate(forwards[ahead:]):
         found += [forward, backwards[number]]
@@ -127,9 +125,11 @@ def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tup
 
 
 def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tuple[Action, ...]:
-    """Groups of as many micro-batches as there are ranks go through the rank's stages in turn.
+    """Return a rank's actions in the interleaved schedule. Micro-batches form groups of as many as
+    there are ranks. A group passes through one of the rank's stages after the other, then the next
+    group does.
 
-    count  micro-batches, a multiple of the ranks
+    count  number of micro-batches, a multiple of `ranks`
     """
     total = count * virtual_stages
     ahead = min((ranks - rank - 1) * 2 + (virtual_stages - 1) * ranks, total)
@@ -146,7 +146,8 @@ def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tupl
 
 
 def _zero_bubble(ranks: int, count: int) -> Schedule:
-    """1F1B whose bubbles are filled with the weights' gradients of earlier backwards (ZB-H1).
+    """Return the zero-bubble schedule ZB-H1: 1F1B whose bubbles are filled with the computation of
+    weight gradients (W) of earlier backwards.
 
     In each time slot a rank runs a backward if one is ready, else a forward, else a W. It runs a
     forward only while fewer micro-batches are in flight than on the first rank of 1F1B.
@@ -172,7 +173,10 @@ def _zero_bubble(ranks: int, count: int) -> Schedule:
 
 
 def dependencies_of(action: Action, stages: int) -> list[Action]:
-    """The actions that must end before this one begins. stages: of the whole model."""
+    """Return the actions that must end before `action` begins.
+
+    stages  number of stages of the whole model
+    """
     kind, chunk, number = action.kind, action.stage, action.micro_batch
     if kind == FORWARD:
         return [Action(FORWARD, chunk - 1, number)] if chunk else []
@@ -183,16 +187,18 @@ def dependencies_of(action: Action, stages: int) -> list[Action]:
 
 
 def consumer_of(action: Action) -> Action:
-    """The action that consumes this one's output.
+    """Return the action that reads the output of `action`: the same micro-batch's forward in the next
+    stage, or its backward in the stage before.
 
-    The last stage's forward and the first stage's backward send nothing: their result names a stage
-    that does not exist.
+    The forward of the last stage and the backward of the first stage send nothing. For them, the
+    returned action has a stage that does not exist, such as -1.
     """
     return Action(action.kind, action.stage + (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
 def producer_of(action: Action) -> Action:
-    """The action whose output this one consumes."""
+    """Return the action whose output `action` reads. Its stage does not exist if `action` receives
+    nothing."""
     return Action(action.kind, action.stage - (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
@@ -200,20 +206,22 @@ def producer_of(action: Action) -> Action:
 def coming(
     schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """For each action of a rank: the later actions whose messages are requested before it begins.
+    """Return, for each action of a rank, the later actions whose input messages the rank requests
+    (posts a receive for) before it begins the action.
 
-    A requested message travels while this action computes (double buffering). Usually this is the
-    next action alone. There is no entry for it if its message
+    The requested message then travels while the action computes (double buffering). Usually it is
+    the message of the next action alone. The next action is left out if its message
 
     - does not exist: a weights action receives nothing, nor does the first stage's forward or the
       last stage's backward;
     - belongs to pipedream's next step, whose samples are not known before the update;
-    - is `late`, on a device that `stops`. A GPU stops within an action to free memory or to load a
-      kernel, until everything that it requested and everything that it sent has arrived.
+    - is one of `late`, on a device that `stops`. A GPU stops in the middle of an action, for example
+      to free memory or to load a kernel, and then waits for all messages that it requested or sent.
 
-    Under pipedream, a device that stops requests all gradients of the step that is due before that
-    round's first forward. Otherwise rank 0 can stop in a forward until rank 1 takes what it sent,
-    while rank 1 stops in a backward until rank 0 takes a gradient.
+    Under pipedream, a round is the forwards of a step followed by the backwards of an earlier step. A
+    device that stops requests all gradients of the round before the round's first forward.
+    Otherwise there can be a deadlock: rank 0 stops in a forward until rank 1 receives its output,
+    while rank 1 stops in a backward until rank 0 receives its gradient.
 
     Both ends of a link request and send messages in the same order, because NCCL and gloo match
     them by order alone.
@@ -238,8 +246,8 @@ def coming(
 
 
 def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) -> tuple[Action, ...]:
-    """The backwards of pipedream's round at `place` that are not done: a round is a step's forwards,
-    then the backwards of the step that is due."""
+    """Return the backwards that pipedream's current round still has to run after the action number
+    `place`. A round is the forwards of a step, then the backwards of an earlier step."""
     here = actions[place]
     end = place + micro_batches - here.micro_batch % micro_batches  # of this step's forwards or backwards
     rest = actions[place + 1 : end] if here.kind == BACKWARD else actions[end : end + micro_batches]
@@ -248,13 +256,17 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
 
 @cache
 def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
-    """The actions whose message a device that may stop requests only when they begin.
+    """Return the actions whose input message a device that may stop requests only when the action
+    begins, and not one action earlier.
 
-    Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, and
-    rank 1 the backward that rank 0 needs next. If both request ahead and both stop, they wait for
-    each other for ever. So all actions of a step get a position in one order, and a device requests
-    ahead only what is produced before its own action in this order. Then no cycle of waits can form.
-    Pipedream's ranks are steps apart: what they request was produced in an earlier round.
+    Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, while
+    rank 1 computes the backward that rank 0 needs next. If both requested these messages early and
+    both stopped, they would wait for each other for ever. So all actions of a step are put into one
+    order, and a device requests a message early only if its producer comes before the device's
+    current action in this order. Then no cycle of waits can form.
+
+    Empty for pipedream: its ranks work on different steps, so a requested message was produced in
+    an earlier round.
     """
     if schedule == "pipedream":
         return frozenset()
@@ -272,17 +284,17 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
 
 
 def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
-    """The position of each action in one order of all actions of a step.
+    """Put all actions of a step into one order, and return each action's position in it, from 0.
 
-    The order is that of a run in which every action takes equally long. Of actions at the same time,
-    forwards come first, from the first stage on, then backwards, from the last stage on: the way
-    their messages travel. Where possible, an action comes after the receivers have reached what its
-    rank sent before, because a device that stops also waits for its sends.
+    The order is that of a run in which every action takes equally long. Among actions that run at
+    the same time, forwards come first, by increasing stage, then backwards, by decreasing stage: the
+    directions in which their messages travel. A device that stops also waits for its sends, so if
+    possible an action comes after the actions that receive what its rank sent before.
     """
     table = make_schedule(schedule, devices, chunks, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
     done, at = dict[Action, int](), [0] * devices
-    sending: list[list[Action]] = [[] for _ in table]  # by the action that takes it
+    sending: list[list[Action]] = [[] for _ in table]  # named by the action that receives it
     while len(done) < len(own):
         ready = []
         for device, actions in enumerate(table):
@@ -302,13 +314,13 @@ def _places(schedule: str, devices: int, chunks: int, micro_batches: int) -> dic
 
 
 def _along(action: Action) -> tuple[bool, int]:
-    """Sort key: the direction in which messages travel."""
+    """Return a sort key: forwards before backwards, each in the direction in which messages travel."""
     is_forward = action.kind == FORWARD
     return not is_forward, action.stage if is_forward else -action.stage
 
 
 def _in_order(table: Schedule) -> Iterator[Action]:
-    """All actions, each after its dependencies.
+    """Yield all actions of a schedule, each after its dependencies.
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
@@ -327,10 +339,11 @@ def _in_order(table: Schedule) -> Iterator[Action]:
 
 
 def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
-    """For each action of a rank: the sent messages that are in its memory beside the action's own input.
+    """Return, for each action of a rank, the messages that the rank has sent and still holds in memory
+    while the action runs.
 
-    Each message is named by the action that consumes it. It stays in memory until it is known to have
-    arrived, which is when its receiver has sent back a message that it made later.
+    A message is named by the action that receives it. The sender frees it when it knows that it has
+    arrived: when the receiver has sent back something that it computed after receiving it.
     """
     devices, last = len(table), max(action.stage for actions in table for action in actions)
     places = {action: place for actions in table for place, action in enumerate(actions)}
@@ -350,7 +363,8 @@ def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """The most micro-batches whose activations a rank holds at once; each of its stages counts."""
+    """Return the largest number of micro-batches whose activations a rank holds at once. A micro-batch
+    that is in flight in two of the rank's stages counts twice."""
     there, most = 0, 0
     actions = list(actions)
     last = WEIGHTS if any(action.kind == WEIGHTS for action in actions) else BACKWARD
@@ -376,12 +390,14 @@ def simulate(
     transfer: Callable[[Action], float] = lambda action: 0.0,
     late: Collection[Action] = (),
 ) -> list[ScheduledAction]:
-    """When each action runs: an action starts when its rank is free and its inputs have arrived.
+    """Compute when each action starts and ends. An action starts when its rank is free and its inputs
+    have arrived.
 
-    seconds   seconds of an action
-    transfer  seconds to send an action's output to the next stage. A transfer starts when the output is
-              complete and its receiver has requested it: when the action before the receiving one began
-    late      actions whose message is requested only when they could begin themselves
+    seconds   returns the seconds that an action takes
+    transfer  returns the seconds to send an action's output to the next stage. A transfer starts when
+              the output is complete and the receiver has requested it. The receiver requests it when
+              it begins the action before the one that needs it
+    late      actions whose input is requested only when the rank is free to begin them
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
@@ -404,9 +420,9 @@ def simulate(
 
 
 def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
-    """How many blocks each stage has, as equal as possible: 10 blocks in 4 stages are (2, 3, 3, 2).
-
-    The first and the last stage, which also hold the embedding and the head, get the fewer blocks.
+    """Return the number of blocks of each stage, as equal as possible: 10 blocks in 4 stages are
+    (2, 3, 3, 2). The first and the last stage get fewer blocks, because they also hold the
+    embedding and the output head.
     """
     each, more = divmod(blocks, stages)
     inner = sorted(range(stages), key=lambda chunk: (chunk in (0, stages - 1), chunk))
@@ -414,7 +430,7 @@ def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
 
 
 def split_balanced(blocks: list[float], first: float, last: float, stages: int) -> tuple[int, ...]:
-    """How many blocks each stage has, so that the slowest stage is as fast as possible.
+    """Return the number of blocks of each stage that makes the slowest stage as fast as possible.
 
     blocks  seconds of each block
     first   seconds of the code before the blocks, on the first stage

@@ -11,10 +11,11 @@ allocates them: the segment "received" does so, with 16 MiB, and the end of the 
 frees them. Likewise, the gradient that block 2's backward makes for section 1 is freed in the
 segment "sent".
 
-Equal blocks share one recorded segment. So a buffer is identified by its section and its name in
-the segment, never by its size: the copy of a weight and a gradient may be equally large. What one
-section leaves to the next has one name in the first block's segment and another in the second's.
-This module asks only which of the two neighbours allocates it, and which frees it.
+Equal blocks share one recorded segment. So a buffer is identified by its section and its `Buffer`
+object in the segment, never by its size: the copy of a weight and a gradient may be equally large.
+A tensor that one section passes to the next is one `Buffer` in the first block's segment and
+another in the second's. This module only uses which of the two sections allocates it, and which
+frees it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from functools import lru_cache
 from tightfit.cost.entries import NOTHING, StageProgram
 from tightfit.cost.recorded_step import BatchLinear, Buffer, Segment, Timeline
 
-# The section of what comes before the blocks. What comes after n blocks is in section n.
+# The section of the code before the blocks. The code after n blocks is section n.
 BEFORE = -1
 FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
 
@@ -35,15 +36,18 @@ Events = list[tuple[Buffer, int]]
 
 
 class Sections:
-    """A micro-batch's recorded step by section, and where its buffers are allocated and freed.
+    """A micro-batch's recorded step divided into sections, and the lifetimes of its buffers.
 
-    deferred  whether the weight gradients of linear layers are computed in a phase of their own
     end       number of blocks
-    segments  by section and phase
-    made      by buffer: the sections that allocate it, and how often
-    phase     by buffer: the phase that allocates it
-    freed     by buffer: the sections that free it without allocating it
-    tied      gradients of parameters that several sections use: sums of their terms
+    segments  (section, phase) -> the section's segments in this phase, in order
+    made      buffer -> {section: how often this section allocates the buffer}
+    phase     buffer -> the phase in which it is allocated
+    freed     buffer -> the sections that free it, except those that allocate it
+    tied      the gradients of parameters that several sections use. Such a gradient is the sum of
+              its `terms`, one from each section
+
+    With the argument `deferred`, the weight gradients of linear layers are computed in a phase of
+    their own, as in the zero-bubble schedule.
     """
 
     def __init__(self, training: tuple[Segment, ...], blocks: int, deferred: bool) -> None:
@@ -65,14 +69,14 @@ class Sections:
                 if later.events:
                     self.segments[section, WEIGHTS].append(replace(segment, timeline=later))
             self.segments[section, segment.phase].append(replace(segment, timeline=timeline))
-        self.made: dict[Buffer, Counter[int]] = defaultdict(Counter)  # by section, how often
-        self.phase: dict[Buffer, str] = {}  # in which a buffer is made
-        self._freed_by_section: dict[int, set[Buffer]] = defaultdict(set)  # by section
+        self.made: dict[Buffer, Counter[int]] = defaultdict(Counter)
+        self.phase: dict[Buffer, str] = {}
+        self._freed_by_section: dict[int, set[Buffer]] = defaultdict(set)
         self._find_lifetimes()
         self.tied = [buffer for buffer in self.made if len({min(self.made[term]) for term in buffer.terms}) > 1]
 
     def _find_lifetimes(self) -> None:
-        """Find where buffers are allocated and freed."""
+        """Set `made`, `phase` and `freed`: where each buffer is allocated and freed."""
         born: dict[Timeline, Counter[Buffer]] = {}
         for (section, phase), segments in self.segments.items():
             for segment in segments:
@@ -83,17 +87,18 @@ class Sections:
                     self.made[buffer][section] += count
                     self.phase.setdefault(buffer, FORWARD if phase == FORWARD else BACKWARD)
                 self._freed_by_section[section] |= timeline.freed
-        self.freed: dict[Buffer, set[int]] = defaultdict(set)  # by other sections than made them
+        self.freed: dict[Buffer, set[int]] = defaultdict(set)
         for section, gone in self._freed_by_section.items():
             for buffer in gone:
                 if section not in self.made.get(buffer, ()):
                     self.freed[buffer].add(section)
 
     def freed_by_next(self, buffer: Buffer) -> bool:
-        """Whether a section leaves the buffer to the section that runs after it.
+        """Return whether the section that runs after the allocating section frees the buffer. In forward
+        the next section is the following block, in backward the preceding block.
 
-        In forward that is the block above, in backward the block below. Of equal blocks, only the
-        first and the last have neighbours that were recorded.
+        Equal blocks share their segments, so it is enough that this holds for the first or the last
+        of the sections that allocate the buffer.
         """
         allocated, freed = self.made.get(buffer), self.freed.get(buffer)
         if not allocated or not freed:
@@ -102,15 +107,19 @@ class Sections:
         return min(freed) - min(allocated) == step or max(freed) - max(allocated) == step
 
     def saved(self, piece: range) -> frozenset[Buffer]:
-        """What the forward of a stage saves for its backward."""
+        """Return the buffers that the forward of a stage saves for its backward.
+
+        piece: the blocks of the stage, as a range
+        """
         first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
         here = (segment for section in range(first, last) for segment in self.segments.get((section, FORWARD), ()))
         return frozenset().union(*(segment.timeline.saved for segment in here))
 
     def saves_output(self, piece: range, given: Buffer | None) -> bool:
-        """Whether a stage's backward needs what its forward passes to the next block.
+        """Return whether a stage's backward needs the tensor that its forward passes to the next stage.
 
-        given: the buffer as the next block's segment names it; the stage may use another name.
+        given: the tensor's buffer in the next block's segment. In the stage's own segments it may be
+        another `Buffer` of the same size.
         """
         if given is None:
             return False
@@ -121,9 +130,9 @@ class Sections:
         return any(one in kept for one in handed_on if one.size == given.size)
 
     def unfreed(self, section: int, whole: bool = True) -> Iterator[Buffer]:
-        """Buffers that a section allocates and does not free, except gradients of parameters.
+        """Yield the buffers that a section allocates and does not free, except gradients of parameters.
 
-        whole: consider its backward too, not only its forward.
+        whole: True for the section's forward and backward together, False for its forward alone.
         """
         phases = (FORWARD, BACKWARD, WEIGHTS) if whole else (FORWARD,)
         segments = [segment for phase in phases for segment in self.segments.get((section, phase), ())]
@@ -135,7 +144,7 @@ class Sections:
 
 
 def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[int, Segment]]:
-    """Each segment with the number of its section, in order."""
+    """Yield (number of its section, segment) for each segment, in order."""
     here = {FORWARD: BEFORE, BACKWARD: blocks}
     last = blocks - 1
     for segment in training:
@@ -151,17 +160,19 @@ def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[i
 
 @lru_cache(16)
 def sections_of(training: tuple[Segment, ...], blocks: int, deferred: bool) -> Sections:
-    """The Sections of a recorded step, cached: all stages and many plans share one."""
+    """Return the Sections of a recorded step. They are cached, because all stages and many plans use
+    the same Sections."""
     return Sections(training, blocks, deferred)
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """Bytes that a stage receives.
+    """What a stage receives from the stage before it, for one micro-batch.
 
-    saved    of what its backward needs
-    passing  of the rest, which is freed at the end of its forward
-    instead  the buffers that the received tensors replace, where they were made before the blocks
+    saved     bytes of the received tensors that the stage's backward needs
+    passing   bytes of the other received tensors, which are freed at the end of its forward
+    replaced  buffers of the code before the blocks that the stage receives, so that it does not
+              allocate them itself
     """
 
     saved: BatchLinear = NOTHING
@@ -170,12 +181,13 @@ class StageInput:
 
 
 def stage_program(sections: Sections, stage: range, received: StageInput, gradients: BatchLinear) -> StageProgram:
-    """The program of one stage of the model.
+    """Return the program of one stage of the model.
 
-    What other ranks send is allocated at the beginning of the forward or backward. What no segment
-    here frees is freed at their end.
+    Received tensors are allocated at the beginning of the forward or the backward. Buffers that no
+    segment of the stage frees are freed at the end of the forward or the backward.
 
-    received   bytes from the stage before
+    stage      the blocks of the stage, as a range
+    received   what the stage before sends
     gradients  bytes of the gradients that the next stage sends
     """
     return _StageBuilder(sections, stage, received, gradients).part()
@@ -184,12 +196,18 @@ def stage_program(sections: Sections, stage: range, received: StageInput, gradie
 class _StageBuilder:
     """Builds the program of one stage.
 
-    here     the sections whose forward and backward it runs. Every rank also runs the forward of
-             what comes before the blocks
-    alive    buffers allocated here that neither their own section nor the next one frees
-    operand  by phase, whether what is received in it is still needed for the weight gradients
-    early    by section: events of gradients that the loss made in the forward, before backward
-    becomes  what replaces a buffer in this stage; None where nothing does
+    here     the sections whose forward and backward the stage runs
+    run      the sections whose forward the stage runs: `here` and the code before the blocks, which
+             every rank runs
+    alive    buffers that the stage allocates, and that neither their own section nor the next one
+             frees
+    operand  phase -> whether the tensors received in this phase are still needed to compute weight
+             gradients
+    kept     buffers that the forward saves for the backward
+    early    section -> events of parameter gradients that the loss computes during its forward. They
+             are moved to the section's backward
+    becomes  buffer -> the buffer that replaces it in this stage, or None if the stage does not
+             allocate it at all
     """
 
     def __init__(self, sections: Sections, piece: range, comes: StageInput, gradients: BatchLinear) -> None:
@@ -207,8 +225,8 @@ class _StageBuilder:
         self.becomes.update((buffer, None) for buffer in comes.replaced if BEFORE in sections.made.get(buffer, ()))
 
     def _untie_gradient(self, gradient: Buffer) -> None:
-        """A parameter that stages on several ranks use has its own gradient on each, and not their
-        sum."""
+        """Replace the summed gradient of a parameter that several ranks use. Each of these ranks has
+        only its own term of the sum."""
         here = [term for term in gradient.terms if any(section in self.here for section in self.sections.made[term])]
         if len(here) == 1 and len(gradient.terms) > 1:
             own = self.becomes[here[0]] = replace(here[0], row="gradients")
@@ -251,8 +269,7 @@ class _StageBuilder:
         )
 
     def _count_unfreed(self) -> None:
-        """Count the buffers that are alive after their own section and that the next one does not
-        free."""
+        """Set `alive`: count the buffers that neither their own section nor the next one frees."""
         for section in self.run:
             for buffer in self.sections.unfreed(section, whole=section in self.here):
                 if buffer in self.becomes:
@@ -266,7 +283,7 @@ class _StageBuilder:
                     self.alive[buffer] += 1
 
     def _without_foreign_frees(self, section: int, segment: Segment) -> Segment:
-        """A segment without the frees of buffers that this stage never had."""
+        """Return the segment without the frees of buffers that this stage never allocated."""
         timeline = segment.timeline
         sections = self.sections
         elsewhere = {buffer for buffer in timeline.freed if section not in sections.made.get(buffer, ())}
@@ -304,9 +321,10 @@ def _segment(part: str, phase: str, events: Events) -> Segment:
 
 
 def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timeline:
-    """A segment whose linear layers, with the weights `late`, do not save casts of their weights.
+    """Return the segment changed so that linear layers do not save the casts of their weights (such as
+    from fp32 to bf16). Backward casts the weights again.
 
-    Backward casts the weights again.
+    late: names of the weights whose gradients are computed in a phase of their own
     """
     copies = {buffer for buffer, _ in timeline.events if buffer.parameter in late and not buffer.operands}
     copies = {buffer for buffer in copies if buffer.maker == "aten._to_copy" and buffer.row != "gradients"}
@@ -335,10 +353,9 @@ def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timel
 
 
 def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Split a backward segment: one without the weight gradients of linear layers, and one with
-    them.
-
-    The second also frees the operands that only the weight gradients still need.
+    """Split a backward segment into two timelines: one without the weight gradients of linear layers,
+    and one that computes only these gradients. The second also frees the operands that only the
+    weight gradients still need.
     """
     made = [buffer for buffer in timeline.allocated if buffer.parameter and buffer.operands]
     if not made:

@@ -1,15 +1,15 @@
-"""Edits a recorded step for activation recomputation: segments of blocks run again in backward.
+"""Edits a recorded step for activation recomputation: groups of blocks run again in backward.
 
 `recompute` calls `with_recomputation` when it estimates a plan. The recorded step is of training
-without recomputation. It is edited as follows: the first forward saves only a segment's input, and
-before the backward of the segment's last block, the forward runs again.
+without recomputation. It is edited as follows: the first forward saves only the input of a group of
+blocks, and before the backward of the group's last block, the group's forward runs again.
 
-Example: 12 blocks in segments of 3, that is range(0, 3), range(3, 6), ... Each block saves
-340 MiB for backward, and its input is 16 MiB. Without recomputation, 12 x 340 = 4080 MiB are
-saved. With it, the 4 segments save their inputs, 4 x 16 = 64 MiB. In backward, one segment at a
-time is recomputed: 3 x 340 = 1020 MiB, which its blocks' backwards free one after another. The peak
-falls from 4080 to about 64 + 1020 = 1084 MiB, and the forward of the blocks runs twice. Segments
-of 1 block save 12 x 16 = 192 MiB and recompute 340 MiB: a peak of about 532 MiB.
+Example: 12 blocks in groups of 3, that is range(0, 3), range(3, 6), ... Each block saves 340 MiB
+for backward, and its input is 16 MiB. Without recomputation, 12 x 340 = 4080 MiB are saved. With
+it, the 4 groups save their inputs, 4 x 16 = 64 MiB. In backward, one group at a time is recomputed:
+3 x 340 = 1020 MiB, which its blocks' backwards free one after another. The peak falls from 4080 to
+about 64 + 1020 = 1084 MiB, and the forward of the blocks runs twice. Groups of 1 block save 12 x 16
+= 192 MiB and recompute 340 MiB: a peak of about 532 MiB.
 
 The second forward stops at the last tensor that backward needs. With `selective`, it also skips
 products (matrix products, convolutions, attention) whose results the first forward saved.
@@ -59,11 +59,11 @@ _PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COM
 _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in WEIGHT_MATMUL_OPS)
 
 
-# The time that torch's checkpointing spends in Python, beside the recomputation itself, as a
-# number of operation launches of equal duration:
-SEGMENT_LAUNCHES = 33  # for each recomputed segment
-HOOK_LAUNCHES = 2.3  # for each operation in it, whose tensors pass through saved-tensor hooks
-DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether it is saved
+# The time that torch's checkpointing spends in Python in addition to the recomputation itself, in
+# units of the time to launch one operation:
+SEGMENT_LAUNCHES = 33  # for each recomputed group of blocks
+HOOK_LAUNCHES = 2.3  # for each recomputed operation, because its tensors pass through saved-tensor hooks
+DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether its result is saved
 
 
 @lru_cache(64)  # plans that differ only in how they shard the work share an entry
@@ -74,14 +74,14 @@ def with_recomputation(
     selective: int,
     compiled: bool = False,
 ) -> tuple[Segment, ...]:
-    """The recorded step in which these segments of blocks are recomputed in backward.
+    """Return the recorded step in which the given groups of blocks are recomputed in backward.
 
-    training   the recorded step without recomputation; inference: an evaluation's, whose forward
-               saves nothing
-    segments   ranges of blocks, each recomputed as a whole
-    selective  0: recompute everything. 1: save all products; 2: of those with weights, save every
-               second one. See recompute.py
-    compiled   compiled kernels recompute what they need, and nothing is done in Python
+    training   the recorded step without recomputation
+    inference  the recorded forward of an evaluation, which saves nothing for backward
+    segments   the groups, as ranges of blocks. All blocks of a group are recomputed together
+    selective  0: recompute everything. 1: save the results of all products. 2: save those of every
+               second product with weights, and of all other products. See methods/recompute.py
+    compiled   whether compiled kernels recompute what they need, without time spent in Python
     """
     edit = _RecomputationEdit(training, inference, segments, selective, compiled)
     for segment in segments:
@@ -90,18 +90,20 @@ def with_recomputation(
     return tuple(edit.training)
 
 
-Call = tuple[int, int]  # (block, number of its call in the forward): each call is recomputed alone
+Call = tuple[int, int]  # (block, number of its call in the forward, from 0)
 
 
 class _RecomputationEdit:
-    """Edits a recorded training step, one segment of blocks at a time.
+    """Edits a recorded training step, one group of blocks at a time.
 
-    passing  buffers of an evaluation that are freed before its end
-    forward  call -> position of its forward; backward: call -> positions of its backward
-    copies   by block: casts of its weights that autocast makes in the block's first call
-    calls    by block: its calls that have a backward, in order
-    kept     buffers that others than their maker save; a recomputed block saves all of its inputs
-    end      position of the forward's last segment
+    passing   buffers that an evaluation frees before its end
+    forward   call -> position of its forward in `training`
+    backward  call -> positions of its backward in `training`
+    copies    block -> casts of its weights that autocast makes in the block's first call
+    calls     block -> its calls that have a backward, in order
+    kept      buffers that are saved for the backward of another segment than the one that allocates
+              them, and all inputs of recomputed blocks
+    end       position of the forward's last segment in `training`
     """
 
     def __init__(
@@ -136,7 +138,8 @@ class _RecomputationEdit:
         self.end = max(place for place, part in enumerate(self.training) if part.phase == "forward")
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
-        """Save only the first block's input; recompute all blocks before the last block's backward."""
+        """Edit the step so that a group of blocks saves only the first block's input, and all its blocks
+        are recomputed before the last block's backward."""
         again, last, asked = Timeline(), segment[-1], 0
         for call in segment:
             before = self.training[self.forward[call]].timeline
@@ -158,9 +161,11 @@ class _RecomputationEdit:
         self._replace_timeline(place, again.then(self.training[place].timeline))
 
     def _python_time(self, again: int, asked: int) -> Timeline:
-        """The time that torch spends in Python on one segment, as launches of operations.
+        """Return a timeline with the time that torch spends in Python on one group of blocks, in units
+        of the time to launch one operation.
 
-        again: operations that run again; asked: operations for which selective decides.
+        again: number of operations that run again
+        asked: number of operations for which `selective` decides whether the result is saved
         """
         count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
         return Timeline((), (Operation("call", "float32", BatchLinear(), BatchLinear(), count=BatchLinear(count)),))
@@ -169,11 +174,11 @@ class _RecomputationEdit:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
     def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
-        """Buffers that a block saves and that others save too, such as the result of a ReLU at its
-        end.
+        """Return {buffer: its copy} for the buffers that both this block and the next segment save, such
+        as the result of a ReLU at the end of the block.
 
-        Returns for each of them the copy that the first forward leaves to the others: the second
-        forward makes the block's own.
+        The first forward allocates the copy, which the next segment saves. The second forward
+        allocates the buffer itself again, for this block's backward.
         """
         products = _saved_products(before, self.selective) if self.selective else set()
         return {buffer: replace(buffer) for buffer in before.allocated if buffer in (saved & self.kept) - products}
@@ -183,7 +188,10 @@ class _RecomputationEdit:
     ) -> None:
         """Replace the block's first forward, which saves everything, by one that does not.
 
-        saved: the buffers that backward would free. keep_input: whether the block's input is saved.
+        before:     the first forward as recorded, without recomputation
+        saved:      the buffers that the block's backward frees
+        handed_on:  what `_left_to_others` returns
+        keep_input: whether the block's input is saved
         """
         kept = {*_outputs_of(before, saved), *handed_on}
         if self.selective:
@@ -219,8 +227,8 @@ class _RecomputationEdit:
         return self.training[self.backward[call][-1]].timeline
 
     def _after(self, call: Call) -> list[int]:
-        """Where an input of the block may be freed after its forward: right after it, or at
-        forward's end."""
+        """Return the positions at which an input of the block may be freed after the block's forward:
+        right after it, or at the end of the whole forward."""
         return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
 
     def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
@@ -239,9 +247,10 @@ class _RecomputationEdit:
         return False
 
     def _second_forward(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
-        """The second forward, up to the last tensor that backward needs.
+        """Return the timeline of a block's second forward. At its end, the buffers that the block's
+        backward frees are alive.
 
-        It ends with the buffers alive that backward frees.
+        stops: whether it ends at the last tensor that backward needs, as in the last block of a group
         """
         events, operations = before.recompute_end if stops else (len(before.events), len(before.operations))
         there = _saved_products(before, self.selective) if self.selective else set()
@@ -259,7 +268,7 @@ class _RecomputationEdit:
 
 
 def _is_saved(names: list[str], selective: int) -> list[bool]:
-    """Of consecutive operations, by name, whether the result of each is saved."""
+    """Return, for consecutive operations given by their names, whether the result of each is saved."""
     counted, found = 0, []
     for name in names:
         found.append(name in _PRODUCT_NAMES and (name not in _COUNTED_NAMES or counted % selective == 0))
@@ -268,24 +277,26 @@ def _is_saved(names: list[str], selective: int) -> list[bool]:
 
 
 def _saved_products(timeline: Timeline, selective: int) -> set[Buffer]:
-    """The results of products that the first forward saves."""
+    """Return the results of products that the first forward saves under `selective`."""
     born = timeline.allocated
     kept = _is_saved([buffer.maker for buffer in born], selective)
     return {buffer for buffer, is_kept in zip(born, kept, strict=True) if is_kept}
 
 
 def _outputs_of(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
-    """What a forward leaves that its own backward does not need: its outputs."""
+    """Return the outputs of a forward: the buffers that it allocates and does not free, and that its
+    own backward does not need."""
     gone = timeline.freed
     return [buffer for buffer in timeline.allocated if buffer not in gone and buffer not in saved]
 
 
 def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
-    """An evaluation's forward that leaves the buffers `kept`. Its inputs stay.
+    """Return an evaluation's forward, changed so that the buffers `kept` are alive at its end, and so
+    that it does not free its inputs.
 
-    Its own counterparts of `kept` are replaced by them, in order. They are found by the operation
-    that made them and by their size. A compiled forward makes its results by other operations than
-    an evaluation does: these are found by size alone.
+    An evaluation allocates other `Buffer` objects than training does. So each of `kept` replaces the
+    buffer of the evaluation that the same operation allocates with the same size. A compiled forward
+    allocates its results by other operations than an evaluation; there the size alone decides.
     """
     born, gone = timeline.allocated, timeline.freed
     left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]
@@ -297,7 +308,7 @@ def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) ->
             names[same[-1]] = one
         else:
             unlike.append(one)
-    made: list[Buffer] = []  # buffers that have no counterpart in an evaluation
+    made: list[Buffer] = []  # buffers to which none of the evaluation's buffers corresponds
     for one in unlike:
         same = [copy for copy in left if copy not in names and copy.size == one.size]
         if same:

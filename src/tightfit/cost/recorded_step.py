@@ -112,7 +112,7 @@ class BlockInput:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What one segment does: its buffers' events in order, and its operations.
+    """What happens in one segment: allocations and frees of buffers, in order, and operations.
 
     An event is (buffer, +1) when the buffer is allocated and (buffer, -1) when it is freed. A
     parameter's gradient has one event more, (buffer, 0): it is complete.
@@ -177,7 +177,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedSegment:
-    """What replaying a timeline found, in bytes and relative to the bytes at its begin.
+    """The result of `replay`, in bytes, relative to the bytes that are alive when the timeline begins.
 
     at_peak              bytes by row that it adds at its peak
     at_end               bytes by row that it adds at its end
@@ -192,7 +192,8 @@ class ReplayedSegment:
 
 
 def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
-    """Add up a timeline's events for a micro-batch of `samples`, and note the peak of their sum."""
+    """Add up a timeline's allocations and frees for a micro-batch of `samples` samples, and return the
+    peak and the end of this sum."""
     rows = dict.fromkeys(TRACED_ROWS, 0.0)
     total, best, largest = 0.0, 0.0, dict(rows)
     made, made_then, gradient = 0.0, 0.0, 0.0
@@ -211,9 +212,8 @@ def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
 def edit_backward(
     recorded_step: tuple[Segment, ...], edits: list[Callable[[Timeline], Timeline]]
 ) -> tuple[Segment, ...]:
-    """The recorded step with every timeline of its backwards edited by all `edits`, in order.
-
-    Equal blocks share one timeline. It is edited once, so that they share the result, too.
+    """Return the recorded step in which each backward timeline is edited by all `edits`, in order.
+    Equal blocks share one timeline. It is edited only once, so that they also share the result.
     """
     known: dict[Timeline, Timeline] = {}
 
@@ -231,8 +231,8 @@ def edit_backward(
 
 
 def free_completed_gradients(timeline: Timeline) -> Timeline:
-    """Backward's timeline if each gradient is copied to a bucket, or to other memory, and freed as
-    soon as it is complete. The caller accounts for the bucket."""
+    """Return the timeline of a backward in which each gradient is freed as soon as it is complete,
+    because it is copied into a bucket or to other memory. The caller accounts for the bucket."""
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:
         if buffer.row != "gradients" or sign > 0:
@@ -243,8 +243,8 @@ def free_completed_gradients(timeline: Timeline) -> Timeline:
 
 
 def accumulate_gradients(timeline: Timeline) -> Timeline:
-    """Backward's timeline of a later micro-batch: each new gradient is a temporary, which is added
-    to the gradients of earlier micro-batches and freed."""
+    """Return the timeline of the backward of a later micro-batch. Each new gradient is a temporary: it
+    is added to the gradient of earlier micro-batches, and freed."""
     events: list[tuple[Buffer, int]] = []
     passing: dict[Buffer, Buffer] = {}
     for buffer, sign in timeline.events:
@@ -259,10 +259,10 @@ def accumulate_gradients(timeline: Timeline) -> Timeline:
 
 
 def fuse_updates(timeline: Timeline, update_bytes: Mapping[str, float]) -> Timeline:
-    """Backward's timeline if each parameter is updated as soon as its gradient is complete, which
-    is then freed.
+    """Return the timeline of a backward in which each parameter is updated as soon as its gradient is
+    complete. The gradient is then freed.
 
-    needed  temporary bytes of each parameter's update, by the parameter's name
+    update_bytes  parameter name -> temporary bytes that its update needs
     """
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:

@@ -39,7 +39,7 @@ def as_tensors(sample: Any) -> Any:
     raise InputError(
         "data",
         f"a sample holds a {type(sample).__name__}, not a tensor or number",
-        "turn it into a tensor in the dataset, or leave it out",
+        "let the dataset turn this value into a tensor, or remove the value from the sample",
     )
 
 
@@ -72,9 +72,9 @@ def items_in(sample: Any) -> int:
 
 
 _LABELS_FIX = {
-    "causal-lm": "add the field labels, a copy of input_ids: the task shifts it by one",
-    None: "add the field labels (to predict the next token a copy of input_ids, and task: causal-lm beside the model's python, "
-    "which shifts it by one)",
+    "causal-lm": "add a field named labels, a copy of input_ids, which the task shifts by one",
+    None: "add a field named labels (to predict the next token, a copy of input_ids, with model.task: causal-lm, which shifts the "
+    "copy by one)",
 }
 
 
@@ -86,9 +86,9 @@ def warn_unshifted(sample: Any, model: ModelInput) -> None:
     ids, labels = sample.get("input_ids"), sample.get("labels")
     if isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.dim() and ids.shape == labels.shape:
         warnings.warn(
-            "samples have input_ids and labels of one shape, and the model has no task, so labels are taken as they are: "
-            'model: {python: "file.py:function", task: causal-lm} shifts them by one to predict the next token, '
-            "task: classification says that they are meant as they are",
+            "samples have input_ids and labels of the same shape, and the model has no task, so labels are not shifted: "
+            'with model: {python: "file.py:function", task: causal-lm} they are shifted by one, to predict the next token; '
+            "with task: classification they are used unshifted, without this warning",
             TightfitWarning,
             stacklevel=2,
         )
@@ -103,7 +103,7 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
             raise InputError(
                 "data",
                 f"samples have the fields {', '.join(map(str, sample))} and no labels",
-                f"{_LABELS_FIX.get(model.task, 'add the field labels')}, or give the job a loss",
+                f"{_LABELS_FIX.get(model.task, 'add a field named labels')}, or give the job a loss",
             )
     elif model.task not in (None, "classification"):
         raise InputError(

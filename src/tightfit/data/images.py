@@ -217,7 +217,9 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if not classes:
         raise InputError(
-            asked, "has no sub-folders, which would be its classes", "put each class's images into a sub-folder"
+            asked,
+            "has no sub-folders; each sub-folder is one class",
+            "put the images of each class into a sub-folder of its own",
         )
     files: list[Path] = []
     labels: list[int] = []
@@ -225,7 +227,9 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
         inside = sorted(file for file in location.iterdir() if file.suffix.lower() in _ENDINGS)
         if not inside:
             raise InputError(
-                str(location), "a class without images", "name the folder whose sub-folders hold the images themselves"
+                str(location),
+                "this class's folder has no images",
+                "name the folder whose sub-folders contain the images, one sub-folder per class",
             )
         files += inside
         labels += [label] * len(inside)
@@ -242,7 +246,7 @@ def _image_column(folder: Path, label_field: str) -> tuple[ImageColumn, Integers
         raise InputError(
             asked,
             f"has no column of images; it has {', '.join(rows.column_names)}",
-            "cast one with dataset.cast_column(name, datasets.Image()), or use data.images",
+            "convert the image column with dataset.cast_column(name, datasets.Image()), or use data.images",
         )
     if label_field not in rows.column_names:
         raise InputError(
@@ -260,7 +264,9 @@ def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Int
     damaged = _damaged(images, spec.skip_damaged, identity)
     kept = np.setdiff1d(np.arange(len(labels)), damaged)
     if len(kept) == 0:
-        raise InputError(f"data: {spec}", f"holds no sound image of {len(labels)}", "name another folder")
+        raise InputError(
+            f"data: {spec}", f"none of its {len(labels)} images can be read", "name a folder with readable images"
+        )
     return ImageSamples(images, kept, labels, size, channels, damaged=len(damaged))
 
 
@@ -282,11 +288,13 @@ def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: i
         raise InputError(
             f"data: image_size={spec.image_size}",
             f"the model takes images of {model.image_size}",
-            f"leave it out, or set model.image_size: {spec.image_size}",
+            f"leave out data.image_size, or set model.image_size: {spec.image_size}",
         )
     channels = model.channels or channels
     if channels not in _MODES:
-        raise InputError("model: num_channels", f"{channels}, and an image has 1, 3 or 4", "set model.num_channels: 3")
+        raise InputError(
+            "model: num_channels", f"{channels} channels, but images have 1, 3 or 4", "set model.num_channels: 3"
+        )
     return model.image_size or spec.image_size or size, channels
 
 
@@ -330,7 +338,9 @@ def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[in
 
 def _not_readable(location: str, error: Exception) -> InputError:
     return InputError(
-        location, f"not a readable image ({error})", "mend it, or set data.skip_damaged: true to leave such samples out"
+        location,
+        f"not a readable image ({error})",
+        "repair the file, or set data.skip_damaged: true to skip images that cannot be read",
     )
 
 

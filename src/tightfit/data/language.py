@@ -53,8 +53,9 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     if len(special.sentinels) < spans:
         raise InputError(
             asked,
-            f"has {len(special.sentinels)} of the {spans} sentinels (<extra_id_0> ...) that span corruption needs",
-            "give data.target_field for pairs of texts, or leave data.tokenizer out",
+            f"has {len(special.sentinels)} sentinel tokens (<extra_id_0>, <extra_id_1>, ...), but T5's span corruption needs {spans}",
+            "to train on pairs of texts instead, set data.target_field; or leave out data.tokenizer, and one with enough "
+            "sentinel tokens is trained",
         )
     tokens = token_file(source, tokenizer, special, task != "causal-lm", spec.skip_damaged)
     damaged = tokens.facts["damaged"]
@@ -78,7 +79,7 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     task, vocabulary = _task(spec, model), spec.vocabulary_size or model.vocabulary
     if vocabulary is None:
         raise InputError(
-            "data: synthetic=tokens", "the model does not say its vocabulary size", "add data.vocabulary_size"
+            "data: synthetic=tokens", "the vocabulary size of the model is not known", "set data.vocabulary_size"
         )
     _check_lengths(spec, model)
     model.check_tokenizer("data: vocabulary_size", vocabulary)
@@ -98,16 +99,18 @@ def _task(spec: DataSpec, model: ModelInput) -> str:
     if task is None:
         raise InputError(
             f"data: {spec}",
-            "the model does not say what it does with text",
-            "add model.task (such as causal-lm), or give the job a loss",
+            "the data is text, but the model's task is not known",
+            "set model.task (such as causal-lm), or give the job a loss",
         )
     if task == "classification" and model.vocabulary is None and not spec.vocabulary_size and not spec.tokenizer:
-        raise InputError(f"data: {spec}", "is text, and the model has no vocabulary", "give images, or a model of text")
+        raise InputError(
+            f"data: {spec}", "is text, but the model has no vocabulary", "use data.images, or a model that reads tokens"
+        )
     if spec.target_field is not None and task != "seq2seq-lm":
         raise InputError(
             f"data: target_field={spec.target_field}",
-            f"a {task} model reads one text",
-            "leave it out, or use a seq2seq-lm",
+            f"a {task} model has no target text",
+            "leave out data.target_field, or use a seq2seq-lm model",
         )
     return task
 
@@ -123,8 +126,8 @@ def _packed_sequences(source: TextSource, tokens: TokenFile, length: int) -> Pac
         count = len(tokens.ids)
         raise InputError(
             f"data: {source.name}",
-            f"holds {count} tokens, not one sequence of {length}",
-            f"use data.sequence_length: {count // 2}" if count >= 4 else "give more text",
+            f"has only {count} tokens, less than one sequence of data.sequence_length={length}",
+            f"set data.sequence_length: {count // 2}" if count >= 4 else "give more text",
         )
     return rows
 

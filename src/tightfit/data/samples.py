@@ -75,7 +75,7 @@ class ModelInput:
         if self.positions is not None and length > self.positions:
             raise InputError(
                 f"{asked}={length}",
-                f"the model has {self.positions} positions",
+                f"the model has only {self.positions} positions",
                 f"use at most {self.positions}, or set model.max_position_embeddings: {length}",
             )
 
@@ -88,8 +88,8 @@ class ModelInput:
                 wrong = largest if smallest >= 0 else smallest
                 raise InputError(
                     "data",
-                    f"has the token id {wrong}, the model a vocabulary of {self.vocabulary}",
-                    f"set model.vocab_size: {-(-(largest + 1) // 64) * 64}, or mend the data",
+                    f"has the token id {wrong}, but the model's vocabulary has {self.vocabulary} tokens",
+                    f"set model.vocab_size: {-(-(largest + 1) // 64) * 64}, or correct the data",
                 )
 
     def check_tokenizer(self, asked: str, size: int) -> None:
@@ -98,7 +98,7 @@ class ModelInput:
         if self.vocabulary is not None and size > self.vocabulary:
             raise InputError(
                 asked,
-                f"has {size} tokens, the model a vocabulary of {self.vocabulary}",
+                f"has {size} tokens, but the model's vocabulary has {self.vocabulary}",
                 f"set model.vocab_size: {-(-size // 64) * 64}, or use another tokenizer",
             )
 
@@ -111,7 +111,7 @@ class ModelInput:
         if self.labels is not None and largest >= self.labels:
             raise InputError(
                 asked,
-                f"has the label {largest}, the model only 0 to {self.labels - 1}",
+                f"has the label {largest}, but the model knows only the labels 0 to {self.labels - 1}",
                 f"set model.num_labels: {largest + 1}",
             )
 
@@ -139,5 +139,5 @@ class DamagePolicy:
         found  what is wrong with the sample
         """
         if not self.skip:
-            raise InputError(place, found, "mend it, or set data.skip_damaged: true to leave such samples out")
+            raise InputError(place, found, "correct the sample, or set data.skip_damaged: true to skip damaged samples")
         self.count += 1

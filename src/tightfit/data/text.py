@@ -86,8 +86,8 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
         if columns.target or columns.label:
             raise InputError(
                 f"data: text={spec.text}",
-                f"plain text has no field {columns.names()[-1]!r}",
-                "use jsonl, parquet or dataset, whose rows have fields",
+                f"plain text has no fields, so it has no {columns.names()[-1]!r}",
+                "use data.jsonl, data.parquet or data.dataset, whose rows have fields",
             )
         files = stdlib_files() if spec.text == PYTHON_STDLIB else find_files("text", spec.text)
         for file in files:
@@ -110,7 +110,9 @@ def first_document(source: TextSource, skip_damaged: bool) -> Document:
     for document in source.documents(damage):
         return document
     left_out = f": all {damage.count} samples are damaged" if damage.count else ""
-    raise InputError(f"data: {source.name}", f"holds no text{left_out}", "name files that do, or another field")
+    raise InputError(
+        f"data: {source.name}", f"contains no text{left_out}", "name files that contain text, or another data.field"
+    )
 
 
 def _source(
@@ -148,7 +150,7 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
         if not files:
             kinds = f" ending in {' or '.join(endings)}" if endings else ""
             raise InputError(
-                f"data: {field}={given}", f"a folder without files{kinds}", "name a file, or another folder"
+                f"data: {field}={given}", f"this folder contains no files{kinds}", "name a file, or another folder"
             )
         return files
     files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
@@ -344,8 +346,8 @@ def load_dataset(folder: Path) -> Any:
         if "train" not in loaded:
             raise InputError(
                 f"data: dataset={folder}",
-                f"has the splits {', '.join(loaded)} and none named train",
-                f"name one split's folder, such as {folder / next(iter(loaded))}",
+                f"has the splits {', '.join(loaded)}, but no split named train",
+                f"name the folder of one split, such as {folder / next(iter(loaded))}",
             )
         loaded = loaded["train"]
     return loaded.with_format(None)

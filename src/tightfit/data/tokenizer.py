@@ -119,13 +119,13 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
     if size is None:
         raise InputError(
             f"data: {source.name}",
-            "no tokenizer can be trained, as the model names no vocabulary size",
-            "add data.vocabulary_size, or give data.tokenizer",
+            "no tokenizer can be trained, because the vocabulary size of the model is not known",
+            "set data.vocabulary_size or data.tokenizer",
         )
     if size < _BYTES + len(names):
         raise InputError(
             f"vocabulary of {size} tokens",
-            "too small for text, which needs one for every byte",
+            "too small for text: a byte-level BPE needs a token for each of the 256 bytes, and its special tokens",
             f"set model.vocab_size (or data.vocabulary_size) to {_BYTES + len(names)} or more",
         )
     identity = [source.identity, size, names, _TRAINING_CHARACTERS]

@@ -178,7 +178,7 @@ class _Writer:
         classes = sorted({label for label in self.labels if isinstance(label, str)})
         if classes and len(classes) < len(set(self.labels)):
             raise InputError(
-                f"data: {name}", "some labels are text and some are numbers", "write all of them as numbers from 0"
+                f"data: {name}", "some labels are text and some are numbers", "write all labels as numbers from 0"
             )
         index = {label: number for number, label in enumerate(classes)}
         numbers = [index[label] if isinstance(label, str) else label for label in self.labels]

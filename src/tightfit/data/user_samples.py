@@ -78,7 +78,7 @@ class DatasetFunction:
             raise InputError(
                 f"data: python={self.source}",
                 f"the function raised {type(error).__name__}: {error}",
-                "mend the function",
+                "correct the function",
             ) from error
 
 
@@ -131,7 +131,9 @@ class UserSamples:
             raise
         except Exception as error:
             raise InputError(
-                f"data: sample {index}", f"the dataset raised {type(error).__name__}: {error}", "mend its __getitem__"
+                f"data: sample {index}",
+                f"the dataset raised {type(error).__name__}: {error}",
+                "correct the dataset's __getitem__",
             ) from error
 
 
@@ -169,7 +171,9 @@ class UserStream:
                 yield sample
             if empty:
                 raise InputError(
-                    "data", f"the iterable gave no samples in epoch {epoch}", "let its __iter__ start anew each time"
+                    "data",
+                    f"the iterable gave no samples in epoch {epoch}",
+                    "let __iter__ return a new iterator each time it is called",
                 )
 
     def _epoch(self, epoch: int) -> Iterator[Any]:
@@ -190,7 +194,7 @@ class UserStream:
             raise
         except Exception as error:
             raise InputError(
-                "data", f"the iterable raised {type(error).__name__}: {error}", "mend its __iter__"
+                "data", f"the iterable raised {type(error).__name__}: {error}", "correct its __iter__"
             ) from error
 
 
@@ -205,7 +209,7 @@ def open_user(make: DatasetObject | DatasetFunction, model: ModelInput, seed: in
     found = f"a {type(dataset).__name__}"
     if isinstance(dataset, DataLoader):
         raise InputError(
-            asked, f"{found}, which cuts batches of its own", "give its dataset; train.batch says the batch"
+            asked, f"{found}, which makes batches itself", "give its dataset; train.batch sets the batch size"
         )
     if isinstance(dataset, str | bytes | dict):
         raise InputError(

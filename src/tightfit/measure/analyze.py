@@ -13,8 +13,8 @@ from tightfit.record import Record
 
 
 def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
-    """Run and record `steps` timed steps of the job, after the steps that compile or are sampled
-    for memory."""
+    """Train the job with `plan` and return the record of `steps` timed steps. Before them come the
+    steps that compile, that allocate optimizer states and that are sampled for memory."""
     sampled = 1 + 2 * (plan.pp - 1) * (plan.schedule == "pipedream")
     short = job.replace(train=job.train.replace(steps=steps + SAMPLED + sampled, epochs=None, warmup=0))
     run = build(short, plan, machine)

@@ -1,8 +1,9 @@
 """Calibration: measures what this machine can do. Matrix rates by dtype and size, bandwidths,
 launch time.
 
-`calibrate` (`tightfit machine --calibrate`) takes about a minute; `glance`, the quick calibration
-of a CPU that has none, takes seconds. The time model predicts step times from the figures.
+`calibrate` (`tightfit machine --calibrate`) takes about a minute. `glance` is a quick calibration of
+a few seconds, for a CPU that was not calibrated. The time model predicts step times from the
+figures.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from tightfit.measure.timing import Pick, timed, timed_by_clock
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GLANCE_SIZES = (512,)
-PATIENCE_S = 1.0  # a size that would take longer is not measured, nor are larger ones
+PATIENCE_S = 1.0  # a size that would take longer, and all larger sizes, are not measured
 BUSY = 0.5  # load per core above which a quick calibration is not cached
 LARGE, SMALL = 2**26, 2**12  # bytes of the all-reduces that are timed between two processes
-LIMIT_S = 120.0  # that two processes may take for them, including their start
+LIMIT_S = 120.0  # the longest time that these all-reduces may take, including the start of processes
 COPIED = {  # bytes of a timed copy in memory: on a GPU many times its L2 cache
     "cpu": 2**28,
     "cuda": 2**30,
@@ -45,12 +46,13 @@ COPIED = {  # bytes of a timed copy in memory: on a GPU many times its L2 cache
 
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """The machine with measured figures. Takes about a minute.
+    """Return the machine with measured figures. This takes about a minute.
 
-    The figures are written to the user's cache, for `Machine.detect`. What was measured while the
-    machine was slower or faster than usual is scaled to its usual speed, by a control workload that
-    is timed before and after. Example: a product reached 90 GFLOP/s while the control took 12 ms,
-    and the median of all controls is 10 ms: its figure is 90 x 12 / 10 = 108 GFLOP/s.
+    The figures are written to the user's cache, where `Machine.detect` finds them. The speed of a
+    shared CPU changes, so each figure is scaled to the machine's usual speed, by a control workload
+    that is timed before and after the measurement. Example: a product reached 90 GFLOP/s while the
+    control took 12 ms, and the median of all controls is 10 ms: its figure is 90 x 12 / 10 = 108
+    GFLOP/s.
 
     say  receives a line about each measurement
     """
@@ -89,8 +91,8 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
 
 
 def device_of(machine: Machine) -> torch.device:
-    """The device whose figures the machine has: if its GPUs differ, that is not always the
-    first."""
+    """Return the device that `machine` describes. If the GPUs of a host differ, this is the first GPU
+    with the machine's name."""
     if machine.device == "cpu":
         return torch.device("cpu")
     names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
@@ -98,10 +100,11 @@ def device_of(machine: Machine) -> torch.device:
 
 
 def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dict[str, Figure]:
-    """Bandwidth and latency between two processes; no figures if they were not measured.
+    """Return the figures of bandwidth and latency between two processes, by field of Machine. Empty if
+    they were not measured.
 
-    For GPUs a latency only if the table has none, because the table's, from NCCL's own model,
-    separates hops from calls.
+    A latency between GPUs is returned only if the table of devices has none. The table's latency
+    comes from NCCL's own model and is better, because it separates hops from calls.
     """
     if sums_s is None:
         return {}
@@ -119,7 +122,8 @@ def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dic
 
 
 def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
-    """`_all_reduces_s` on this machine's devices; None with only one GPU, or if they fail."""
+    """Return the seconds of all-reduces on this machine's devices (see `_all_reduces_s`). None with
+    only one GPU, or if the all-reduces fail."""
     if machine.device == "cuda" and machine.devices_per_node < 2:
         say("no links between GPUs, because there is one GPU: published figures of links are kept")
         return None
@@ -135,19 +139,19 @@ def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[in
 
 
 def quick_calibrate(machine: Machine) -> Machine:
-    """The quick calibration: this machine with figures that take seconds to measure.
+    """Run the quick calibration, and return this machine with the measured figures.
 
-    The figures are those of the fastest of a few runs of small operations, without compiled ones.
-    They are cached like those of `calibrate`, unless the machine is busy or the cache cannot be
-    written. A process of its own measures, because measuring changes the state of the process's
-    heap.
+    Only small operations are timed, and no compiled kernels. Each figure is that of the fastest of
+    a few runs. Figures are cached like those of `calibrate`, unless the machine is busy or the
+    cache cannot be written. A process of its own measures, because measuring changes the state of
+    the process's heap.
     """
     busy = os.getloadavg()[0] > BUSY * machine.cores
     code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
     )
-    if done.returncode != 0:  # out of memory, say: its speed stays a guess
+    if done.returncode != 0:  # such as out of memory: the speed remains a guess
         return machine
     seen = Machine.model_validate_json(done.stdout.splitlines()[-1])
     with contextlib.suppress(OSError):
@@ -157,8 +161,8 @@ def quick_calibrate(machine: Machine) -> Machine:
 
 
 def glanced(text: str) -> str:
-    """The measurements of `glance`, in its own process: a machine as one line of JSON, in and
-    out."""
+    """Measure for `glance`, in its own process. Takes the machine as JSON, and returns it with the
+    measured figures as one line of JSON."""
     machine = Machine.model_validate_json(text)
     device = device_of(machine)
     by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
@@ -184,7 +188,7 @@ def _types(device: torch.device) -> list[str]:
 def _best(
     by_size: dict[str, dict[int, float]], source: Literal["measured", "glance"] = "measured"
 ) -> dict[str, Figure]:
-    """For each dtype the rate at its fastest size."""
+    """Return, for each dtype, the rate at the size with the highest rate."""
     best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
     return {kind: _figure(rate, f"square matrices of {size}", source) for kind, (size, rate) in best.items()}
 
@@ -196,8 +200,8 @@ def _figure(value: float, detail: str, source: Literal["measured", "glance"] = "
 def _matrix_rates(
     kind: str, device: torch.device, sizes: Iterable[int], pick: Pick = statistics.median
 ) -> dict[int, float]:
-    """FLOP/s of square matrix products, by size; stops before a size that would take longer than
-    PATIENCE_S."""
+    """Return the FLOP/s of square matrix products by size. It stops before a size that would take
+    longer than PATIENCE_S."""
     rates: dict[int, float] = {}
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
@@ -213,12 +217,12 @@ def _matrix_rates(
 
 
 def _square_product(kind: str, size: int, device: torch.device) -> Callable[[], object]:
-    """A product of two square matrices in `kind`, to be timed."""
+    """Return a function that multiplies two (size, size) matrices in the precision `kind`."""
     left, right = (torch.randn(size, size, device=device) for _ in range(2))
     if kind == "fp8":
         of_mi300 = architecture_of(torch.cuda.get_device_properties(device)).startswith("gfx94")
         narrow = torch.float8_e4m3fnuz if of_mi300 else torch.float8_e4m3fn
-        left, right = left.to(narrow), right.to(narrow).t()  # by columns, as the hardware takes it
+        left, right = left.to(narrow), right.to(narrow).t()  # stored by columns, as the hardware requires
         one = torch.ones((), device=device)
         return lambda: scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     left, right = left.to(TYPES[kind]), right.to(TYPES[kind])
@@ -237,8 +241,8 @@ def _copied(device: torch.device) -> str:
 
 
 def _launch_s(device: torch.device, pick: Pick = statistics.median) -> float:
-    """Seconds to start one operation, from Python in forward and from autograd in backward: the
-    mean over a chain of tiny ones."""
+    """Return the mean seconds to launch one operation, measured on a chain of tiny operations: from
+    Python in forward and from autograd in backward."""
     number = torch.zeros(1, device=device, requires_grad=True)
 
     def many() -> None:
@@ -259,10 +263,11 @@ def _copy_bandwidth(device: torch.device) -> float:
 def _all_reduces_s(
     backend: str = "gloo", sums: Callable[..., None] | None = None, limit_s: float = LIMIT_S
 ) -> dict[int, float]:
-    """Seconds of all-reduces between two processes, by bytes. A ring of two sends each byte once.
+    """Return the seconds of all-reduces between two processes, by bytes of the tensor. In a ring of
+    two, each process sends each byte once.
 
     backend  gloo for CPUs, nccl for a GPU each
-    sums     what each process runs; the all-reduces if left out
+    sums     the function that each process runs; `_all_reduce` if left out
 
     Raises TightfitError if a process dies, or if they take longer than `limit_s`.
     """
@@ -287,8 +292,8 @@ def _all_reduces_s(
 
 
 def _answer(receiver: Any, workers: list[Any], limit_s: float) -> dict[int, float]:
-    """The first process's answer. Raises TightfitError if one of the processes fails, or after
-    `limit_s`."""
+    """Return the answer of the first process. Raises TightfitError if a process fails, or if there is
+    no answer after `limit_s` seconds."""
     until = time.monotonic() + limit_s
     running = list(workers)
     while running:

@@ -17,11 +17,11 @@ PASSES = 4  # elementwise passes over the wide activations, for norms and nonlin
 
 
 def control_s(device: torch.device) -> float:
-    """Seconds of the control: matrix products and elementwise passes of a layer's forward, backward
-    and update in fp32.
+    """Return the seconds that the control takes: the matrix products and elementwise passes of a
+    layer's forward, backward and update in fp32.
 
-    Its tensors are larger than a CPU's caches. It allocates nothing while it is timed, so a plan's
-    allocator does not change its time.
+    The control's tensors are larger than a CPU's caches. It allocates nothing while it is timed, so
+    a plan's allocator does not change its time.
     """
     given, out, gradient = (torch.ones(ROWS, WIDTH, device=device) for _ in range(3))
     first, first_gradient = (torch.zeros(WIDTH, 4 * WIDTH, device=device) for _ in range(2))
@@ -48,9 +48,9 @@ def control_s(device: torch.device) -> float:
 class ClockDrift:
     """Times the control before and after each group of measurements.
 
-    A GPU is not shared, so its speed is assumed to be constant.
+    A GPU is not shared, so its speed is assumed to be constant: the control is not timed there.
 
-    watched  False assumes the same of a CPU
+    watched  False: assume a constant speed of a CPU, too
     """
 
     def __init__(self, device: torch.device, watched: bool = True) -> None:
@@ -62,13 +62,13 @@ class ClockDrift:
         return control_s(self.device) if self.drifts else 1.0
 
     def control_around_s(self) -> float:
-        """Seconds of the control, averaged over before and after the measurements since the last
-        call."""
+        """Time the control again. Return the mean of this time and of the previous one: one was taken
+        before the measurements since the last call, the other after them."""
         self.seen.append(self._now())
         return (self.seen[-2] + self.seen[-1]) / 2
 
     @property
     def usual_control_s(self) -> float:
-        """The median of all controls: the machine's usual speed, to which measurements are
-        scaled."""
+        """The median seconds of all controls. They stand for the machine's usual speed, to which
+        measurements are scaled."""
         return statistics.median(self.seen)

@@ -22,19 +22,20 @@ from tightfit.runtime.run import Run
 
 
 def forward_flops(run: Run, batch: Batch) -> int | None:
-    """FLOPs of one forward of `batch`; a multiplication and its addition count as two. None if
-    unknown.
+    """Return the FLOPs of one forward of `batch`, or None if they are not known. A multiplication and
+    its addition count as two.
 
-    Only matrix products, convolutions and attention count. Attention counts all pairs, although
-    kernels skip the pairs that a causal mask hides (predicted times count only the computed pairs).
+    Only matrix products, convolutions and attention count. Attention counts all (query, key) pairs,
+    although kernels skip the pairs that a causal mask hides; predicted times count only the pairs
+    that are computed.
     So three times this is 6 P + 12 L h s for each token of a language model with P parameters, L
     layers of width h and sequence length s: the model FLOPs of Chowdhery et al. 2022 (PaLM),
     arXiv:2204.02311, appendix B. Example: P = 124 million, L = 12, h = 768, s = 1,024 gives 6 P =
     744 and 12 L h s = 113, together 857 MFLOPs for each token. Recomputation does not count.
 
-    The run's own forward runs on fake tensors, so it computes nothing and leaves the model and the
-    random numbers unchanged. A model whose operations depend on values cannot run on them, which
-    gives None.
+    The forward runs on fake tensors, so it computes nothing and changes neither the model nor the
+    state of random numbers. A model whose operations depend on the values of tensors cannot run on
+    fake tensors: the result is None.
     """
 
     sharded = (
@@ -84,9 +85,10 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
 def mfu(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Model FLOP/s over the published dense peak of all devices in the plan's precision.
+    """Return the model FLOP/s as a fraction of the published dense peak of all devices in the plan's
+    precision.
 
-    None if either is unknown; a CPU has no published peak. Source: Chowdhery et al. 2022,
+    None if the FLOPs or the peak are not known; a CPU has no published peak. Source: Chowdhery et al. 2022,
     arXiv:2204.02311, appendix B.
     """
     return _share(flops_per_step, step_s, machine.peak(precision), devices)
@@ -95,7 +97,7 @@ def mfu(
 def matrix_utilization(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Like `mfu`, over the rate that large matrix products achieve instead of the peak."""
+    """Like `mfu`, but as a fraction of the rate that large matrix products achieve on this machine."""
     return _share(flops_per_step, step_s, machine.rate(precision), devices)
 
 

@@ -18,7 +18,8 @@ _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Within, remembers the arguments of the first call of torch's attention.
+    """While this mode is active, it stores the arguments of the first call of
+    `scaled_dot_product_attention`.
 
     The tensors may be fake, because only their shapes, strides and dtypes are used.
     """
@@ -42,10 +43,11 @@ class AttentionCalls(TorchFunctionMode):
         self._first = [query, key, value, attn_mask], options, dtype
 
     def kernel(self, run: Run) -> str | None:
-        """torch's choice for the first call, in training, on the run's device.
+        """Return the name of the kernel that torch chooses for the first call, in training, on the
+        run's device, such as "flash" or "cpu-flash".
 
-        The name of the model's implementation if it did not call torch's attention; None if
-        unknown.
+        If the model did not call torch's attention, return the name of its own implementation, such
+        as "eager". None if the kernel is not known.
         """
         if run.plan.attention == "blocked":
             return "blocked"
@@ -61,7 +63,9 @@ class AttentionCalls(TorchFunctionMode):
     def _chosen(self, run: Run) -> str | None:
         assert self._first is not None
         tensors, options, dtype = self._first
-        query, key, value, mask = (None if one is None else _like(one, dtype, run.device) for one in tensors)
+        query, key, value, mask = (
+            None if one is None else _uninitialized_like(one, dtype, run.device) for one in tensors
+        )
         with torch.enable_grad():
             for one in (query, key, value):
                 assert one is not None
@@ -69,8 +73,9 @@ class AttentionCalls(TorchFunctionMode):
             return _KERNELS.get(attention_backend(query, key, value, mask, **options))  # type: ignore[arg-type]
 
 
-def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialized tensor with this one's layout, for one sample."""
+def _uninitialized_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an uninitialized tensor with the shape and memory layout of `tensor`, but a batch size of
+    1."""
     narrow = dtype if tensor.is_floating_point() else tensor.dtype
     shape = (1, *tensor.shape[1:]) if tensor.dim() == 4 else tuple(tensor.shape)
     order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)

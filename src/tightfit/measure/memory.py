@@ -1,10 +1,10 @@
-"""Measures the peak memory of one step by row: parameters, gradients, optimizer, activations,
-temporaries.
+"""Measures the peak memory of one step, divided into rows: parameters, gradients, optimizer,
+activations, temporaries.
 
-On CPU it adds up the storages of live tensors. On CUDA the allocator gives the total, and the
-storages give its rows. Inside a compiled region storages are not visible, so the total is that of
-the allocator's events. Only one step is sampled (a few in a pipeline that never drains); the others
-run unobserved.
+On a CPU, the peak is the sum of the storages of all live tensors. On CUDA, the allocator reports
+the total, and the storages say how it divides into rows. A compiled region creates tensors that
+cannot be observed, so with `compile` the total follows from the allocator's events. Only one step
+is sampled (several in PipeDream, whose pipeline never drains); all other steps run unobserved.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ _FORWARD = "tightfit: forward"  # marks a forward among the profiler's events
 
 
 class MemorySample:
-    """Samples the memory of one step, or of several consecutive steps of a pipeline that never
-    drains.
-
-    There it takes as many steps as are needed to see the allocation of everything that is in
-    flight, including the weight versions that it began with.
+    """Samples the memory of one step. In PipeDream, whose pipeline never drains, it samples several
+    consecutive steps: so many that every tensor and weight version in flight was allocated in one
+    of them.
 
     steps  number of sampled steps
-    peak   their peak; None before they have run
+    peak   the largest peak of the sampled steps; None until all of them have run
     """
 
     def __init__(self, run: Run) -> None:
@@ -55,8 +53,8 @@ class MemorySample:
         self._tracking = RunTracker(run) if run.plan.compile == "none" else None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Run a real step and sample its memory. The optimizer's states must exist before the first
-        one."""
+        """Run a real training step and sample its memory. Call it only after the optimizer has created
+        its states, that is, after the first update."""
         on_cuda = run.device.type == "cuda"
 
         def take(watched: Run) -> Step:
@@ -85,8 +83,8 @@ class MemorySample:
 
 
 def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
-    """Run one step and sample the peak of its memory. For a pipeline that never drains use
-    `Sample`."""
+    """Run one training step and return its result and its peak. For PipeDream, use `MemorySample`,
+    which samples several steps."""
     sample = MemorySample(run)
     sample.steps = 1
     result = sample.take(run, micro_batches, step)
@@ -95,8 +93,8 @@ def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, 
 
 
 def _with_total(peak: Peak, total: int) -> Peak:
-    """The peak with the allocator's total. Its excess over the storages (rounding, workspaces)
-    counts as temporaries."""
+    """Return `peak` with the allocator's total, in bytes. What the allocator counts in addition to
+    the storages (rounding, workspaces of libraries) is added to the row temporaries."""
     beyond = max(total - peak.total, 0)
     return replace(
         peak, total=peak.total + beyond, rows={**peak.rows, "temporaries": peak.rows["temporaries"] + beyond}
@@ -104,15 +102,17 @@ def _with_total(peak: Peak, total: int) -> Peak:
 
 
 def _begins_with(run: Run, micro_batches: list[Batch]) -> int:
-    """Bytes that are alive when a step begins, without those in flight from earlier steps."""
+    """Return the bytes of parameters, buffers, optimizer states and micro-batches when a step begins.
+    Activations in flight from earlier steps are not included."""
     return sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
 
 
 def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: int = 0) -> tuple[Result, Peak]:
-    """On CPU: the peak from the allocator's events, added to the bytes that were alive at the
-    step's begin.
+    """Run a step on a CPU under the profiler, and return its result and its peak. The peak is the
+    largest sum of the bytes that were alive when the step began and of all allocations and frees
+    since then.
 
-    beside  bytes in flight from earlier steps
+    beside  bytes in flight from earlier steps, such as activations of PipeDream's micro-batches
     """
 
     def forward(batch: Batch) -> Tensor:
@@ -138,8 +138,8 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: i
 
 
 def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
-    """(time in ns, the phase that begins) from the profiler's events; torch marks the optimizer's
-    step."""
+    """Return (time in ns, the phase that begins at this time) in order of time, such as
+    (812, "backward"). Forwards are marked by `profiled`, the optimizer's step by torch."""
     changes = []
     for event in events:
         if event.name() == _FORWARD:
@@ -152,10 +152,8 @@ def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def _silent_profiler() -> Iterator[None]:
-    """Within, the profiler does not print lines when it starts and stops.
-
-    The first profile of a process decides for all later ones.
-    """
+    """Keep torch's profiler from printing when it starts and stops, inside of this context. The
+    profiler reads the setting only once, when a process uses it for the first time."""
     switch = "KINETO_LOG_LEVEL"
     before = os.environ.get(switch)
     os.environ.setdefault(switch, "6")
@@ -167,11 +165,12 @@ def _silent_profiler() -> Iterator[None]:
 
 
 def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
-    """On CUDA: the allocator's peak in each forward, each backward and the update."""
+    """Run a step on CUDA, and return its result and its peak. The timeline has the allocator's peak
+    of each forward, each backward and the update."""
     timeline: list[tuple[str, int]] = []
 
     def mark(phase: str) -> None:
-        """Here `phase` ends."""
+        """Record the peak of `phase`, which ends now, and reset the allocator's peak."""
         timeline.append((phase, torch.cuda.max_memory_allocated(run.device)))
         torch.cuda.reset_peak_memory_stats(run.device)
 
@@ -193,11 +192,11 @@ def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
 
 
 def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
-    """The peak of a timeline of totals, by row as far as known: model states are counted, the rest
-    is activations.
+    """Return the peak of a timeline of (phase, total bytes). Parameters and optimizer states are
+    counted. The rest of the total is the row activations.
 
-    During the first backward gradients grow while activations shrink, and the totals do not show
-    which is which. Gradients count as activations until all are complete.
+    During the first backward, gradients grow while activations shrink, and totals do not tell one
+    from the other. So gradients count as activations until all of them are complete.
     """
     position = max(range(len(timeline)), key=lambda index: timeline[index][1])
     phase, total = timeline[position]
@@ -210,14 +209,15 @@ def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
 
 
 def _model_states(run: Run) -> dict[str, int]:
-    """Bytes that live from step to step, by row."""
+    """Return the bytes that persist between steps, by row: {"parameters": ..., "gradients": 0,
+    "optimizer": ...}."""
     own = [*run.model.parameters(), *run.model.buffers()]
     return {"parameters": tensor_bytes(own), "gradients": 0, "optimizer": tensor_bytes(state_tensors(run.optimizer))}
 
 
 def process_peak_bytes() -> int:
-    """This process's largest resident set so far, in bytes (Linux: VmHWM); elsewhere the current
-    one."""
+    """Return the largest resident set size of this process so far, in bytes (VmHWM on Linux). On
+    other systems, return the present size."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -27,8 +27,8 @@ SAMPLED = 2  # number of the step, from the start, whose memory is sampled; late
 class Observer:
     """Measurements of a training so far.
 
-    The first step may compile, the second allocates optimizer states, the third is sampled for
-    memory. Timing begins after them, so that the timed steps do not include the cost of sampling.
+    The first step may compile, the second allocates optimizer states, and the third is sampled for
+    memory. Timing begins after the sampled step, so that timed steps do not include these costs.
     """
 
     def __init__(self, run: Run, start: int) -> None:
@@ -41,8 +41,8 @@ class Observer:
         self.attention: str | None = None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Run a step, and sample its memory, FLOPs and attention kernel if it is the sampled
-        one."""
+        """Run a training step. If `step` is the sampled step, also measure its memory, its FLOPs and
+        which attention kernel it uses."""
         if self.sample is None and step - self.start == SAMPLED and micro_batches:
             self.sample = MemorySample(run)
         if self.sample is None or self.sample.ended:
@@ -59,11 +59,12 @@ class Observer:
         return result
 
     def add(self, step: Step) -> None:
-        """Add a finished step; its figures are not read yet."""
+        """Add a finished step. Its loss and its gradient norm may still be on the device; they are read
+        later."""
         self.steps.append(step)
 
     def _order(self) -> None:
-        """Sort the timed steps since the last call into the lists."""
+        """Insert the steps that were timed since the last call into the sorted lists."""
         for step in self.steps[self.timed_from + len(self._seconds) :]:
             insort(self._speeds, self.items(step) / step.seconds)
             insort(self._seconds, step.seconds)
@@ -74,7 +75,7 @@ class Observer:
 
     @property
     def timed_from(self) -> int:
-        """Number of steps before the timed ones."""
+        """The number of steps before the first timed step."""
         return SAMPLED + (self.sample.steps if self.sample is not None else 1)
 
     @property
@@ -83,25 +84,27 @@ class Observer:
 
     @property
     def unit(self) -> str:
-        """What the speed counts: tokens for a language model, else samples."""
+        """The unit of `speed`: "tokens" for a language model, else "samples"."""
         return self.run.objective.unit
 
     def items(self, step: Step) -> int:
         return step.processed if self.unit == "tokens" else step.samples
 
     def speed(self, latest: Step) -> float:
-        """Items per second: the median of the timed steps so far; before the first of them, the
-        latest's."""
+        """Return items per second: the median of the timed steps so far, or the speed of `latest` if
+        no step was timed yet."""
         self._order()
         return _middle(self._speeds) if self._speeds else self.items(latest) / latest.seconds
 
     def step_s(self, latest: Step) -> float:
-        """Expected seconds of a step, chosen like `speed`."""
+        """Return the expected seconds of a step: the median of the timed steps so far, or the seconds
+        of `latest` if no step was timed yet."""
         self._order()
         return _middle(self._seconds) if self._seconds else latest.seconds
 
     def peak_bytes(self) -> int | None:
-        """Peak bytes of tensors so far; on a CPU those of the sampled step, None before it."""
+        """Return the peak bytes of tensors so far. On a CPU, this is the peak of the sampled step, and
+        None before that step."""
         if self.run.device.type == "cuda":
             counters = torch.cuda.memory_stats_as_nested_dict(
                 self.run.device
@@ -111,8 +114,8 @@ class Observer:
         return self.peak.total if self.peak else None
 
     def _largest_peak(self) -> Peak | None:
-        """The largest of all devices' peaks, because the prediction is that of the largest. A
-        collective."""
+        """Return the largest of all devices' peaks, because predictions are those of the device with
+        the largest peak. A collective: all ranks must call it."""
         if self.run.mesh is None:
             return self.peak
         everyones: list[Peak | None] = [None] * dist.get_world_size()
@@ -120,7 +123,8 @@ class Observer:
         return max((peak for peak in everyones if peak is not None), key=lambda peak: peak.total, default=None)
 
     def record(self, machine: Machine) -> Record:
-        """The Record of the training so far. On several devices all of them call it."""
+        """Return the Record of the training so far. On several devices this is a collective: all ranks
+        must call it."""
         run, timed, peak = self.run, self.timed, self._largest_peak()
         median_s = statistics.median(step.seconds for step in timed) if timed else None
         items_per_s = statistics.median(self.items(step) / step.seconds for step in timed) if timed else None
@@ -151,7 +155,8 @@ class Observer:
         )
 
     def _compile_s(self, median_s: float | None) -> float | None:
-        """What the first step took longer than the median step, if it compiled."""
+        """Return how many seconds longer the first step took than the median step, or None if the plan
+        does not compile."""
         if self.run.plan.compile == "none" or not self.steps or median_s is None:
             return None
         return max(self.steps[0].seconds - median_s, 0.0)

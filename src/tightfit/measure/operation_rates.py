@@ -41,9 +41,10 @@ COLD = {  # bytes of inputs between two uses of the same memory: about what a mo
     "cuda": 2**28,
 }
 MOST_SETS = 256
-PATIENCE_S = 0.25  # that one run of a case may take
-LEAST_S, ALONE_S = 0.02, 0.2  # that a case is timed; that the only case of a kind is timed
-# quick calibration: least seconds of a case, and cases of each kind, the small ones
+PATIENCE_S = 0.25  # the longest time that one run of a case may take
+LEAST_S = 0.02  # each case is repeated for at least this many seconds
+ALONE_S = 0.2  # the same for a kind that has only one case
+# quick calibration: least seconds of a case, and how many cases of each kind, beginning with the smallest
 GLANCE_S, GLANCE_CASES = 0.003, 3
 
 Work = Callable[[], object]
@@ -53,11 +54,12 @@ Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to
 def measure_rates(
     device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool = False
 ) -> dict[str, dict[int, float]]:
-    """Measure all kinds: "kind/dtype" -> size -> FLOPs or bytes in the time of one control.
+    """Measure every kind of operation. Return {"kind/dtype": {size: rate}}. The rate is FLOPs or bytes
+    per control: what the operation achieves in the time that one control workload takes (see
+    `measure/clock_drift.py`). The caller divides by the control's usual seconds.
 
-    It takes about a minute on two cores. A quick calibration (`glance`), without large sizes and
-    compiled kernels, takes two seconds. The caller divides by the control's usual seconds (see
-    `measure/clock_drift.py`).
+    This takes about a minute on two cores. With `quick`, large sizes and compiled kernels are left
+    out, and it takes two seconds.
     """
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
@@ -88,15 +90,15 @@ def _table(
     least_s: float = LEAST_S,
     pick: Pick = statistics.median,
 ) -> dict[int, float]:
-    """Rates by size, from small to large.
+    """Return the rate of each size in FLOPs/s or bytes/s, from the smallest size to the largest.
 
     It stops before a size that would take longer than `patience_s`, such as a product in a dtype
-    that the CPU has no instructions for. Larger sizes are then assumed to have the last size's
-    rate.
+    that the CPU has no instructions for. Readers then assume the rate of the last measured size for
+    all larger sizes.
     """
     rates: dict[int, float] = {}
     rate = math.inf
-    with suppress(torch.OutOfMemoryError):  # a small GPU: larger sizes have the last rate, too
+    with suppress(torch.OutOfMemoryError):  # a small GPU: larger sizes are assumed to have the last rate
         for size, amount, work in cases:
             if amount / rate > patience_s:
                 break
@@ -105,15 +107,15 @@ def _table(
 
 
 def _bytes(device: torch.device) -> tuple[int, ...]:
-    """The sizes, in bytes accessed, of the operations that are limited by memory."""
+    """Return the sizes, in bytes accessed, at which operations limited by memory bandwidth are
+    timed."""
     return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
 
 
 def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
-    """A function that runs `make` on one set of inputs after another and keeps the results as long.
-
-    So neither inputs nor outputs are in the cache, as in a training step.
-    """
+    """Return a function that calls `make` on another set of inputs each time, and keeps each result
+    until its set comes again. So neither inputs nor outputs are in the cache, as in a training
+    step."""
     first = inputs()
     cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
     sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
@@ -128,11 +130,9 @@ def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """A layer's three products, (4 s, s) x (s, s): forward, the input's gradient, the weight's
-    gradient.
-
-    On a GPU also those of large layers.
-    """
+    """The three matrix products of a linear layer, for input (4 s, s) and weight (s, s): the forward,
+    the gradient of the input and the gradient of the weight. On a GPU, also the products of large
+    layers."""
     square = [(4 * size, size, size) for size in PRODUCT_SIZES]
     for rows, depth, columns in (*square, *(LARGE_PRODUCTS if device.type == "cuda" else ())):
 
@@ -148,7 +148,7 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Batched products as in attention: 64 of (length, 64) x (64, length)."""
+    """Batched matrix products as in attention: a batch of 64 products (length, 64) x (64, length)."""
     for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
 
         def inputs(length: int = length) -> tuple[Tensor, ...]:
@@ -178,7 +178,7 @@ def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Gradients of the image and the weight."""
+    """The gradients of a 3 x 3 convolution with respect to image and weight."""
     for samples, channels in _channels(device):
         flops = 4.0 * samples * 32 * 32 * channels * channels * 9
 
@@ -212,18 +212,23 @@ def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _attention_size(length: int, device: torch.device) -> int:
-    """The size of the product of one head's queries and keys."""
+    """Return the size under which attention's rate is stored: the cube root of length x length x head
+    width, as for a matrix product of one head's queries and keys."""
     return round((length * length * _heads(length, device)[-1]) ** (1 / 3))
 
 
 def _pair_flops(length: int, device: torch.device, pairs: int) -> float:
-    """FLOPs of one of attention's products over so many pairs of queries and keys."""
+    """Return the FLOPs of one of attention's matrix products.
+
+    pairs  number of (query, key) pairs of one head that are computed
+    """
     samples, heads, _, width = _heads(length, device)
     return 2.0 * samples * heads * width * pairs
 
 
 def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Two products over all pairs, or over the pairs that a causal mask leaves."""
+    """Forward of attention: two matrix products over all (query, key) pairs, or over the pairs that a
+    causal mask does not hide."""
     for length in _lengths(device):
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = causal_pairs(length, length) if causal else length**2
@@ -235,7 +240,7 @@ def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -
 
 
 def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Five products."""
+    """Backward of attention: five matrix products over the same pairs, one of them recomputed."""
     for length in _lengths(device):
         inputs = _attention_inputs(length, dtype, device)
         query, key, value = inputs
@@ -249,7 +254,8 @@ def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool =
 
 
 def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Two products over the pairs that blocked attention computes under a causal mask."""
+    """Forward of blocked attention: two matrix products over the pairs that it computes under a causal
+    mask. Only on a CPU."""
     for length in LENGTHS if device.type == "cpu" else ():
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = probability_count(length, causal=True)
@@ -261,7 +267,7 @@ def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Four products."""
+    """Backward of blocked attention: four matrix products over the same pairs. Only on a CPU."""
     for length in LENGTHS if device.type == "cpu" else ():
         inputs = _attention_inputs(length, dtype, device)
         output, _ = blocked_attention(*inputs, None, True)
@@ -274,7 +280,11 @@ def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case
 
 
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
-    """Cases of an operation on one tensor, which accesses `touched` times the tensor's bytes."""
+    """Return the cases of an operation on one tensor.
+
+    touched  bytes that the operation accesses, as a multiple of the tensor's bytes: 2 if it reads
+             the tensor and writes a result of the same size
+    """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for moved in _bytes(device):
@@ -290,7 +300,7 @@ def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., I
 
 
 def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Between fp32 and bf16; `dtype` is that of the result."""
+    """Casts between fp32 and bf16. `dtype` is the dtype of the result."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     for moved in _bytes(device):
         count = moved // 6
@@ -332,16 +342,16 @@ def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _embeddings(device: torch.device) -> Iterator[tuple[int, int, int]]:
-    """(rows of an embedding table, their width, number of lookups); on a GPU also those of large
-    models."""
+    """Yield (rows of an embedding table, width of a row, number of lookups). On a GPU, this includes
+    the sizes of large models."""
     yield from ((8192, 256, rows) for rows in (256, 2048, 16384))
     if device.type == "cuda":
         yield from ((32000, 2048, 16384), (128256, 4096, 16384))
 
 
 def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """The index of each value in a table of 256, as 8-bit optimizer states are written: fp32 in,
-    int32 out."""
+    """Search each fp32 value in a sorted table of 256 values and return its int32 index, as 8-bit
+    optimizer states do when they are stored."""
     table = torch.linspace(-1, 1, 256, device=device)
     for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
         values = torch.rand(moved // 8, device=device)
@@ -381,10 +391,11 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _within_kernels(
     make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
 ) -> Callable[..., Iterator[Case]]:
-    """The arithmetic inside a compiled kernel: `times` function values for each element, and what
-    is saved for backward. Each counts as 4 bytes.
+    """Return cases that time the arithmetic inside of a compiled kernel. The kernel computes `times`
+    function values for each element, and what backward needs. Each function value counts as 4
+    bytes.
 
-    No cases for a GPU, whose kernels wait for memory, and without a compiler.
+    There are no cases for a GPU, whose kernels are limited by memory, or without a compiler.
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -398,7 +409,8 @@ def _within_kernels(
 
 
 def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Eight values of a function in one kernel, so that memory access is the smaller part."""
+    """Return a function that adds eight values of `function`, so that its kernel spends most of its
+    time on arithmetic and not on memory access."""
 
     def make(values: Tensor) -> Tensor:
         return cast(Tensor, sum(function(values + shift) for shift in range(8)))
@@ -417,8 +429,8 @@ def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _fetch_rate(device: torch.device) -> float:
-    """Bytes/s of page faults: how much longer writing a newly mapped block takes than writing an
-    old one."""
+    """Return the bytes per second at which new memory pages are mapped: the time to write a newly
+    allocated block, minus the time to write a block that exists already."""
     count = 2**26
     kept = torch.empty(count, dtype=torch.uint8)
     there = timed(lambda: kept.fill_(1), device)

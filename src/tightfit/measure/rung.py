@@ -24,13 +24,13 @@ _CODE = "import sys; from tightfit.measure.rung import measured; print(measured(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a process with a plan took.
+    """What a process that trained with a plan took.
 
     step_s         median seconds of the timed steps
-    tensor_bytes   at the peak of the step that is sampled
-    process_bytes  the most that the process held
-    loss           of the last step; all rungs have seen the same samples by then
-    failed         why it did not run to its end; empty if it did
+    tensor_bytes   bytes of all tensors at the peak of the sampled step
+    process_bytes  largest resident set size of the process
+    loss           loss of the last step; at this step, all rungs have trained on the same samples
+    failed         why the process did not finish; empty if it did
     """
 
     step_s: float | None = None

@@ -16,8 +16,8 @@ Pick = Callable[[list[float]], float]  # seconds of several runs -> the figure, 
 WARM_UPS = 3  # calls before a GPU is timed: libraries select and load their kernels in the first
 BATCH_S = 3e-3  # seconds of GPU work between two events, so that the events' own time is negligible
 MOST_CALLS = 100  # calls between two events: their kernels must fit into the GPU's launch queue
-# fastest clock that `_sleep` counts in; with a slower one it waits longer. AMD's GPUs count another
-# clock
+# cycles per second that `spin` counts, at most: on a GPU with a slower clock it waits longer. AMD's
+# GPUs count a clock of 100 MHz
 SPIN_HZ = 2e9
 AMD_SPIN_HZ = 1e8
 
@@ -29,10 +29,12 @@ def timed(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """Seconds of one call of `work` on `device`, after warm-up; on a GPU only those of its kernels.
+    """Return the seconds that one call of `work` takes on `device`, after warm-up. On a GPU these are
+    the seconds of its kernels, without the host's.
 
-    least_s, least_runs  it runs at least so many seconds and so often
-    pick                 combines the runs' seconds; the median if left out
+    least_s     repeat `work` for at least this many seconds
+    least_runs  and at least this many times
+    pick        computes the result from the seconds of all runs; the median if left out
     """
     by = _on_gpu if device.type == "cuda" else timed_by_clock
     return by(work, device, least_s, least_runs, pick)
@@ -45,8 +47,8 @@ def timed_by_clock(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """Like `timed`, including the host's time: from the call of `work` until all of its work is
-    done."""
+    """Like `timed`, but including the host's time: from the call of `work` until the device has
+    finished all of its operations."""
     work()
     _wait(device)
     times: list[float] = []
@@ -61,8 +63,8 @@ def timed_by_clock(
 def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, least_runs: int, pick: Pick) -> float:
     """Time batches of calls, each between two events of the GPU.
 
-    Launching a small kernel takes longer than the kernel itself, so the GPU sleeps until the whole
-    batch is queued.
+    To launch a small kernel takes longer than to run it. So the GPU first spins until the whole
+    batch is queued, and then runs the kernels without gaps.
     """
     with torch.cuda.device(device):
         for _ in range(WARM_UPS):
@@ -79,13 +81,15 @@ def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, le
 
 
 def calls_in_a_batch(seconds: float) -> int:
-    """How many calls of so many seconds make a batch."""
+    """Return how many calls of `seconds` each make a batch of about BATCH_S seconds."""
     return max(min(math.ceil(BATCH_S / max(seconds, 1e-9)), MOST_CALLS), 1)
 
 
 def _batch_s(work: Callable[[], object], calls: int, started_s: float) -> float:
-    """Mean seconds of one of `calls` calls on the current GPU. started_s: the host's seconds to
-    launch one."""
+    """Return the mean seconds of a call, over `calls` calls on the current GPU.
+
+    started_s  seconds that the host takes to launch one call
+    """
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     spin(int(2 * calls * started_s * (AMD_SPIN_HZ if torch.version.hip else SPIN_HZ)))
     first.record()

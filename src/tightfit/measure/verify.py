@@ -34,32 +34,37 @@ ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-1
 the distance between two neighbouring numbers."""
 
 FLOAT8 = {"none": 0.0, "tensorwise": 2.0**-3, "rowwise": 2.0**-4}
-"""The same of factors in 8 bits: numbers keep 3 bits after the first (e4m3), and under tensorwise those of gradients 2 (e5m2)."""
+"""Unit roundoff of the 8-bit factors of matrix products, by the plan's `float8`. Numbers of the type
+e4m3 have a mantissa of 3 bits, so u = 2^-4. `tensorwise` stores gradients in e5m2, whose mantissa
+has 2 bits, so u = 2^-3."""
 
 STATES = {"fp32": 0.0, "bf16": 2e-2, "8-bit": 1e-1, "4-bit": 5e-1}
-"""The share of an update that optimizer states in fewer bits may change: the distance between two
-values that they can store. Measured, as shares of the distance travelled in 3 and in 10 steps: up
-to 0.7 %, 2 % and 28 %."""
+"""The largest relative error of an update, by the type of the optimizer states: the relative
+distance between neighbouring values that this type can store. Measured errors relative to the
+distance that the weights travelled in 3 and in 10 steps: up to 0.7 % (bf16), 2 % (8-bit) and 28 %
+(4-bit)."""
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative errors that rounding explains.
+    """The largest relative errors that rounding alone can cause. u is the unit roundoff of the plan's
+    precision.
 
-    They depend on the distance that the reference's weights travelled in the compared steps.
+    The tolerances depend on how far the reference's weights travelled: the norm of the change of
+    all weights in the compared steps, relative to the norm of the weights.
 
-    gradients      sqrt(u). In a smooth network a gradient's error is a few u, more with depth. In a
-                   network with ReLUs a share of about u of the units is so near zero that rounding
-                   switches them. Such errors are 0 or 1, and their norm is the square root of their
-                   share. Measured on transformers of 4 to 16 layers and convolutional networks with
-                   BatchNorm: up to 4 u, and 0.5 sqrt(u); in float8,
-                   emulated on tiny Llama and ViT, up to 0.8 u
-    loss, weights  sqrt(u), plus 2 u^(1/4) + STATES times the relative distance that the reference's
-                   weights travelled. Adam and sign-based optimizers step as far for a small
-                   gradient as for a large one. If a gradient has a relative error e, then for a
-                   share of about e of the weights, those with the smallest gradients, the step's
-                   direction is arbitrary. The final error is the square root of e times the
-                   distance. Measured: up to 1.1 u^(1/4) times it
+    gradients      sqrt(u). In a smooth network the error of a gradient is a few u, and grows with
+                   depth. In a network with ReLUs, about a fraction u of the units is so near zero
+                   that rounding switches them on or off. The error of such a unit is 0 or 1, so the
+                   relative norm of these errors is sqrt(u). Measured: up to 4 u on transformers of 4
+                   to 16 layers, up to 0.5 sqrt(u) on convolutional networks with BatchNorm, and up
+                   to 0.8 u in float8, emulated on a tiny Llama and a tiny ViT
+    loss, weights  sqrt(u), plus (2 u^(1/4) + STATES) times the relative distance travelled. Adam
+                   and sign-based optimizers take steps of the same length for small and for large
+                   gradients. If gradients have a relative error e, then about a fraction e of the
+                   weights, those with the smallest gradients, steps in an arbitrary direction. The
+                   relative error of the whole step is then sqrt(e), and e is about sqrt(u). Measured:
+                   up to 1.1 u^(1/4) times the distance
 
     Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. If the weights travelled 1
     %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
@@ -78,12 +83,13 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Verification:
-    """Largest relative differences between a plan and the reference, and whether they are allowed.
+    """The largest relative differences between a plan and the reference, and their tolerances.
 
     loss       |a - b| / |b| in the worst step
     gradients  norm of the difference over norm of the reference's gradient, over the whole model,
                in the first step
-    weights    the same for the weights after the last step
+    weights    norm of the difference over norm of the reference's weights, over the whole model,
+               after the last step
     """
 
     loss: float
@@ -121,12 +127,14 @@ class Verification:
 def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3) -> Verification:
     """Run the reference and then `plan` for `steps` optimizer steps of `job`, and compare them.
 
-    BatchNorm computes statistics over each micro-batch, and NLLB-MoE's experts drop tokens in each,
-    so a plan that splits the batch of such a model trains something else, and fails. A plan with a
-    dynamic loss scale is compared after the scale has settled.
+    Some models depend on how the batch is split: BatchNorm computes statistics of each micro-batch,
+    and NLLB-MoE's experts drop tokens of each micro-batch. A plan that splits the batch of such a
+    model computes something else, and does not pass. A plan with a dynamic loss scale is compared
+    after the scale has settled.
 
-    A plan for several devices needs as many processes. All of them call this and get the same
-    result; rank 0 runs the reference. Raises InputError for a plan that updates asynchronously.
+    A plan for several devices needs as many processes. All of them must call `verify`, and all get
+    the same result; rank 0 also runs the reference. Raises InputError for a plan that updates
+    weights asynchronously.
     """
     if job.train.steps is None or job.train.steps < steps:
         job = job.replace(train=job.train.replace(steps=steps, epochs=None, warmup=min(job.train.warmup, steps)))
@@ -171,11 +179,15 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
 
 @dataclass(frozen=True)
 class Observed:
-    """The loss of each step, the gradients of the first step, and the weights before it and after
-    the last.
+    """What `verify` compares of a run.
 
-    Tensors are full, in fp32 on the host, by parameter name. skipped: whether fp16 overflowed in a
-    step.
+    losses     the loss of each step
+    gradients  the gradients of the first step
+    start      the weights before the first step
+    weights    the weights after the last step
+    skipped    whether a step was skipped because a gradient overflowed in fp16
+
+    Tensors are the full (unsharded) tensors by parameter name, in fp32 on the host.
     """
 
     losses: list[float]
@@ -188,10 +200,15 @@ class Observed:
 def observe_settled(
     job: Job, plan: Plan, machine: Machine | None, steps: int, observing: Callable[[Run, int], Observed] | None = None
 ) -> Observed:
-    """Like `observe`. If a dynamic loss scale began too high, so that steps were skipped, it starts
-    again with the scale at the end. A pipeline's stages are compared with the undivided model
-    first."""
-    job = job.replace(train=job.train.replace(check_split="never"))  # hooks would see it
+    """Build a run of the plan and observe its first steps. A pipeline's stages are first compared with
+    the undivided model.
+
+    If the dynamic loss scale began too high, so that steps were skipped, build the run again with
+    the loss scale that the last attempt ended with.
+
+    observing  `observe` or `observe_sharded`; `observe` if left out
+    """
+    job = job.replace(train=job.train.replace(check_split="never"))  # its backward would call the gradient hooks
     scale: float | None = None
     while True:
         run = build(job, plan, machine)
@@ -206,13 +223,13 @@ def observe_settled(
 
 
 def observe(run: Run, steps: int) -> Observed:
-    """Train `steps` steps on one device; hooks record the gradients of the first step, whatever the
-    plan does with them."""
+    """Train `steps` steps on one device. Hooks on the parameters record the gradients of the first
+    step, even if the plan updates weights during backward and keeps no gradients."""
     gradients: dict[str, Tensor] = {}
     trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
         weights = {name: run.optimizer_weights[parameter] for name, parameter in trained.items()}
-        run = replace(run, reduction=cast(Reduction, _Seeing(run.reduction, weights, gradients)))
+        run = replace(run, reduction=cast(Reduction, _GradientRecorder(run.reduction, weights, gradients)))
     hooks = [parameter.register_hook(_adder(gradients, name)) for name, parameter in trained.items()]
     scale = run.loss_scale.value if run.loss_scale else 1.0
     start, losses, skipped = weights_of(run.model), [], False
@@ -226,8 +243,8 @@ def observe(run: Run, steps: int) -> Observed:
 
 
 def observe_sharded(run: Run, steps: int) -> Observed:
-    """Like `observe`, for a run whose parameters may be sharded. All devices call it and get full
-    tensors."""
+    """Like `observe`, for a run whose parameters may be sharded. A collective: all ranks must call it,
+    and all get the full tensors. Gradients are recorded just before the first update."""
     gradients: dict[str, Tensor] = {}
     trained = {name: run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
 
@@ -275,9 +292,10 @@ class _Watched:
         self.optimizer.step()
 
 
-class _Seeing:
-    """A `Reduction` that records its complete gradients. Parameters that are gathered and resharded
-    pass theirs on to it, so hooks on parameters do not see them."""
+class _GradientRecorder:
+    """A `Reduction` that records the gradients of the first step when they are complete. Gathered
+    parameters hand their gradients over to the reduction, so hooks on parameters do not see
+    them."""
 
     def __init__(self, reduction: Reduction, weights: dict[str, nn.Parameter], seen: dict[str, Tensor]) -> None:
         self.reduction, self.weights, self.seen = reduction, weights, seen

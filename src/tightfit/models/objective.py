@@ -223,7 +223,7 @@ def _class_targets(batch: Batch) -> Tensor:
     if isinstance(batch, dict) and "labels" not in batch:
         raise InputError(
             "data",
-            f"gives {_describe(batch)}, but no labels",
+            f"each batch is {_describe(batch)}, without labels",
             "add the key 'labels' to the samples, or give the job its own loss",
         )
     return batch["labels"] if isinstance(batch, dict) else batch[1]
@@ -318,7 +318,7 @@ def _target(batch: Batch) -> Tensor:
         return batch[1]
     raise InputError(
         "data",
-        f"gives {_describe(batch)}, and the loss needs a target",
+        f"each batch is {_describe(batch)}, without a target, which the loss needs",
         "let samples be (input, target), or dicts with a 'labels' key; or write your own loss: def loss(output, batch)",
     )
 

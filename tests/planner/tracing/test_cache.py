@@ -147,7 +147,7 @@ def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[st
     assert took == again  # but for preparing samples, which is measured
 
 
-@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("device", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_profile_from_disk_knows_the_operands_of_gradients(folder: Path, device: int) -> None:
     """Each of two devices computes its part of a tied weight's gradient, and gradients of linear
     layers are deferred."""

@@ -132,6 +132,7 @@ def test_a_ledger_of_few_blocks_equals_a_shallow_model_s(name: str, fields: dict
     assert found == pytest.approx(dry_run(whole.replace(model=few), plan, "cuda").total, rel=0.01)
 
 
+@pytest.mark.slow
 def test_recomputed_segments_of_a_deep_model_are_dry_run() -> None:
     """Their blocks do not run alone, so no block can be skipped."""
     whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
