@@ -78,19 +78,21 @@ class LoraSpec(Value):
         'patterns such as "*.mlp.*"',
     )
     dora: bool = Field(False, description="also train the magnitude of each output of a layer (DoRA)")
-    quantize: Literal["nf4"] | None = Field(None, description="store the frozen linear layers in 4 bits (QLoRA)")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.targets or (isinstance(self.targets, list) and not all(self.targets)):
             raise InputError(
-                "job: model.lora.targets", f"is {self.targets!r}, which names nothing", "use all-linear, or [q_proj, v_proj]"
-            )
-        if self.dora and self.quantize:
-            raise InputError(
-                "job: model.lora.dora", "needs the full weights, and quantize stores them in 4 bits", "keep one of the two"
+                "job: model.lora.targets",
+                f"is {self.targets!r}, which names nothing",
+                "use all-linear, or [q_proj, v_proj]",
             )
         return self
+
+    def __str__(self) -> str:
+        where = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}"
 
 
 class ModelSpec(Value):

@@ -56,6 +56,7 @@ class Record(Value):
     attention           the model's attention kernel: flash, efficient, cudnn or math, as torch
                         chooses on CUDA; cpu-flash; blocked; or the name of an implementation
                         outside torch (eager); None if it is not known
+    tokenizer           which tokenizer made the tokens, in words; None for data that is not text
     """
 
     job: dict[str, Any]
@@ -75,6 +76,7 @@ class Record(Value):
     damaged_samples: int = 0
     parameters: int = 0
     attention: str | None = None
+    tokenizer: str | None = None
 
     @property
     def median_step_s(self) -> float | None:

@@ -58,18 +58,6 @@ def named_tokenizer(spec: DataSpec, model: ModelInput) -> str | None:
     return spec.tokenizer or (None if spec.vocabulary_size else model.tokenizer)
 
 
-def describe_tokenizer(spec: Any, model: ModelInput) -> str | None:
-    """Return in words which tokenizer is used for a job's data. Return None if the data is not
-    text."""
-    if not isinstance(spec, DataSpec) or spec.python or spec.synthetic or spec.images or model.vocabulary is None:
-        return None
-    if spec.tokenizer:
-        return f"{spec.tokenizer} (data.tokenizer)"
-    if path := named_tokenizer(spec, model):
-        return f"{path} (the model's own)"
-    return f"a byte-level BPE of {spec.vocabulary_size or model.vocabulary} tokens, trained on the data"
-
-
 def load_tokenizer(path: str) -> Any:
     """Load a transformers tokenizer. path: a tokenizer.json, a folder with a tokenizer, or the id
     of a model on the Hub. Raises InputError if the path holds no tokenizer."""

@@ -34,7 +34,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tightfit._torch.modules import RunningNorm, own_buffers
 from tightfit._torch.patches import after_deepcopy
 from tightfit._torch.tensors import storage_use_count
-from tightfit.cost.entries import Parameter
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import move_shards_to_meta, shard_parameter, unshard_parameter
@@ -44,8 +43,6 @@ from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.create import model_factory
-from tightfit.models.lora import lora_of
-from tightfit.models.nf4 import Nf4Linear, unquantized_bytes
 from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.parallel.pipeline.boundaries import MAX_REPLICATED_SHARE
 from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
@@ -71,14 +68,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     there one by one.
     """
     stored = [parameter.bytes for parameter in ledger.parameters]
-    single = [_created_bytes(parameter) for parameter in ledger.parameters]
+    single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]  # in fp32
     cast = [(size, whole) for size, whole in zip(stored, single, strict=True) if size < whole]
     on_gpu = machine.device == "cuda"
-    quantized = any(unquantized_bytes(parameter.name, parameter.shape) for parameter in ledger.parameters)
-    if quantized:  # created and quantized on the host, and then moved
-        on_device = sum(stored) if on_gpu else sum(single) + max(single, default=0)
-        on_host = float(sum(single) + max(single, default=0)) if on_gpu else 0.0
-    elif plan.materialize == "device":
+    if plan.materialize == "device":
         # on a CPU, a parameter that is cast exists twice
         on_device = _kept_bytes(ledger, plan) + (0 if on_gpu else max((whole for _, whole in cast), default=0))
         on_host = float(max(single, default=0) + SLACK_BYTES) if on_gpu else 0.0
@@ -92,12 +85,6 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         phases={**ledger.phases, "materialize": float(on_device)},
         passing={**ledger.passing, "materialize": on_host},
     )
-
-
-def _created_bytes(parameter: Parameter) -> int:
-    """Return the bytes of a parameter while it is created, in fp32 and unquantized."""
-    unquantized = unquantized_bytes(parameter.name, parameter.shape)
-    return max(4 * parameter.count, parameter.bytes) if unquantized is None else unquantized
 
 
 def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
@@ -135,8 +122,7 @@ def apply(run: Run, plan: Plan) -> Run:
     offloads = "parameters" in plan.offload
     # offloaded parameters are sharded or copied to the device from the CPU
     device = torch.device("cpu") if offloads else run.device
-    lora = lora_of(run.job.model)
-    if plan.materialize == "device" and (lora is None or lora.quantize is None):
+    if plan.materialize == "device":
         divided = run.mesh if plan.zero == 3 else None
         mapped = offloads and not uses_fully_shard(plan, kind_of(run.device))
         put = run.store.put if mapped and run.store is not None else None
@@ -200,8 +186,7 @@ def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dty
     """Return the type in which the parameter or buffer `tensor`, called `name` in `module`, is
     stored if the plan stores weights in `dtype`.
 
-    Only floating-point tensors of up to 32 bits are cast to `dtype`. A layer in 4 bits keeps its
-    scales and its bias in fp32. Two more kinds are stored in fp32,
+    Only floating-point tensors of up to 32 bits are cast to `dtype`. Two kinds are stored in fp32,
     because 16 bits are not precise enough:
 
     - the frequencies of rotary embeddings (inv_freq), which are multiplied by positions
@@ -209,7 +194,7 @@ def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dty
       away. The weight and bias of such a normalisation are in fp32, too, because torch's batch_norm
       requires its weight, bias and statistics to have the same type
     """
-    if tensor.dtype not in CASTABLE or isinstance(module, Nf4Linear):
+    if tensor.dtype not in CASTABLE:
         return tensor.dtype
     if name.endswith("inv_freq"):
         return torch.float32

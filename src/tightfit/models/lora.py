@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, DoRA) through the library peft, and the quantized base of QLoRA.
+"""Low-rank adapters (LoRA, DoRA) through the library peft.
 
 The adapted model keeps its class and its modules' names. In place of a linear layer it has a layer
 of peft, which holds the frozen layer as `base_layer` and the trained matrices as `lora_A` and
@@ -7,8 +7,7 @@ of peft, which holds the frozen layer as `base_layer` and the trained matrices a
 Example: rank 16 adapters of a 4096 x 4096 layer train 2 x 16 x 4096 = 131,072 weights; the layer's
 own 16.8 million weights get no gradients and no optimizer states.
 
-Source  LoRA: Hu et al. 2021, arXiv:2106.09685. DoRA: Liu et al. 2024, arXiv:2402.09353. QLoRA:
-        Dettmers et al. 2023, arXiv:2305.14314.
+Source  LoRA: Hu et al. 2021, arXiv:2106.09685. DoRA: Liu et al. 2024, arXiv:2402.09353.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def base_is_pretrained(model: Any) -> bool:
 def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
     """Freeze a transformers model and add the adapters of its spec, in place. Return the model.
 
-    With `quantize`, the frozen linear layers but the output layer are stored in 4 bits. Raises
-    InputError if peft is not installed, if a target matches no linear layer, or if the task trains
+    Raises InputError if peft is not installed, if a target matches no linear layer, or if the task trains
     a new output layer, which adapters would leave frozen.
     """
     lora = spec.lora
@@ -70,8 +68,6 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
         # peft reads a name that transformers renamed, and says that it transposes GPT-2's layers
         warnings.simplefilter("ignore")
         adapted: nn.Module = peft.inject_adapter_in_model(config, model, ADAPTER)
-    if lora.quantize is not None:
-        _quantize_base(adapted)
     return adapted
 
 
@@ -127,20 +123,6 @@ def _output_layer(model: nn.Module) -> Any:
     return find() if find is not None else None
 
 
-def _quantize_base(model: nn.Module) -> None:
-    """Store the frozen nn.Linear layers of an adapted model in 4 bits, all but the output layer."""
-    from torch import nn
-
-    from tightfit.models.nf4 import Nf4Linear, can_quantize
-
-    output = _output_layer(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            frozen = type(child) is nn.Linear and not child.weight.requires_grad and child is not output
-            if frozen and can_quantize(child):
-                setattr(parent, name, Nf4Linear.of(child))
-
-
 def has_adapters(model: nn.Module) -> bool:
     """Return whether a model has layers of peft, from a spec or from the user's own code."""
     return isinstance(getattr(model, "peft_config", None), Mapping)
@@ -148,15 +130,10 @@ def has_adapters(model: nn.Module) -> bool:
 
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Add the adapters to the weights that they adapt, and remove them, in place. Return the plain
-    model, without the wrapper of peft. A base in 4 bits is dequantized first."""
+    model, without the wrapper of peft."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    from tightfit.models.nf4 import Nf4Linear
-
     plain: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, unused-ignore]
-    for name, module in list(plain.named_modules()):
-        if isinstance(module, Nf4Linear):
-            plain.set_submodule(name, module.dequantized())
     for name, module in list(plain.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()

@@ -96,7 +96,7 @@ def _download(source: str, weights: bool) -> Path:
     asked = f"job: model.from={source}"
     patterns = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
     try:
-        return Path(snapshot_download(source, allow_patterns=patterns))
+        folder = Path(snapshot_download(source, allow_patterns=patterns))
     except GatedRepoError:
         raise InputError(
             asked, "the Hub gives this model only to those who accepted its terms", "accept them, and run hf auth login"
@@ -114,6 +114,13 @@ def _download(source: str, weights: bool) -> Path:
             f"there is no such folder, the cache {constants.HF_HUB_CACHE} does not have such a model, and {why}",
             f"download it where there is a network: hf download {source}; or name a local folder",
         ) from None
+    if weights and not _has_weights(folder):
+        raise InputError(
+            asked,
+            f"its snapshot {folder} does not have all safetensors files of the weights",
+            f"download them where there is a network: hf download {source}; or name a local folder",
+        )
+    return folder
 
 
 def _first_line(error: Exception) -> str:
