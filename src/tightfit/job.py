@@ -196,7 +196,9 @@ class DataSpec(Value):
         "without one, a byte-level BPE is trained on the data",
     )
     vocabulary_size: int | None = Field(
-        None, gt=0, description="train a BPE of so many tokens; if left out, a BPE has the size of the model's vocabulary"
+        None,
+        gt=0,
+        description="train a BPE of so many tokens; if left out, a BPE has the size of the model's vocabulary",
     )
     sequence_length: int = Field(256, gt=1, le=2**24)
     target_length: int | None = Field(None, gt=1, le=2**24)

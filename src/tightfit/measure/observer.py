@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from tightfit.engine.step import Step, take_step
 from tightfit.data import describe_tokenizer
+from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 from tightfit.measure.kernels import AttentionCalls

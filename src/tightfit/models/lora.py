@@ -36,12 +36,6 @@ def lora_of(model: Any) -> LoraSpec | None:
     return model.lora if isinstance(model, ModelSpec) else None
 
 
-def base_is_pretrained(model: Any) -> bool:
-    """Return whether a job's model has adapters, and the frozen weights can be read again from the
-    pretrained folder."""
-    return lora_of(model) is not None and model.from_ is not None
-
-
 def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
     """Freeze a transformers model and add the adapters of its spec, in place. Return the model.
 
@@ -50,10 +44,12 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
     """
     lora = spec.lora
     assert lora is not None
-    peft = import_peft()
+    peft = _import_peft()
     if task == "classification":
         raise InputError(
-            "job: model.lora", "would freeze the new output layer of a classifier", "leave model.lora out, or train a language model"
+            "job: model.lora",
+            "would freeze the new output layer of a classifier",
+            "leave model.lora out, or train a language model",
         )
     config = peft.LoraConfig(
         r=lora.rank,
@@ -71,7 +67,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
     return adapted
 
 
-def import_peft() -> Any:
+def _import_peft() -> Any:
     """Return the module peft. Raises InputError if it is not installed."""
     try:
         import peft
@@ -90,7 +86,7 @@ def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
 
     Raises InputError for a target that matches no linear layer.
     """
-    linear = {name: module for name, module in model.named_modules() if is_linear(module)}
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     if targets == "all-linear":
         output = _output_layer(model)
         return [name for name, module in linear.items() if module is not output]
@@ -100,7 +96,9 @@ def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
         if not matched:
             known = sorted({name.rpartition(".")[2] for name in linear})
             raise InputError(
-                f"job: model.lora.targets: {target}", "matches no linear layer", f"use all-linear, or some of: {', '.join(known)}"
+                f"job: model.lora.targets: {target}",
+                "matches no linear layer",
+                f"use all-linear, or some of: {', '.join(known)}",
             )
         found += matched
     return list(dict.fromkeys(found))
@@ -110,7 +108,7 @@ def _matches(name: str, pattern: str) -> bool:
     return "*" in pattern and fnmatch.fnmatchcase(name, pattern)
 
 
-def is_linear(module: nn.Module) -> bool:
+def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer: nn.Linear, or Conv1D as in GPT-2."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -128,36 +126,49 @@ def has_adapters(model: nn.Module) -> bool:
     return isinstance(getattr(model, "peft_config", None), Mapping)
 
 
+def plain_model(model: nn.Module) -> nn.Module:
+    """Return the model that a PeftModel wraps, or the model itself if it is not wrapped."""
+    from torch import nn
+
+    base = getattr(model, "get_base_model", None)
+    found = base() if base is not None and has_adapters(model) else model
+    assert isinstance(found, nn.Module)
+    return found
+
+
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Add the adapters to the weights that they adapt, and remove them, in place. Return the plain
     model, without the wrapper of peft."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    plain: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator, unused-ignore]
+    plain = plain_model(model)
     for name, module in list(plain.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
             plain.set_submodule(name, module.get_base_layer())
-    if has_adapters(plain):
+    if hasattr(plain, "peft_config"):
         del plain.peft_config
+    if hasattr(plain, "_hf_peft_config_loaded"):
+        plain._hf_peft_config_loaded = False  # type: ignore[assignment, unused-ignore]
     return plain
 
 
-def adapter_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters' tensors under the names of peft's file.
+def save_adapters(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapters into a folder, as `PeftModel.from_pretrained` reads them.
 
-    tensors  name in the model -> full tensor; other tensors than those of adapters are left out
+    model    the model with adapters; its tensors are not read
+    tensors  name in the model -> full tensor. Other tensors than those of adapters are left out
     """
     from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import save_file
 
-    found = get_peft_model_state_dict(model, dict(tensors), adapter_name=_adapter_name(model), save_embedding_layers=False)
+    adapter = _adapter_name(model)
+    found = get_peft_model_state_dict(model, dict(tensors), adapter_name=adapter, save_embedding_layers=False)
     prefix = "" if isinstance(model, PeftModel) else PREFIX
-    return {f"{prefix}{name}": tensor for name, tensor in found.items()}
-
-
-def save_adapter_config(model: nn.Module, folder: Path) -> None:
-    """Write peft's adapter_config.json, with which `PeftModel.from_pretrained` reads the folder."""
-    config: Any = model.peft_config[_adapter_name(model)]  # type: ignore[index, union-attr]
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {f"{prefix}{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
+    save_file(kept, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config: Any = model.peft_config[adapter]  # type: ignore[index, union-attr]
     content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     content["inference_mode"] = True
     (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
@@ -171,14 +182,11 @@ def _adapter_name(model: nn.Module) -> str:
 __all__ = [
     "ADAPTER_CONFIG",
     "ADAPTER_FILE",
-    "adapter_tensors",
     "add_adapters",
-    "base_is_pretrained",
     "has_adapters",
-    "import_peft",
-    "is_linear",
     "lora_of",
     "merge_adapters",
-    "save_adapter_config",
+    "plain_model",
+    "save_adapters",
     "target_names",
 ]

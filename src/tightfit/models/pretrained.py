@@ -103,12 +103,16 @@ def _download(source: str, weights: bool) -> Path:
         ) from None
     except RepositoryNotFoundError:
         raise InputError(
-            asked, "there is no such folder, and no such model on the Hub", "check the name; for a private model, run hf auth login"
+            asked,
+            "there is no such folder, and no such model on the Hub",
+            "check the name; for a private model, run hf auth login",
         ) from None
     except Exception as error:  # the HTTP library's many classes
         if isinstance(error, MemoryError):
             raise
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the Hub cannot be reached ({_first_line(error)})"
+        why = (
+            "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the Hub cannot be reached ({_first_line(error)})"
+        )
         raise InputError(
             asked,
             f"there is no such folder, the cache {constants.HF_HUB_CACHE} does not have such a model, and {why}",
