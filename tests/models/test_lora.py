@@ -39,15 +39,15 @@ def plain_peft(job: Job, dora: bool) -> tuple[list[float], dict[str, torch.Tenso
     inner = model.get_base_model()
     inner.load_state_dict(run.model.state_dict())
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, 1e-2, run.job.train.betas, weight_decay=run.job.train.weight_decay)
+    settings = job.train
+    optimizer = torch.optim.AdamW(trained, 1e-2, settings.betas, eps=settings.epsilon, weight_decay=0.0)
     losses = []
-    for step in range(3):
-        for batch in run.data.step(step):
-            loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
+    for _, (batch,) in zip(range(3), run.data.steps(0, None), strict=False):
+        loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     return losses, {name: parameter.detach() for name, parameter in inner.named_parameters()}
 
 
