@@ -115,6 +115,43 @@ def train(
     train_command(job, plan, out, resume, changes or [], nproc, launched, machine)
 
 
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="the folder of a run, such as runs/name")]
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="a new folder for the model's files")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="add the adapters to the weights; default: write only the adapters")
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="TYPE", help="fp32, bf16 or fp16; default: as in the checkpoint")
+    ] = None,
+) -> None:
+    """Write the model and tokenizer of a run's newest checkpoint, as transformers and peft read
+    them."""
+    from tightfit.report.export import export_command
+
+    export_command(run, to, merge, dtype)
+
+
+@app.command()
+def generate(
+    run: RunFolder,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="the text that the model continues")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="largest number of new tokens")] = 100,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 takes the most likely token each time")
+    ] = 0.0,
+    chat: Annotated[bool, typer.Option("--chat", help="put the prompt into the tokenizer's chat template")] = False,
+) -> None:
+    """Continue a prompt with the model of a run's newest checkpoint."""
+    from tightfit.report.export import generate_command
+
+    generate_command(run, prompt, tokens, temperature, chat)
+
+
 @app.command(name="import")
 def import_file(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="another tool's configuration: YAML, JSON or TOML")],

@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sized
 from pathlib import Path
@@ -91,6 +92,40 @@ class PythonSpec(Value):
     python: str
 
 
+class LoraSpec(Value):
+    """Low-rank adapters: the model's own weights are frozen, and small matrices beside its linear
+    layers are trained. Needs the library peft.
+
+    The product of an adapter's two matrices is multiplied by alpha / rank and added to the layer's
+    weight.
+    """
+
+    rank: int = Field(16, gt=0, le=2**16, description="inner size of the two matrices of an adapter")
+    alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of an adapter's input")
+    targets: str | list[str] = Field(
+        "all-linear",
+        description="which layers get adapters: all-linear (all but the output layer), or names such as [q_proj, v_proj] or "
+        'patterns such as "*.mlp.*"',
+    )
+    dora: bool = Field(False, description="also train the magnitude of each output of a layer (DoRA)")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.targets or (isinstance(self.targets, list) and not all(self.targets)):
+            raise InputError(
+                "job: model.lora.targets",
+                f"is {self.targets!r}, which names nothing",
+                "use all-linear, or [q_proj, v_proj]",
+            )
+        return self
+
+    def __str__(self) -> str:
+        where = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}"
+
+
 class ModelSpec(Value):
     """The model: exactly one of preset, architecture, from, python. Beside preset or architecture,
     every other key is a transformers config key.
@@ -99,7 +134,9 @@ class ModelSpec(Value):
                   published config
     architecture  a transformers model type (llama, gpt2, bert, vit, t5, ...), with its config keys
                   in the same mapping: {architecture: llama, hidden_size: 384}
-    from          a local folder with config.json and safetensors files
+    from          a local folder with config.json and safetensors files, or the id of a model on the
+                  Hugging Face Hub, such as "org/name". Its tokenizer is used, too, unless the data
+                  names another
     python        "file.py:function" or "package.module:function", which returns an nn.Module
     task          what is trained, such as causal-lm; if left out, the task follows from the model
     """
@@ -117,6 +154,9 @@ class ModelSpec(Value):
     )
     tensor_parallel: dict[str, str] | None = Field(
         None, description="how tp shards which modules: {blocks.*.up: colwise, blocks.*.down: rowwise}"
+    )
+    lora: LoraSpec | None = Field(
+        None, description="train low-rank adapters in place of all weights: {rank: 16, alpha: 32}"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="transformers config keys")
 
@@ -152,6 +192,12 @@ class ModelSpec(Value):
             "model",
             {"preset": self.preset, "architecture": self.architecture, "from": self.from_, "python": self.python},
         )
+        if self.lora is not None and self.python:
+            raise InputError(
+                "job: model.lora",
+                "tightfit adds adapters to models of transformers, and model.python makes its own",
+                "leave model.lora out, and return get_peft_model(...) of peft from the function",
+            )
         return self
 
     def content(self) -> dict[str, Any]:
@@ -176,10 +222,14 @@ class DataSpec(Value):
     target_field: str | None = Field(None, description="seq2seq: the field of the target text")
     label_field: str = "label"
     tokenizer: str | None = Field(
-        None, description="a folder or tokenizer.json; if left out, a byte-level BPE is trained on the data"
+        None,
+        description="a folder, a tokenizer.json or a model on the Hub; if left out, the tokenizer in the folder of model.from; "
+        "without one, a byte-level BPE is trained on the data",
     )
     vocabulary_size: int | None = Field(
-        None, gt=0, description="number of tokens of the trained BPE; if left out, the size of the model's vocabulary"
+        None,
+        gt=0,
+        description="train a BPE of so many tokens; if left out, a BPE has the size of the model's vocabulary",
     )
     sequence_length: int = Field(256, gt=1, le=2**24)
     target_length: int | None = Field(None, gt=1, le=2**24)
@@ -786,8 +836,15 @@ def expand_path(text: str) -> Path:
     return path
 
 
+def is_hub_id(text: str) -> bool:
+    """Return whether `text` can be the id of a model on the Hugging Face Hub: "name" or
+    "org/name"."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", text) is not None and not text.endswith(".json")
+
+
 def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a copy of a job file's content whose relative paths are absolute.
+    """Return a copy of a job file's content whose relative paths are absolute. A name that no file
+    has, and that can be the id of a model on the Hub, stays as it is.
 
     folder  the folder of the job file, where relative paths start
     """
@@ -800,13 +857,18 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     def python(text: Any) -> Any:
         return path(text) if isinstance(text, str) and ".py:" in text else text
 
+    def hub(name: str, text: Any) -> bool:
+        known = name in ("from", "tokenizer") and isinstance(text, str) and is_hub_id(text)
+        return known and not (folder / expand_path(text)).exists()
+
     words = {"text": ["python-stdlib"], "images": ["digits"]}
     sources = ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"]
 
     def section(fields: Any, names: list[str]) -> Any:
         if not isinstance(fields, dict):
             return fields
-        changed = {n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}
+        named = [n for n in names if n in fields and fields[n] not in words.get(n, []) and not hub(n, fields[n])]
+        changed = {n: path(fields[n]) for n in named}
         if "python" in fields:
             changed["python"] = python(fields["python"])
         return {**fields, **changed}

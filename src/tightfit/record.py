@@ -72,6 +72,7 @@ class Record(Value):
     attention           the model's attention kernel: flash, efficient, cudnn or math, as torch
                         chooses on CUDA; cpu-flash; blocked; or the name of an implementation
                         outside torch (eager); None if it is not known
+    tokenizer           which tokenizer made the tokens, in words; None for data that is not text
     """
 
     job: dict[str, Any]
@@ -94,6 +95,7 @@ class Record(Value):
     evaluations: list[tuple[int, dict[str, float | None]]] = Field(default_factory=list)
     best: BestCheckpoint | None = None
     stopped_early: str | None = None
+    tokenizer: str | None = None
 
     @property
     def median_step_s(self) -> float | None:

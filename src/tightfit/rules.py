@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tightfit.errors import InputError
-from tightfit.job import Job
+from tightfit.job import Job, ModelSpec
 from tightfit.plan import Plan
 
 
@@ -41,6 +41,10 @@ BY_MATRIX = ("adafactor", "muon")  # their update needs full rows and columns, o
 def _brings(plan: Plan, device: str) -> bool:
     """Whether the plan offloads weights or gradients that are copied to a GPU for the update."""
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
+
+
+def _has_lora(job: Job) -> bool:
+    return isinstance(job.model, ModelSpec) and job.model.lora is not None
 
 
 def _gathers(plan: Plan, device: str) -> bool:
@@ -89,6 +93,11 @@ RULES = (
         "float8 scales whole layers, and tensor parallelism shards them",
         lambda plan, job, device: plan.float8 == "none" or plan.tp == 1,
         "use tp: 1, or float8: none",
+    ),
+    Rule(
+        "tensor parallelism and float8 replace plain linear layers, and model.lora puts adapters around them",
+        lambda plan, job, device: (plan.tp == 1 and plan.float8 == "none") or not _has_lora(job),
+        "use tp: 1 and float8: none; zero: 3 and pp also divide a model with adapters",
     ),
     Rule(
         "zero-bubble delays the gradients of weights, and float8 layers compute them at once",

@@ -193,7 +193,10 @@ _TABLE = {
         "_parameters": ("replaces parameters by shards and stubs", "setattr on the module"),
         "_buffers": ("rewinds, averages and casts buffers", "setattr on the module"),
         "_modules": ("replaces blocks of other stages by stubs", "setattr on the module"),
-        "_apply": ("keeps gathered weights from being converted", "Module.to of a subclass"),
+        "_apply": (
+            "keeps gathered weights from being converted; converts fake tensors",
+            "Module.to of a subclass",
+        ),
         "_forward_hooks": ("runs a block's hooks on its stub", _NO_HOOKS),
         "_forward_hooks_with_kwargs": ("runs a block's hooks on its stub", _NO_HOOKS),
         "_forward_pre_hooks": ("runs a block's hooks on its stub", _NO_HOOKS),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.nn import init
 
@@ -81,4 +81,38 @@ def after_deepcopy(observe: Callable[[nn.Parameter, nn.Parameter], None]) -> Ite
         nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
 
 
-__all__ = ["after_deepcopy", "after_resize", "formatting_as_numbers", "without_truncated_normal"]
+@contextmanager
+def convertible_fake_modules() -> Iterator[None]:
+    """Inside, `Module.to` and the like also work on fake tensors that have other references. torch
+    exchanges such a parameter for its conversion, and refuses to do so if, for example, the fake
+    mode knows the parameter. Here the parameter stays, and gets the new data."""
+    apply: Any = nn.Module._apply
+
+    def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        fakes: list[Any] = [one for one in module._parameters.values() if isinstance(one, FakeTensor)]
+        if not fakes or any(fake.grad is not None for fake in fakes):
+            return apply(module, fn, recurse)  # type: ignore[no-any-return]
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for fake in fakes:
+            with torch.no_grad():
+                fake.data = fn(fake)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fn(buffer)
+        return module
+
+    nn.Module._apply = convert  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+__all__ = [
+    "after_deepcopy",
+    "after_resize",
+    "convertible_fake_modules",
+    "formatting_as_numbers",
+    "without_truncated_normal",
+]

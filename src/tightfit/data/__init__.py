@@ -14,12 +14,23 @@ from tightfit.data.language import open_language, synthetic_language
 from tightfit.data.order import Order
 from tightfit.data.samples import ModelInput, Samples
 from tightfit.data.synthetic import SyntheticImages
+from tightfit.data.tokenizer import named_tokenizer
 from tightfit.data.user_samples import DatasetFunction, DatasetObject, UserStream, open_user
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec, Train
 from tightfit.models import model_config, task_of, text_config
+from tightfit.models.pretrained import own_tokenizer
 
-__all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_evaluation", "open_samples"]
+__all__ = [
+    "ModelInput",
+    "Order",
+    "Samples",
+    "UserStream",
+    "describe_tokenizer",
+    "model_input",
+    "open_evaluation",
+    "open_samples",
+]
 
 
 def open_samples(job: Job) -> Samples | UserStream:
@@ -76,7 +87,30 @@ def model_input(job: Job) -> ModelInput:
         labels=getattr(config, "num_labels", None),
         image_size=size if isinstance(size, int) else None,
         channels=getattr(config, "num_channels", None),
+        tokenizer=_own_tokenizer(job.model),
     )
+
+
+def _own_tokenizer(model: Any) -> str | None:
+    folder = own_tokenizer(model.from_) if isinstance(model, ModelSpec) and model.from_ else None
+    return str(folder) if folder else None
+
+
+def describe_tokenizer(job: Job) -> str | None:
+    """Return in words which tokenizer makes the tokens of a job's data. Return None if the data is
+    not text, or comes from the user's own code."""
+    spec = job.data
+    if not isinstance(spec, DataSpec) or spec.python or spec.synthetic or spec.images:
+        return None
+    model = model_input(job)
+    if _are_images(spec, model):
+        return None
+    if spec.tokenizer:
+        return f"{spec.tokenizer} (data.tokenizer)"
+    if path := named_tokenizer(spec, model):
+        return f"{path} (the model's own tokenizer)"
+    size = spec.vocabulary_size or model.vocabulary
+    return f"a byte-level BPE of {size or 'an unknown number of'} tokens, trained on the data"
 
 
 def _are_images(spec: DataSpec, model: ModelInput) -> bool:

@@ -24,7 +24,7 @@ from tightfit.data.sequences import (
 )
 from tightfit.data.synthetic import SyntheticRows
 from tightfit.data.text import Columns, TextSource, first_document, open_text
-from tightfit.data.tokenizer import SpecialTokens, load_tokenizer, special_tokens, trained_tokenizer
+from tightfit.data.tokenizer import SpecialTokens, load_tokenizer, named_tokenizer, special_tokens, trained_tokenizer
 from tightfit.data.tokens import PackedSequences, PaddedSequences, TokenFile, TokenSequences, token_file
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
@@ -45,8 +45,9 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     spanned = task == "seq2seq-lm" and not pairs
     length = row_length(spec.sequence_length, spec.mask_probability) if spanned else spec.sequence_length
     spans = corruption(length, spec.mask_probability)[1] if spanned else 0
-    tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else trained_tokenizer(source, spec, model, spans)
-    asked = f"data: tokenizer={spec.tokenizer}" if spec.tokenizer else f"data: {source.name}"
+    path = named_tokenizer(spec, model)
+    tokenizer = load_tokenizer(path) if path else trained_tokenizer(source, spec, model, spans)
+    asked = f"data: tokenizer={path}" if path else f"data: {source.name}"
     special = special_tokens(tokenizer, asked, task)
     model.check_tokenizer(asked, special.vocabulary)
     if len(special.sentinels) < spans:

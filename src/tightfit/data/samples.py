@@ -57,6 +57,7 @@ class ModelInput:
     labels       class labels are below this number
     image_size   height and width of the input images in pixels
     channels     number of channels of the input images
+    tokenizer    the folder of the model's own tokenizer
     """
 
     task: str | None
@@ -66,6 +67,7 @@ class ModelInput:
     labels: int | None = None
     image_size: int | None = None
     channels: int | None = None
+    tokenizer: str | None = None
 
     def check_length(self, asked: str, length: int) -> None:
         """Raise InputError if sequences of `length` tokens are longer than the model has positions.

@@ -18,7 +18,8 @@ from tightfit.data.cache import cached_folder
 from tightfit.data.samples import DamagePolicy, ModelInput
 from tightfit.data.text import TextSource
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, expand_path
+from tightfit.job import DataSpec
+from tightfit.models.pretrained import pretrained_folder
 
 _log = logging.getLogger(__name__)
 PAD, END, MASK, SENTINEL = "<|pad|>", "<|endoftext|>", "<|mask|>", "<extra_id_{}>"
@@ -50,17 +51,25 @@ class SpecialTokens:
     all: tuple[int, ...]
 
 
+def named_tokenizer(spec: DataSpec, model: ModelInput) -> str | None:
+    """Return the path of the tokenizer that the data names, else of the model's own one. Return
+    None if a byte-level BPE is trained: if there is neither of them, or if the data gives the
+    vocabulary size of a new one."""
+    return spec.tokenizer or (None if spec.vocabulary_size else model.tokenizer)
+
+
 def load_tokenizer(path: str) -> Any:
-    """Load a transformers tokenizer. path: a tokenizer.json or a folder with one. Raises InputError
-    if the path holds no tokenizer."""
+    """Load a transformers tokenizer. path: a tokenizer.json, a folder with a tokenizer, or the id
+    of a model on the Hub. Raises InputError if the path holds no tokenizer."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    asked, place = f"data: tokenizer={path}", expand_path(path)
+    asked, place = f"data: tokenizer={path}", pretrained_folder(path)
     if not place.exists():
         raise InputError(asked, "no such file or folder", "name a tokenizer.json, or a folder that has one")
     try:
-        if place.is_dir() and (place / "tokenizer_config.json").exists():
+        described = (place / "tokenizer_config.json").exists() or not (place / "tokenizer.json").exists()
+        if place.is_dir() and described:
             loaded = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
             loaded.backend_tokenizer  # noqa: B018  fails for a tokenizer in pure Python
             return loaded

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from tightfit.data import describe_tokenizer
 from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
@@ -152,6 +153,7 @@ class Observer:
             damaged_samples=run.data.damaged,
             parameters=parameter_count(run),
             attention=self.attention,
+            tokenizer=describe_tokenizer(run.job),
         )
 
     def _compile_s(self, median_s: float | None) -> float | None:

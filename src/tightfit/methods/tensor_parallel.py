@@ -45,6 +45,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
+from tightfit.models.lora import has_adapters
 from tightfit.parallel.tensor.sequence_parallel import SequenceParallel
 from tightfit.parallel.tensor.sharder import GATHER_OUTPUT, Sharder
 from tightfit.plan import Plan
@@ -128,6 +129,10 @@ def apply(run: Run, plan: Plan) -> Run:
     """
     assert run.mesh is not None
     refuse_hooks(run.model, f"plan: tp={plan.tp}")
+    if has_adapters(run.model):
+        raise InputError(
+            f"plan: tp={plan.tp}", "the model has adapters, which are not sharded", "use tp: 1, or zero: 3"
+        )
     table = sharding_table(run)
     _check_heads(run.model, plan.tp)
     sequences = _sequences(run, plan) if plan.sequence_parallel else None

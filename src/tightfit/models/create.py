@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
-from tightfit.job import ModelSpec, expand_path
+from tightfit.job import ModelSpec
 from tightfit.models.presets import preset
+from tightfit.models.pretrained import PRETRAINED_FOLDER_FIX, pretrained_folder, read_config
 from tightfit.models.python import as_input_error, checked_model_function, load_python
 from tightfit.values import nearest
 
@@ -84,7 +83,6 @@ _COMMON_KEYS = {
     "tie_word_embeddings",
     "use_cache",
 }
-_PRETRAINED_FOLDER_FIX = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
 # older config keys, which rope_parameters replaces
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
@@ -102,7 +100,7 @@ def task_of(model: Any) -> str | None:
         return model.task
     if not model.from_:
         return _task_of_architecture(_architecture(model))
-    content = _read_config(expand_path(model.from_))
+    content = read_config(model.from_)
     for name in content.get("architectures") or []:
         for ending, task in _TASK_OF_CLASS.items():
             if name.endswith(ending):
@@ -121,8 +119,8 @@ def model_config(spec: ModelSpec) -> Any:
     import transformers
 
     if spec.from_:
-        folder = expand_path(spec.from_)
-        _read_config(folder)
+        read_config(spec.from_)
+        folder = pretrained_folder(spec.from_)
         if "trust_remote_code" in spec.config:
             raise InputError(
                 "job: model.trust_remote_code",
@@ -197,6 +195,8 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     """
     if not isinstance(model, ModelSpec) or model.python or model.from_:
         return None
+    if model.lora is not None and model.lora.targets != "all-linear":  # a target may name some blocks
+        return None
     config = model_config(model)
     depth, alike = getattr(config, "num_hidden_layers", None), not getattr(config, "layer_types", None)
     if alike and isinstance(depth, int) and depth > blocks:
@@ -225,9 +225,12 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
     make = _make_factory(model, sequential)
 
     def create() -> nn.Module:
-        from tightfit._torch.patches import without_truncated_normal
+        from tightfit._torch.patches import convertible_fake_modules, without_truncated_normal
 
-        with without_truncated_normal() if _shapes_only() else nullcontext():
+        with ExitStack() as entered:
+            if _shapes_only():
+                entered.enter_context(without_truncated_normal())
+                entered.enter_context(convertible_fake_modules())
             return _switch_off_cache(make())
 
     return create
@@ -250,17 +253,25 @@ def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
         return checked_model_function(load_python(model.python), model.python)
 
     def create() -> nn.Module:
-        import torch
-
         config = model_config(model)
         kind = _model_class(model, config)
+        made = plain(config, kind)
+        if model.lora is None:
+            return made
+        from tightfit.models.lora import add_adapters
+
+        return add_adapters(made, model, task_of(model))
+
+    def plain(config: Any, kind: Any) -> nn.Module:
+        import torch
+
         if model.from_ and not _shapes_only():
             with (
-                as_input_error(f"job: model.from={model.from_}", _PRETRAINED_FOLDER_FIX),
+                as_input_error(f"job: model.from={model.from_}", PRETRAINED_FOLDER_FIX),
                 _read_sequentially() if sequential else nullcontext(),
             ):
                 return kind.from_pretrained(
-                    model.from_,
+                    pretrained_folder(model.from_, weights=True),
                     config=config,
                     dtype=torch.float32,
                     local_files_only=True,
@@ -317,28 +328,6 @@ def _task_of_architecture(architecture: str) -> str:
         "transformers has no model of this type for any of the tasks " + ", ".join(_TRANSFORMERS_TABLES),
         "set model.python to a function that returns the model, and give the job its own loss",
     )
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a pretrained folder's config.json. Raises InputError if the file cannot
-    be read."""
-    asked = f"job: model.from={folder}"
-    if not folder.is_dir():
-        near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*/")], 1)
-        raise InputError(
-            asked,
-            "is a file" if folder.exists() else "no such folder",
-            f"did you mean {folder.parent / near[0]}?" if near else _PRETRAINED_FOLDER_FIX,
-        )
-    try:
-        content = json.loads((folder / "config.json").read_text())
-    except FileNotFoundError:
-        raise InputError(asked, "has no config.json", _PRETRAINED_FOLDER_FIX) from None
-    except ValueError as error:
-        raise InputError(asked, f"config.json is not JSON ({error})", _PRETRAINED_FOLDER_FIX) from None
-    if not isinstance(content, dict):
-        raise InputError(asked, "config.json does not contain a JSON object", _PRETRAINED_FOLDER_FIX)
-    return content
 
 
 def _config_class(architecture: str) -> Any:

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tightfit.cost.ledger import ROWS
+from tightfit.data import describe_tokenizer
 from tightfit.job import Job
 from tightfit.machine import Machine
+from tightfit.models.lora import lora_of
 from tightfit.optim.groups import first_match, full_rate
 from tightfit.plan import Plan
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
@@ -89,6 +91,10 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
             say(f"         {caveat}")
     changes = ", ".join(chosen.changes_math)
     say(f"numerics {changes + ': changed, as the job allows' if changes else 'unchanged'}{_layers_in_float8(chosen)}")
+    if trained := _trained(chosen):
+        say(f"trained  {trained}")
+    if tokenizer := describe_tokenizer(chosen.job):
+        say(f"tokens   from {tokenizer}")
     for line in _groups(chosen):
         say(f"groups   {line}")
     for line in _experts(chosen):
@@ -119,6 +125,17 @@ def _states(estimate: Estimate) -> str:
         f"{row} {size:.3g}" for row, size in parts.items()
     )
     return said + (", and 2 of its 16-bit copy while it is used" if estimate.plan.precision.endswith("mixed") else "")
+
+
+def _trained(estimate: Estimate) -> str:
+    """Return how many weights are trained, if the job has adapters or most weights are frozen;
+    empty otherwise. A model's buffers count as frozen weights."""
+    lora = lora_of(estimate.job.model)
+    total = sum(one.count for one in estimate.ledger.parameters)
+    count = sum(one.count for one in estimate.ledger.parameters if one.trainable)
+    if lora is None and 2 * count > total:
+        return ""
+    return f"{count:,} of {total:,} weights ({count / max(total, 1):.2%})" + ("" if lora is None else f": {lora}")
 
 
 def _made_up_for(chosen: Estimate, stages: list[WaterfallRow]) -> str:

@@ -8,7 +8,8 @@ checkpoint is a folder such as `step-00000120` with
                            also the tokenizer's files, if the data has a tokenizer
     optimizer.safetensors  optimizer states
     state.json             step, loss scale, states of the random number generators
-    checksums.json         the SHA-256 of every other file
+    checksums.json         the SHA-256 of every other file of the folder
+    adapter/               the adapters of a model with adapters, as peft reads them
 
 A large checkpoint has several files of tensors, which the devices write together: see
 `tensor_files.py`. Tensors are saved unsharded, so a run can resume on any number of devices and
@@ -38,12 +39,14 @@ from tightfit.engine.rng import random_states
 from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
 from tightfit.models import is_transformers_model
+from tightfit.models.lora import has_adapters, save_adapters
 from tightfit.optim.groups import changed_rates
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run
 from tightfit.tensor_files import (
     CHECKSUMS,
     Layout,
+    Reader,
     Writer,
     distribute,
     file_bytes,
@@ -98,6 +101,7 @@ def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = f
         for kind, (layout, size) in layouts.items():
             write_index(unfinished, kind, layout, size)
         _describe(run, unfinished)
+        _write_adapters(run, unfinished)
         (unfinished / STATE).write_text(json.dumps(state) + "\n")
         write_checksums(unfinished, {name: sum for one in written for name, sum in one.items()})
         shutil.rmtree(final, ignore_errors=True)
@@ -235,6 +239,14 @@ def _describe(run: Run, folder: Path) -> None:
         config.save_pretrained(folder)
     if run.data.tokenizer is not None:
         run.data.tokenizer.save_pretrained(folder)
+
+
+def _write_adapters(run: Run, folder: Path) -> None:
+    """Write the adapters of a model with adapters into a folder of their own. They are read from
+    the checkpoint's own files, in which they are not sharded."""
+    if has_adapters(run.model):
+        with Reader(folder, "model") as saved:
+            save_adapters(run.model, {name: saved.get(name) for name in saved.names}, folder / "adapter")
 
 
 def _plain_name(model: nn.Module) -> str:

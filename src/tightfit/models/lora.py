@@ -1,0 +1,192 @@
+"""Low-rank adapters (LoRA, DoRA) through the library peft.
+
+The adapted model keeps its class and its modules' names. In place of a linear layer it has a layer
+of peft, which holds the frozen layer as `base_layer` and the trained matrices as `lora_A` and
+`lora_B`. So every method works on an adapted model as on any partly frozen model.
+
+Example: rank 16 adapters of a 4096 x 4096 layer train 2 x 16 x 4096 = 131,072 weights; the layer's
+own 16.8 million weights get no gradients and no optimizer states.
+
+Source  LoRA: Hu et al. 2021, arXiv:2106.09685. DoRA: Liu et al. 2024, arXiv:2402.09353.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.errors import InputError
+from tightfit.job import LoraSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ADAPTER = "default"  # peft's name of an adapter that has no other name
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."  # of the names in peft's files
+_PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
+
+
+def lora_of(model: Any) -> LoraSpec | None:
+    """Return the adapters that a job's model asks for; None for a model without adapters."""
+    return model.lora if isinstance(model, ModelSpec) else None
+
+
+def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
+    """Freeze a transformers model and add the adapters of its spec, in place. Return the model.
+
+    Raises InputError if peft is not installed, if a target matches no linear layer, or if the task trains
+    a new output layer, which adapters would leave frozen.
+    """
+    lora = spec.lora
+    assert lora is not None
+    peft = _import_peft()
+    if task == "classification":
+        raise InputError(
+            "job: model.lora",
+            "would freeze the new output layer of a classifier",
+            "leave model.lora out, or train a language model",
+        )
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        use_dora=lora.dora,
+        target_modules=target_names(model, lora.targets),
+        base_model_name_or_path=spec.from_,
+        task_type=_PEFT_TASKS.get(task or ""),
+    )
+    with warnings.catch_warnings():
+        # peft reads a name that transformers renamed, and says that it transposes GPT-2's layers
+        warnings.simplefilter("ignore")
+        adapted: nn.Module = peft.inject_adapter_in_model(config, model, ADAPTER)
+    return adapted
+
+
+def _import_peft() -> Any:
+    """Return the module peft. Raises InputError if it is not installed."""
+    try:
+        import peft
+    except ImportError:
+        raise InputError(
+            "job: model.lora", "the library peft is not installed", 'install it: pip install "tightfit[lora]"'
+        ) from None
+    return peft
+
+
+def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
+    """Return the full names of the linear layers that get adapters.
+
+    targets  "all-linear" for all but the output layer; or names such as q_proj, which match full
+             names that end with them, or patterns with * such as "*.mlp.*"
+
+    Raises InputError for a target that matches no linear layer.
+    """
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    if targets == "all-linear":
+        output = _output_layer(model)
+        return [name for name, module in linear.items() if module is not output]
+    found: list[str] = []
+    for target in [targets] if isinstance(targets, str) else targets:
+        matched = [name for name in linear if name == target or name.endswith(f".{target}") or _matches(name, target)]
+        if not matched:
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise InputError(
+                f"job: model.lora.targets: {target}",
+                "matches no linear layer",
+                f"use all-linear, or some of: {', '.join(known)}",
+            )
+        found += matched
+    return list(dict.fromkeys(found))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return "*" in pattern and fnmatch.fnmatchcase(name, pattern)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer: nn.Linear, or Conv1D as in GPT-2."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _output_layer(model: nn.Module) -> Any:
+    find = getattr(model, "get_output_embeddings", None)
+    return find() if find is not None else None
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model has layers of peft, from a spec or from the user's own code."""
+    return isinstance(getattr(model, "peft_config", None), Mapping)
+
+
+def plain_model(model: nn.Module) -> nn.Module:
+    """Return the model that a PeftModel wraps, or the model itself if it is not wrapped."""
+    from torch import nn
+
+    base = getattr(model, "get_base_model", None)
+    found = base() if base is not None and has_adapters(model) else model
+    assert isinstance(found, nn.Module)
+    return found
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """Add the adapters to the weights that they adapt, and remove them, in place. Return the plain
+    model, without the wrapper of peft."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    plain = plain_model(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            plain.set_submodule(name, module.get_base_layer())
+    if hasattr(plain, "peft_config"):
+        del plain.peft_config
+    if hasattr(plain, "_hf_peft_config_loaded"):
+        plain._hf_peft_config_loaded = False  # type: ignore[assignment, unused-ignore]
+    return plain
+
+
+def save_adapters(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapters into a folder, as `PeftModel.from_pretrained` reads them.
+
+    model    the model with adapters; its tensors are not read
+    tensors  name in the model -> full tensor. Other tensors than those of adapters are left out
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    adapter = _adapter_name(model)
+    found = get_peft_model_state_dict(model, dict(tensors), adapter_name=adapter, save_embedding_layers=False)
+    prefix = "" if isinstance(model, PeftModel) else PREFIX
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {f"{prefix}{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
+    save_file(kept, folder / ADAPTER_FILE, metadata={"format": "pt"})
+    config: Any = model.peft_config[adapter]  # type: ignore[index, union-attr]
+    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    content["inference_mode"] = True
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def _adapter_name(model: nn.Module) -> str:
+    names = list(model.peft_config)  # type: ignore[arg-type, union-attr]
+    return ADAPTER if ADAPTER in names else names[0]
+
+
+__all__ = [
+    "ADAPTER_CONFIG",
+    "ADAPTER_FILE",
+    "add_adapters",
+    "has_adapters",
+    "lora_of",
+    "merge_adapters",
+    "plain_model",
+    "save_adapters",
+    "target_names",
+]

@@ -1,0 +1,187 @@
+"""`tightfit export` and `tightfit generate`: use the model of a run outside of its training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tightfit.engine.checkpoint.save import newest
+from tightfit.errors import InputError
+from tightfit.job import Job
+from tightfit.models import is_transformers_model, model_factory
+from tightfit.models.lora import has_adapters, merge_adapters, plain_model, save_adapters
+from tightfit.tensor_files import Reader
+from tightfit.values import read_yaml
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of a run, as its newest checkpoint has it, on the CPU.
+
+    model      the model, in the types of the checkpoint
+    tokenizer  the tokenizer of the run's data; None if the checkpoint has no tokenizer
+    path       the folder of the checkpoint
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    path: Path
+
+
+def load_trained(run: Path) -> TrainedModel:
+    """Load the model and the tokenizer from the newest checkpoint of a run's folder.
+
+    Raises InputError if the folder is not that of a run, if it has no checkpoint, or if the
+    checkpoint does not fit the model.
+    """
+    if not (run / "job.yaml").exists():
+        raise InputError(
+            f"run {run}", "has no job.yaml", "name the folder that tightfit train wrote, such as runs/name"
+        )
+    job = Job.parse({**read_yaml(run / "job.yaml"), "plan": None})
+    path = newest(run / "checkpoints")
+    model = model_factory(job.model)()
+    with Reader(path, "model") as saved:
+        _load(model, saved, path)
+    tokenizer = None
+    if (path / "tokenizer_config.json").exists():
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    return TrainedModel(model.eval(), tokenizer, path)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, saved: Reader, path: Path) -> None:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing = sorted({name for name, _ in model.named_parameters()} - saved.names)
+    wrong = [name for name in sorted(saved.names & tensors.keys()) if saved.get(name).shape != tensors[name].shape]
+    if missing or wrong:
+        raise InputError(
+            f"checkpoint {path}",
+            f"does not fit the model of job.yaml ({(missing or wrong)[0]})",
+            "use the model's code from the time of the training",
+        )
+    for name in saved.names & tensors.keys():
+        tensors[name].data = saved.get(name).clone()  # the file is mapped
+
+
+def export(run: Path, folder: Path, merge: bool = False, dtype: str | None = None) -> str:
+    """Write a run's model into a new folder, as transformers or peft read it. Return what was
+    written, in words.
+
+    merge  add the adapters to the weights, and write a plain transformers model. Without it, only
+           the adapters of a model with adapters are written
+    dtype  fp32, bf16 or fp16; None: the type of the checkpoint
+
+    Raises InputError if the folder has files, for an unknown dtype, for `merge` without adapters,
+    and for a model that is not from transformers.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype}", "is not a type of weights", f"use one of: {', '.join(DTYPES)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"--to {folder}", "exists and is not an empty folder", "name a new folder")
+    trained = load_trained(run)
+    adapted = has_adapters(trained.model)
+    if merge and not adapted:
+        raise InputError("--merge", "the run's model has no adapters", "leave out --merge")
+    plain = plain_model(trained.model)
+    if not is_transformers_model(plain):
+        raise InputError(
+            f"run {run}",
+            f"its model is {type(plain).__name__}, and only models of transformers can be exported",
+            f"read the weights from {trained.path}/model.safetensors",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    if adapted and not merge:
+        state = {name: value if dtype is None else value.to(DTYPES[dtype]) for name, value in _state(trained.model)}
+        save_adapters(trained.model, state, folder)
+        what = "adapters"
+    else:
+        _save_plain(trained.model, dtype, folder)
+        what = "merged model" if merge else "model"
+    if trained.tokenizer is not None:
+        trained.tokenizer.save_pretrained(folder)
+        what += " and tokenizer"
+    return f"{what} of {trained.path} written to {folder}"
+
+
+def _state(model: nn.Module) -> list[tuple[str, Any]]:
+    return list(model.state_dict().items())
+
+
+def _save_plain(model: nn.Module, dtype: str | None, folder: Path) -> None:
+    """Write a transformers model; adapters are merged in fp32 first."""
+    kept = DTYPES[dtype] if dtype else _largest_type(model)
+    plain: Any = merge_adapters(model.float()) if has_adapters(model) else model
+    plain = plain.to(kept)
+    if getattr(plain.config, "use_cache", None) is False:
+        plain.config.use_cache = True  # generation needs it, training does not
+    plain.save_pretrained(folder)
+
+
+def _largest_type(model: nn.Module) -> torch.dtype:
+    """Return the type of the largest parameter."""
+    return max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
+
+
+def export_command(run: Path, folder: Path, merge: bool, dtype: str | None) -> None:
+    _quiet()
+    print(export(run, folder, merge, dtype))
+
+
+def generate(
+    run: Path, prompt: str, tokens: int = 100, temperature: float = 0.0, chat: bool = False, seed: int = 0
+) -> str:
+    """Return the text with which a run's model continues a prompt.
+
+    tokens       the largest number of new tokens
+    temperature  0 takes the most likely token each time; larger values draw more varied tokens
+    chat         put the prompt into the tokenizer's chat template, as a message of the user
+
+    Raises InputError for a run without a tokenizer, or a model that does not generate text.
+    """
+    trained = load_trained(run)
+    model: Any = merge_adapters(trained.model.float()) if has_adapters(trained.model) else trained.model
+    if trained.tokenizer is None:
+        raise InputError(f"run {run}", "its data is not text, so there is no tokenizer", "generate from a run on text")
+    if not is_transformers_model(model) or not model.can_generate():
+        raise InputError(
+            f"run {run}",
+            f"{type(model).__name__} does not generate text",
+            "use a causal-lm or seq2seq-lm of transformers",
+        )
+    if chat and not trained.tokenizer.chat_template:
+        raise InputError("--chat", "the run's tokenizer has no chat template", "leave out --chat")
+    if chat:
+        said = [{"role": "user", "content": prompt}]
+        prompt = trained.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    # a template writes its special tokens itself
+    inputs = trained.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat, return_token_type_ids=False)
+    torch.manual_seed(seed)
+    drawn = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    end = trained.tokenizer.eos_token_id
+    model.config.use_cache = True
+    with torch.no_grad():
+        made = model.generate(**inputs, max_new_tokens=tokens, eos_token_id=end, pad_token_id=end, **drawn)[0]
+    new = made if model.config.is_encoder_decoder else made[inputs["input_ids"].shape[1] :]
+    text: str = trained.tokenizer.decode(new, skip_special_tokens=True)
+    return text
+
+
+def generate_command(run: Path, prompt: str, tokens: int, temperature: float, chat: bool) -> None:
+    _quiet()
+    print(generate(run, prompt, tokens, temperature, chat))
+
+
+def _quiet() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
