@@ -32,6 +32,13 @@ Permission = Literal[
     "asynchronous",
     "offload",
 ]
+Format = Literal["prompt-response", "messages", "alpaca", "sharegpt"]
+FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
+    "prompt-response": ("prompt", "response"),
+    "messages": ("messages",),
+    "alpaca": ("instruction", "input", "output"),
+    "sharegpt": ("conversations",),
+}  # the fields of a row in each format
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
@@ -132,7 +139,12 @@ class ModelSpec(Value):
 
 class DataSpec(Value):
     """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python. The other
-    fields say how samples are made from this source."""
+    fields say how samples are made from this source.
+
+    With a `format`, rows are conversations for fine-tuning, and only the response counts in the
+    loss. Each sequence then holds one conversation (packing: padded), or several that do not attend
+    to one another (packing: separate).
+    """
 
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
     jsonl: str | list[str] | None = None
@@ -144,6 +156,18 @@ class DataSpec(Value):
     field: str = "text"
     target_field: str | None = Field(None, description="seq2seq: the field of the target text")
     label_field: str = "label"
+    format: Format | None = Field(None, description="what a row of jsonl, parquet or dataset holds for fine-tuning")
+    fields: dict[str, str] | None = Field(
+        None, description="names of the format's fields in the rows: {prompt: question, response: answer}"
+    )
+    chat_template: str | None = Field(
+        None,
+        description="a file with a Jinja template, chatml, or tokenizer: the tokenizer's own, which messages and sharegpt use "
+        "by default",
+    )
+    loss_on: Literal["response", "all"] | Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="with a format: response (the default), all, or the roles whose tokens count in the loss"
+    )
     tokenizer: str | None = Field(
         None, description="a folder or tokenizer.json; if left out, a byte-level BPE is trained on the data"
     )
@@ -152,7 +176,11 @@ class DataSpec(Value):
     )
     sequence_length: int = Field(256, gt=1, le=2**24)
     target_length: int | None = Field(None, gt=1, le=2**24)
-    packing: Literal["packed", "padded"] = "packed"
+    packing: Literal["packed", "padded", "separate"] = Field(
+        "packed",
+        description="packed: texts are joined and cut; padded: one text in each sequence; separate: several whole texts in each "
+        "sequence, which do not attend to one another. With a format, padded is the default",
+    )
     mask_probability: float = Field(0.15, gt=0, lt=1)
     image_size: int | None = Field(None, gt=0)
     samples: int = Field(4096, gt=0, description="how many synthetic samples")
@@ -163,6 +191,52 @@ class DataSpec(Value):
     def _one_source(self) -> Self:
         names = ("text", "jsonl", "parquet", "dataset", "images", "synthetic", "python")
         _exactly_one("data", {name: getattr(self, name) for name in names})
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pad_conversations(cls, content: Any) -> Any:
+        """With a format, the default of `packing` is padded."""
+        if isinstance(content, dict) and content.get("format") is not None and content.get("packing") is None:
+            return {**content, "packing": "padded"}
+        return content
+
+    @model_validator(mode="after")
+    def _consistent_format(self) -> Self:
+        rows = self.jsonl or self.parquet or self.dataset
+        if self.packing == "separate" and not (rows or self.text):
+            raise InputError(
+                "job: data.packing=separate",
+                "packs texts, and this data has none",
+                "leave out data.packing, or use data.text, data.jsonl, data.parquet or data.dataset",
+            )
+        if self.format is None:
+            for name in ("fields", "chat_template", "loss_on"):
+                if getattr(self, name) is not None:
+                    raise InputError(
+                        f"job: data.{name}",
+                        "is given without data.format",
+                        f"add data.format ({', '.join(FORMAT_FIELDS)}), or leave out data.{name}",
+                    )
+            return self
+        if not rows:
+            raise InputError(
+                f"job: data.format={self.format}",
+                "needs rows with fields",
+                "use data.jsonl, data.parquet or data.dataset, or leave out data.format",
+            )
+        if self.packing == "packed":
+            raise InputError(
+                "job: data.packing=packed",
+                f"cuts texts anywhere, and data.format={self.format} keeps prompts and responses together",
+                "use data.packing: separate, or padded",
+            )
+        known = FORMAT_FIELDS[self.format]
+        for name in self.fields or {}:
+            if name not in known:
+                raise InputError(
+                    f"job: data.fields.{name}", f"is no field of the format {self.format}", nearest(name, list(known))
+                )
         return self
 
     def __str__(self) -> str:
@@ -516,8 +590,9 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     def python(text: Any) -> Any:
         return path(text) if isinstance(text, str) and ".py:" in text else text
 
-    words = {"text": ["python-stdlib"], "images": ["digits"]}
-    paths = {"model": ["from"], "data": ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"], "loss": []}
+    words = {"text": ["python-stdlib"], "images": ["digits"], "chat_template": ["chatml", "tokenizer"]}
+    data = ["text", "jsonl", "parquet", "dataset", "images", "tokenizer", "chat_template"]
+    paths = {"model": ["from"], "data": data, "loss": []}
     for section, names in paths.items():
         fields = content.get(section)
         if isinstance(fields, dict):
