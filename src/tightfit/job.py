@@ -34,6 +34,13 @@ Permission = Literal[
     "asynchronous",
     "offload",
 ]
+Format = Literal["prompt-response", "messages", "alpaca", "sharegpt"]
+FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
+    "prompt-response": ("prompt", "response"),
+    "messages": ("messages",),
+    "alpaca": ("instruction", "input", "output"),
+    "sharegpt": ("conversations",),
+}  # the fields of a row in each format
 OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
 WithoutDecay = Literal["norms", "biases", "embeddings"]
@@ -209,7 +216,12 @@ class ModelSpec(Value):
 
 class DataSpec(Value):
     """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python. The other
-    fields say how samples are made from this source."""
+    fields say how samples are made from this source.
+
+    With a `format`, rows are conversations for fine-tuning, and only the response counts in the
+    loss. Each sequence then holds one conversation (packing: padded), or several that do not attend
+    to one another (packing: separate).
+    """
 
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
     jsonl: str | list[str] | None = None
@@ -221,6 +233,18 @@ class DataSpec(Value):
     field: str = "text"
     target_field: str | None = Field(None, description="seq2seq: the field of the target text")
     label_field: str = "label"
+    format: Format | None = Field(None, description="what a row of jsonl, parquet or dataset holds for fine-tuning")
+    fields: dict[str, str] | None = Field(
+        None, description="names of the format's fields in the rows: {prompt: question, response: answer}"
+    )
+    chat_template: str | None = Field(
+        None,
+        description="a file with a Jinja template, chatml, or tokenizer: the tokenizer's own, which messages and sharegpt use "
+        "by default",
+    )
+    loss_on: Literal["response", "all"] | Annotated[list[str], Field(min_length=1)] | None = Field(
+        None, description="with a format: response (the default), all, or the roles whose tokens count in the loss"
+    )
     tokenizer: str | None = Field(
         None,
         description="a folder, a tokenizer.json or a model on the Hub; if left out, the tokenizer in the folder of model.from; "
@@ -233,7 +257,11 @@ class DataSpec(Value):
     )
     sequence_length: int = Field(256, gt=1, le=2**24)
     target_length: int | None = Field(None, gt=1, le=2**24)
-    packing: Literal["packed", "padded"] = "packed"
+    packing: Literal["packed", "padded", "separate"] = Field(
+        "packed",
+        description="packed: texts are joined and cut; padded: one text in each sequence; separate: several whole texts in each "
+        "sequence, which do not attend to one another. With a format, padded is the default",
+    )
     mask_probability: float = Field(0.15, gt=0, lt=1)
     image_size: int | None = Field(None, gt=0)
     samples: int = Field(4096, gt=0, description="how many synthetic samples")
@@ -243,6 +271,52 @@ class DataSpec(Value):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         _exactly_one("data", {name: getattr(self, name) for name in SOURCES})
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pad_conversations(cls, content: Any) -> Any:
+        """With a format, the default of `packing` is padded."""
+        if isinstance(content, dict) and content.get("format") is not None and content.get("packing") is None:
+            return {**content, "packing": "padded"}
+        return content
+
+    @model_validator(mode="after")
+    def _consistent_format(self) -> Self:
+        rows = self.jsonl or self.parquet or self.dataset
+        if self.packing == "separate" and not (rows or self.text):
+            raise InputError(
+                "job: data.packing=separate",
+                "packs texts, and this data has none",
+                "leave out data.packing, or use data.text, data.jsonl, data.parquet or data.dataset",
+            )
+        if self.format is None:
+            for name in ("fields", "chat_template", "loss_on"):
+                if getattr(self, name) is not None:
+                    raise InputError(
+                        f"job: data.{name}",
+                        "is given without data.format",
+                        f"add data.format ({', '.join(FORMAT_FIELDS)}), or leave out data.{name}",
+                    )
+            return self
+        if not rows:
+            raise InputError(
+                f"job: data.format={self.format}",
+                "needs rows with fields",
+                "use data.jsonl, data.parquet or data.dataset, or leave out data.format",
+            )
+        if self.packing == "packed":
+            raise InputError(
+                "job: data.packing=packed",
+                f"cuts texts anywhere, and data.format={self.format} keeps prompts and responses together",
+                "use data.packing: separate, or padded",
+            )
+        known = FORMAT_FIELDS[self.format]
+        for name in self.fields or {}:
+            if name not in known:
+                raise InputError(
+                    f"job: data.fields.{name}", f"is no field of the format {self.format}", nearest(name, list(known))
+                )
         return self
 
     def __str__(self) -> str:
@@ -861,8 +935,8 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
         known = name in ("from", "tokenizer") and isinstance(text, str) and is_hub_id(text)
         return known and not (folder / expand_path(text)).exists()
 
-    words = {"text": ["python-stdlib"], "images": ["digits"]}
-    sources = ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"]
+    words = {"text": ["python-stdlib"], "images": ["digits"], "chat_template": ["chatml", "tokenizer"]}
+    sources = ["text", "jsonl", "parquet", "dataset", "images", "tokenizer", "chat_template"]
 
     def section(fields: Any, names: list[str]) -> Any:
         if not isinstance(fields, dict):

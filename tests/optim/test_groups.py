@@ -55,7 +55,7 @@ def options_of(**train: Any) -> dict[str, tuple[float, float]]:
         (["embeddings"], {*(name for name, _ in Net().named_parameters())} - {"embed.weight"}),
         ([], {name for name, _ in Net().named_parameters()}),
     ],
-    ids=str,
+    ids=["default", "all three", "embeddings", "none"],
 )
 def test_no_decay_says_what_has_no_weight_decay(words: list[str] | None, decayed: set[str]) -> None:
     found = options_of(no_decay=words)

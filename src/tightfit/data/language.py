@@ -6,13 +6,17 @@ file (`tokens`), cut it into sequences, and turn these into samples of the task 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tightfit.data.conversation_tokens import conversation_tokens, kept_conversations
+from tightfit.data.conversations import conversation_format, renderer
 from tightfit.data.samples import ModelInput, Samples
+from tightfit.data.segments import SegmentSamples, padded_rows, separate_rows
 from tightfit.data.sequences import (
     CausalSamples,
     LabelledSamples,
@@ -26,7 +30,7 @@ from tightfit.data.synthetic import SyntheticRows
 from tightfit.data.text import Columns, TextSource, first_document, open_text
 from tightfit.data.tokenizer import SpecialTokens, load_tokenizer, named_tokenizer, special_tokens, trained_tokenizer
 from tightfit.data.tokens import PackedSequences, PaddedSequences, TokenFile, TokenSequences, token_file
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import DataSpec
 
 
@@ -36,9 +40,10 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     seed: selects the random masks and spans. Raises InputError if the data, the tokenizer or the
     model lacks something that the task needs.
     """
-    task = _task(spec, model)
+    task = check_task(spec, model)
     pairs, labelled = task == "seq2seq-lm" and spec.target_field is not None, task == "classification"
-    source = open_text(spec, Columns(spec.field, spec.target_field, spec.label_field if labelled else None))
+    columns = Columns(spec.field, spec.target_field, spec.label_field if labelled else None)
+    source = open_text(spec, conversation_format(spec) if spec.format else columns)
     # so that a wrong field name fails before a tokenizer is trained
     first_document(source, spec.skip_damaged)
     _check_lengths(spec, model)
@@ -57,6 +62,8 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
             "to train on pairs of texts instead, set data.target_field; or leave out data.tokenizer, and one with enough "
             "sentinel tokens is trained",
         )
+    if spec.format:
+        return _conversations(source, spec, special, tokenizer)
     tokens = token_file(source, tokenizer, special, task != "causal-lm", spec.skip_damaged)
     damaged = tokens.facts["damaged"]
     if labelled:
@@ -65,6 +72,8 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     if pairs:
         targets = PaddedSequences(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
         return PairSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, targets=targets)
+    if spec.packing == "separate":
+        return SegmentSamples(separate_rows(tokens, None, length, special.pad), tokenizer, damaged)
     rows = (
         PaddedSequences(tokens, length, special.pad)
         if spec.packing == "padded"
@@ -76,7 +85,7 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
 def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     """Make synthetic sequences as samples of the model's task. Raises InputError if no vocabulary
     size is known."""
-    task, vocabulary = _task(spec, model), spec.vocabulary_size or model.vocabulary
+    task, vocabulary = check_task(spec, model), spec.vocabulary_size or model.vocabulary
     if vocabulary is None:
         raise InputError(
             "data: synthetic=tokens", "the vocabulary size of the model is not known", "set data.vocabulary_size"
@@ -92,7 +101,26 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     return _task_samples(task, rows, special, spec, seed, None, 0)
 
 
-def _task(spec: DataSpec, model: ModelInput) -> str:
+def _conversations(source: TextSource, spec: DataSpec, special: SpecialTokens, tokenizer: Any) -> Samples:
+    """Return samples of conversations. Warns about those that are longer than a sequence, and those
+    that are left out because none of their tokens counts."""
+    length = spec.sequence_length
+    tokens = conversation_tokens(source, renderer(spec, tokenizer), special, spec.skip_damaged)
+    kept, longer, left_out = kept_conversations(tokens, length, source.name)
+    if longer or left_out:
+        count = len(kept) + left_out
+        cut = f"{longer:,} of {count:,} samples are longer than data.sequence_length={length}: only their first {length} tokens "
+        lost = f"{left_out:,} of {count:,} samples have no token that counts in the loss"
+        parts = [f"{cut}are used"] if longer else []
+        parts += (
+            [f"{lost}{f' among their first {length} tokens' if longer else ''}, and are left out"] if left_out else []
+        )
+        warnings.warn(f"data: {source.name}: {'; '.join(parts)}", TightfitWarning, stacklevel=2)
+    rows = separate_rows if spec.packing == "separate" else padded_rows
+    return SegmentSamples(rows(tokens, kept, length, special.pad), tokenizer, tokens.facts["damaged"])
+
+
+def check_task(spec: DataSpec, model: ModelInput) -> str:
     """Return the task for which text is prepared. Raises InputError if the model does not read
     text, or if its task is unknown."""
     task = model.task or ("causal-lm" if model.own_loss else None)
@@ -112,6 +140,13 @@ def _task(spec: DataSpec, model: ModelInput) -> str:
             f"a {task} model has no target text",
             "leave out data.target_field, or use a seq2seq-lm model",
         )
+    for name, value in (("format", spec.format), ("packing", spec.packing)):
+        if task != "causal-lm" and (value == "separate" or (name == "format" and value)):
+            raise InputError(
+                f"data: {name}={value}",
+                f"is for causal-lm, and the model is a {task}",
+                f"leave out data.{name}, or use a causal-lm model",
+            )
     return task
 
 

@@ -36,10 +36,10 @@ class LongRecord:
     start: int
     stop: int
 
-    def fields(self, text: str) -> dict[str, Any]:
+    def fields(self, text: str | None) -> dict[str, Any]:
         """Return all fields of the object, and check that the object is valid JSON.
 
-        text: the name of the long field. If it is a string, only its first character is returned
+        text: the name of the long field, or None. If it is a string, only its first character is returned
         ("" if it is empty), to show its type."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found: dict[str, Any] = {}

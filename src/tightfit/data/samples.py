@@ -127,10 +127,15 @@ def one_sample(samples: Samples, index: int) -> Any:
 
 class DamagePolicy:
     """The policy for damaged samples: raise InputError at the first one, or, with `skip`, leave all
-    of them out and count them."""
+    of them out and count them.
+
+    count  the number of damaged samples that were left out
+    first  (place, what is wrong) of the first damaged sample, or None
+    """
 
     def __init__(self, skip: bool) -> None:
         self.skip, self.count = skip, 0
+        self.first: tuple[str, str] | None = None
 
     def report(self, place: str, found: str) -> None:
         """Count a damaged sample, or raise InputError.
@@ -141,3 +146,4 @@ class DamagePolicy:
         if not self.skip:
             raise InputError(place, found, "correct the sample, or set data.skip_damaged: true to skip damaged samples")
         self.count += 1
+        self.first = self.first or (place, found)

@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from tightfit.data.cache import stamps
 from tightfit.data.long_records import LONG, LongRecord, incomplete
@@ -49,18 +49,74 @@ class Document:
     is_last_part: bool = True
 
 
+class RowFormat(Protocol):
+    """What is read from a row of JSON lines, parquet or a saved dataset.
+
+    identity   JSON-like content that changes when documents change: a part of the key of the cache
+    names      {the name of each field that a row must have: the job's field that gives this name}
+    optional   the names of the fields that are read from the rows that have them
+    long_text  the name of the text field that may be too long for the memory; None if there is none
+    documents  (place, row, damage) -> the documents of a row; a damaged row is reported
+    """
+
+    @property
+    def identity(self) -> Any: ...
+
+    @property
+    def names(self) -> dict[str, str]: ...
+
+    @property
+    def optional(self) -> tuple[str, ...]: ...
+
+    @property
+    def long_text(self) -> str | None: ...
+
+    def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]: ...
+
+
 @dataclass(frozen=True)
 class Columns:
-    """The names of the fields that are read from a row: the text, the target text of a pair, the
-    class label."""
+    """A RowFormat of texts. The names of the fields that are read from a row: the text, the target
+    text of a pair, the class label."""
 
     text: str
     target: str | None = None
     label: str | None = None
 
-    def names(self) -> list[str]:
-        """The names of all fields that are read, the text first."""
-        return [name for name in (self.text, self.target, self.label) if name is not None]
+    @property
+    def identity(self) -> list[str]:
+        return list(self.names)
+
+    @property
+    def names(self) -> dict[str, str]:
+        settings = {"data.field": self.text, "data.target_field": self.target, "data.label_field": self.label}
+        return {name: setting for setting, name in settings.items() if name is not None}
+
+    @property
+    def optional(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def long_text(self) -> str:
+        return self.text
+
+    def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
+        """Yield the document of one row, or nothing if the row is damaged or its text is empty."""
+        found = row_damage(row, self) or self._wrong_type(row)
+        if found:
+            damage.report(place, found)
+        elif row[self.text] and (self.target is None or row[self.target]):
+            target, label = (name and row[name] for name in (self.target, self.label))
+            yield Document(place, row[self.text], target, label)
+
+    def _wrong_type(self, row: dict[str, Any]) -> str | None:
+        for name in self.names:
+            kinds, expected = (int | str, "a label") if name == self.label else (str, "text")
+            if not isinstance(row[name], kinds):
+                return f"field {name!r} holds {type(row[name]).__name__}, not {expected}"
+            if isinstance(row[name], str) and not is_unicode(row[name]):
+                return f"field {name!r} holds half a surrogate pair, which is no character"
+        return None
 
 
 @dataclass(frozen=True)
@@ -70,23 +126,25 @@ class TextSource:
     name        the source's name in messages
     identity    JSON-like content that changes when the files or fields change: the key of the cache
     size_bytes  the size of all files
+    columns     what is read from each row
     documents   yields the documents from the first one; reports damage to the given DamagePolicy
     """
 
     name: str
     identity: Any
     size_bytes: int
+    columns: RowFormat
     documents: Callable[[DamagePolicy], Iterator[Document]]
 
 
-def open_text(spec: DataSpec, columns: Columns) -> TextSource:
+def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
     """Return the source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if
     its files do not exist."""
     if spec.text is not None:
-        if columns.target or columns.label:
+        if len(columns.names) > 1:
             raise InputError(
                 f"data: text={spec.text}",
-                f"plain text has no fields, so it has no {columns.names()[-1]!r}",
+                f"plain text has no fields, so it has no {list(columns.names)[-1]!r}",
                 "use data.jsonl, data.parquet or data.dataset, whose rows have fields",
             )
         files = stdlib_files() if spec.text == PYTHON_STDLIB else find_files("text", spec.text)
@@ -105,21 +163,44 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
-    """Return the source's first undamaged document. Raises InputError if it has none."""
+    """Return the source's first undamaged document.
+
+    Raises InputError if there is none, or if the first one is damaged and `skip_damaged` is False.
+    The message recommends to skip damaged samples only if another sample is not damaged.
+    """
     damage = DamagePolicy(skip_damaged)
-    for document in source.documents(damage):
-        return document
-    left_out = f": all {damage.count} samples are damaged" if damage.count else ""
-    raise InputError(
-        f"data: {source.name}", f"contains no text{left_out}", "name files that contain text, or another data.field"
-    )
+    try:
+        for document in source.documents(damage):
+            return document
+    except InputError as error:
+        skipping = DamagePolicy(skip=True)
+        if next(source.documents(skipping), None) is not None or skipping.first is None:
+            raise
+        raise InputError(error.asked, error.found, _damage_fix(source, error.found)) from None
+    if damage.first is not None:
+        place, found = damage.first
+        raise InputError(
+            f"data: {source.name}",
+            f"contains no text: all {damage.count} samples are damaged; {place} {found}",
+            _damage_fix(source, found),
+        )
+    raise InputError(f"data: {source.name}", "contains no text", "name files that contain text, or another data.field")
+
+
+def _damage_fix(source: TextSource, found: str) -> str:
+    """Return the remedy for a source whose samples are all damaged. found: what is wrong with the
+    first sample."""
+    for name in source.columns.names:
+        if f"no field {name!r}" in found or f"no column {name!r}" in found:
+            return _field_fix(source.columns, name)
+    return "correct the samples, or name other files"
 
 
 def _source(
-    name: str, files: list[Path], columns: Columns, read: Callable[[DamagePolicy], Iterator[Document]]
+    name: str, files: list[Path], columns: RowFormat, read: Callable[[DamagePolicy], Iterator[Document]]
 ) -> TextSource:
     seen = stamps(files)
-    return TextSource(name, [seen, columns.names()], sum(size for _, size, _ in seen), read)
+    return TextSource(name, [seen, columns.identity], sum(size for _, size, _ in seen), columns, read)
 
 
 def stdlib_files() -> list[Path]:
@@ -229,7 +310,7 @@ def _valid_lines(file: Path, first: int, block: bytes, damage: DamagePolicy) -> 
             damage.report(f"{file}:{number}", f"not UTF-8 text ({error.reason} at byte {error.start} of the line)")
 
 
-def _read_jsonl(files: list[Path], columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
+def _read_jsonl(files: list[Path], columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     for file in files:
         with file.open("rb") as lines:
             start = 0
@@ -245,13 +326,13 @@ def _read_jsonl(files: list[Path], columns: Columns, damage: DamagePolicy) -> It
                 start = lines.tell()
 
 
-def _read_line(place: str, line: bytes, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
+def _read_line(place: str, line: bytes, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         damage.report(place, f"not a line of JSON ({_json_error(error)})")
     else:
-        yield from _documents(place, row, columns, damage)
+        yield from columns.documents(place, row, damage)
 
 
 def _json_error(error: Exception) -> str:
@@ -267,24 +348,27 @@ def _line_end(lines: BinaryIO) -> int:
     return lines.tell()
 
 
-def _read_long(place: str, record: LongRecord, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
+def _read_long(place: str, record: LongRecord, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     """Yield the document of a line that is too long to be read at once, with its text in several
     parts."""
     try:
-        row = record.fields(columns.text)
+        row = record.fields(columns.long_text)
     except (ValueError, RecursionError) as error:
         damage.report(place, f"not a line of JSON ({_json_error(error)})")
         return
-    for document in _documents(place, row, columns, damage):
+    for document in columns.documents(place, row, damage):
+        if columns.long_text is None:
+            yield document
+            continue
         before = None
-        for part in record.text(columns.text):
+        for part in record.text(columns.long_text):
             if before is not None:
                 yield Document(place, before, is_last_part=False)
             before = part
         yield replace(document, text=before or "")
 
 
-def _read_parquet(files: list[Path], columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
+def _read_parquet(files: list[Path], columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     """Yield the rows of parquet files as documents, one by one.
 
     Texts are read in their dictionary encoding. Otherwise a small file in which many rows repeat a
@@ -297,33 +381,44 @@ def _read_parquet(files: list[Path], columns: Columns, damage: DamagePolicy) -> 
         number = 0
         try:
             schema = parquet.read_schema(file)
-            missing = next((name for name in columns.names() if name not in schema.names), None)
+            missing = next((name for name in columns.names if name not in schema.names), None)
             if missing is not None:
                 damage.report(str(file), f"has no column {missing!r}; it has {', '.join(schema.names)}")
                 continue
-            known = columns.names()
+            known = _present(columns, schema.names)
             texts = [name for name in known if schema.field(name).type in (pyarrow.string(), pyarrow.large_string())]
             with parquet.ParquetFile(file, read_dictionary=texts) as table:
                 for batch in table.iter_batches(_PARQUET_ROWS, columns=known):
                     for index in range(batch.num_rows):
                         number += 1
                         row = {name: batch.column(name)[index].as_py() for name in known}
-                        yield from _documents(f"{file}: row {number}", row, columns, damage)
+                        yield from columns.documents(f"{file}: row {number}", row, damage)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
             damage.report(str(file), f"not readable as parquet after row {number} ({error})")
 
 
-def _read_dataset(folder: Path, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
+def _read_dataset(folder: Path, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     rows = load_dataset(folder)
-    missing = [name for name in columns.names() if name not in rows.column_names]
+    missing = [name for name in columns.names if name not in rows.column_names]
     if missing:
         raise InputError(
-            f"data: dataset={folder}", f"has no column {missing[0]!r}", nearest(missing[0], rows.column_names)
+            f"data: dataset={folder}",
+            f"has no column {missing[0]!r}; it has {', '.join(rows.column_names)}",
+            f"{_field_fix(columns, missing[0])} ({nearest(missing[0], rows.column_names)})",
         )
-    for number, row in enumerate(rows.select_columns(columns.names()), 1):
-        yield from _documents(f"{folder}: row {number}", row, columns, damage)
+    for number, row in enumerate(rows.select_columns(_present(columns, rows.column_names)), 1):
+        yield from columns.documents(f"{folder}: row {number}", row, damage)
+
+
+def _present(columns: RowFormat, known: list[str]) -> list[str]:
+    """Return the names of the columns that are read from a table with the columns `known`."""
+    return [*columns.names, *(name for name in columns.optional if name in known and name not in columns.names)]
+
+
+def _field_fix(columns: RowFormat, missing: str) -> str:
+    return f"name an existing field with {columns.names[missing]}"
 
 
 def load_dataset(folder: Path) -> Any:
@@ -353,32 +448,17 @@ def load_dataset(folder: Path) -> Any:
     return loaded.with_format(None)
 
 
-def _documents(place: str, row: Any, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
-    """Yield the document of one row, or nothing if the row is damaged or its text is empty."""
-    found = _row_damage(row, columns)
-    if found:
-        damage.report(place, found)
-    elif row[columns.text] and (columns.target is None or row[columns.target]):
-        target, label = (name and row[name] for name in (columns.target, columns.label))
-        yield Document(place, row[columns.text], target, label)
-
-
-def _row_damage(row: Any, columns: Columns) -> str | None:
-    """Return what is wrong with a row, as a message, or None if the row is not damaged."""
+def row_damage(row: Any, columns: RowFormat) -> str | None:
+    """Return, as a message, that a row is no mapping or lacks a field. Return None if it has all
+    fields that it must have."""
     if not isinstance(row, dict):
         return f"expected a mapping of fields, found {type(row).__name__}"
-    for name in columns.names():
-        if name not in row:
-            return f"has no field {name!r}; it has {', '.join(map(repr, row)) or 'none'}"
-        kinds, expected = (int | str, "a label") if name == columns.label else (str, "text")
-        if not isinstance(row[name], kinds):
-            return f"field {name!r} holds {type(row[name]).__name__}, not {expected}"
-        if isinstance(row[name], str) and not _is_unicode(row[name]):
-            return f"field {name!r} holds half a surrogate pair, which is no character"
-    return None
+    missing = next((name for name in columns.names if name not in row), None)
+    return None if missing is None else f"has no field {missing!r}; it has {', '.join(map(repr, row)) or 'none'}"
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether a text has only characters: False if it holds half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

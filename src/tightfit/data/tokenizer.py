@@ -23,6 +23,7 @@ from tightfit.models.pretrained import pretrained_folder
 
 _log = logging.getLogger(__name__)
 PAD, END, MASK, SENTINEL = "<|pad|>", "<|endoftext|>", "<|mask|>", "<extra_id_{}>"
+CHATML_NAMES = ["<|im_start|>", "<|im_end|>"]  # special tokens of the chat template chatml
 _TRAINING_CHARACTERS = 8_000_000
 _LONG_RUN = re.compile(r"(\S{1024})\S+|(\s{1024})\s+")
 _BYTES = 256  # the alphabet of a byte-level tokenizer
@@ -104,6 +105,7 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
     size is unknown, or less than 256 (one token for each byte) plus the number of special tokens.
     """
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
+    names += CHATML_NAMES if spec.chat_template == "chatml" else []
     if size is None:
         raise InputError(
             f"data: {source.name}",

@@ -40,8 +40,13 @@ class TokenFile:
     ids      (tokens,) uint16 or uint32; each document ends with an end-of-text token
     offsets  (documents + 1,) int64; document i is ids[offsets[i] : offsets[i + 1]]
     labels   (documents,) int64 class labels, if the source has labels
+    counted  (tokens,) bool, of conversations: the tokens that count in the loss
+    first_counted
+             (documents,) int64, of conversations: the place of the first token after the very first
+             that counts; the number of tokens if there is none
     facts    "dtype": that of the ids, "damaged": how many documents were left out as damaged,
-             "classes": the names of the classes, if the labels are text
+             "classes": the names of the classes, if the labels are text,
+             "roles": the roles of the messages, of conversations
 
     Only the folder's path and the field are pickled: each worker process maps the file itself.
     """
@@ -67,6 +72,14 @@ class TokenFile:
     @cached_property
     def labels(self) -> Integers:
         return np.load(self.folder / "labels.npy")
+
+    @cached_property
+    def counted(self) -> Mask:
+        return np.asarray(np.memmap(self.folder / "counted.bin", np.bool_, mode="r"))
+
+    @cached_property
+    def first_counted(self) -> Integers:
+        return np.load(self.folder / "first-counted.npy")
 
 
 def token_file(

@@ -66,7 +66,7 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
         if isinstance(spec, DataSpec) and spec.synthetic is not None:
             count = spec.samples
         elif isinstance(spec, DataSpec) and (spec.text or spec.jsonl):
-            if spec.packing == "padded":
+            if spec.packing == "padded" or spec.format:
                 return None
             size = open_text(spec, Columns(spec.field)).size_bytes
             count, about = size // BYTES_PER_TOKEN // spec.sequence_length, "about "

@@ -14,6 +14,8 @@ import torch
 
 from tightfit.data import Samples, UserStream, model_input, open_samples
 from tightfit.data.images import DIGITS, first_images
+from tightfit.data.language import check_task
+from tightfit.data.segments import in_separate_segments
 from tightfit.data.sequences import corruption, row_length
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
@@ -37,6 +39,8 @@ def example_batch(job: Job) -> tuple[Batch, float]:
     Raises InputError if the data cannot be opened.
     """
     spec = job.data
+    if isinstance(spec, DataSpec) and (spec.format or spec.packing == "separate"):
+        check_task(spec, model_input(job))
     stands_in = _synthetic_spec(job, spec) if isinstance(spec, DataSpec) and spec.python is None else None
     source = open_samples(job if stands_in is None else job.replace(data=stands_in))
     if isinstance(source, UserStream):
@@ -47,6 +51,8 @@ def example_batch(job: Job) -> tuple[Batch, float]:
     batch = source.batch(np.arange(count), np.zeros(count, dtype=np.int64))
     if isinstance(spec, DataSpec) and _masks_padding(job, spec):
         batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"]).index_fill_(1, torch.tensor(-1), 0)}
+    if isinstance(spec, DataSpec) and spec.packing == "separate":
+        batch = {**batch, "position_ids": _two_segments(batch["input_ids"])}
     return batch, _seconds_per_sample(
         job, source if stands_in is None or (isinstance(spec, DataSpec) and spec.synthetic) else None
     )
@@ -81,8 +87,8 @@ def label_share(job: Job, batch: Batch) -> LabelCount | None:
     """Return the share of a micro-batch's labels that are not ignored, as a ratio of two counts.
 
     For text and a masked language model the share is `mask_probability`; otherwise it is counted in
-    the example `batch`. For padded text and a causal model every token counts as a label, as in the
-    example batch: this is an upper bound. Returns None if the job has its own loss or the batch has
+    the example `batch`. For padded text and for conversations every token counts as a label, as in
+    the example batch: this is an upper bound. Returns None if the job has its own loss or the batch has
     no labels.
     """
     model = model_input(job)
@@ -96,7 +102,11 @@ def label_share(job: Job, batch: Batch) -> LabelCount | None:
 
 
 def is_padded(batch: Batch) -> bool:
-    """Return whether the batch has an attention mask that masks at least one position."""
+    """Return whether a mask hides some positions from others: the batch has an attention mask that
+    masks at least one position, or rows of several sequences, told apart by their position ids."""
+    positions = batch.get("position_ids") if isinstance(batch, dict) else None
+    if isinstance(positions, torch.Tensor) and positions.dim() == 2 and in_separate_segments(positions):
+        return True
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     return isinstance(mask, torch.Tensor) and not bool(mask.all())
 
@@ -107,6 +117,12 @@ def zeros_like_batch(batch: Batch, samples: int) -> Batch:
     return map_tensors(
         lambda tensor: forget_values(torch.zeros((samples, *tensor.shape[1:]), dtype=tensor.dtype)), batch
     )
+
+
+def _two_segments(ids: torch.Tensor) -> torch.Tensor:
+    """Return position ids, shaped like `ids` (B, L), of rows that hold two sequences."""
+    length = ids.shape[1]
+    return (torch.arange(length) % (length // 2)).expand(len(ids), -1).contiguous()
 
 
 def _masks_padding(job: Job, spec: DataSpec) -> bool:

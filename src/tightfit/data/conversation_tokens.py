@@ -1,0 +1,172 @@
+"""Tokens of conversations: each is tokenized once, with a mask of the tokens that count in the
+loss.
+
+The rendered text of a conversation is tokenized as a whole, as transformers' apply_chat_template
+does. A token counts if it overlaps with a span of characters that counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tightfit.data.cache import cached_folder
+from tightfit.data.conversations import Conversation, RefusedMessages, Rendered, Renderer, Span
+from tightfit.data.order import Integers
+from tightfit.data.samples import DamagePolicy
+from tightfit.data.text import TextSource
+from tightfit.data.tokenizer import SpecialTokens
+from tightfit.data.tokens import Mask, TokenFile
+from tightfit.errors import InputError
+
+_log = logging.getLogger(__name__)
+_BATCH_CHARACTERS = 1_000_000
+
+
+def conversation_tokens(
+    source: TextSource, renderer: Renderer, special: SpecialTokens, skip_damaged: bool
+) -> TokenFile:
+    """Return the tokens of a source of conversations, which are made once and then cached. The
+    TokenFile has `counted`.
+
+    skip_damaged: leave damaged rows out instead of raising InputError. Raises InputError for
+    damaged rows, and for a chat template that cannot render them.
+    """
+    backend = renderer.tokenizer.backend_tokenizer
+    backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
+    backend.no_padding()
+    identity = ["conversations", source.identity, backend.to_str(), special.end, renderer.identity, skip_damaged]
+
+    def make(folder: Path) -> None:
+        damage, roles, written = DamagePolicy(skip_damaged), set(), 0.0
+        dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
+        before = _leading_tokens(backend)
+        offsets, first_counted = array("q", [0]), array("q")
+        with (folder / "text.bin").open("wb") as ids_file, (folder / "counted.bin").open("wb") as counted_file:
+            for batch in _batches(_conversations(source, damage)):
+                roles |= {message["role"] for conversation in batch for message in conversation.messages}
+                rendered = list(_rendered(batch, renderer, damage))
+                encodings = backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
+                for one, encoding in zip(rendered, encodings, strict=True):
+                    ids, counted = _tokens(one, encoding, before, special.end)
+                    np.array(ids, dtype=dtype).tofile(ids_file)
+                    counted.tofile(counted_file)
+                    offsets.append(offsets[-1] + len(ids))
+                    first_counted.append(_first_counted(counted))
+                written += sum(len(one.text) for one in rendered) / 1e6
+                _log.info("tokenizing %s: %.0f million characters so far", source.name, written)
+        np.save(folder / "text-offsets.npy", np.array(offsets, dtype=np.int64))
+        np.save(folder / "first-counted.npy", np.array(first_counted, dtype=np.int64))
+        facts = {"dtype": dtype.name, "damaged": damage.count, "classes": [], "roles": sorted(roles)}
+        (folder / "facts.json").write_text(json.dumps(facts))
+
+    return TokenFile(cached_folder("tokens", identity, make))
+
+
+def _conversations(source: TextSource, damage: DamagePolicy) -> Iterator[Conversation]:
+    for document in source.documents(damage):
+        assert isinstance(document, Conversation)
+        yield document
+
+
+def _rendered(batch: list[Conversation], renderer: Renderer, damage: DamagePolicy) -> Iterator[Rendered]:
+    """Yield the rendered texts. A conversation that the chat template refuses is damaged."""
+    for conversation in batch:
+        try:
+            yield renderer.render(conversation)
+        except RefusedMessages as error:
+            damage.report(conversation.location, str(error))
+
+
+def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+    """Yield conversations in lists of about a million characters, whose texts are tokenized in
+    parallel."""
+    batch: list[Conversation] = []
+    size = 0
+    for one in conversations:
+        batch.append(one)
+        size += len(one.text)
+        if size > _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _leading_tokens(backend: Any) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text, such as <s>."""
+    plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return whole[: places[0]] if places else []
+
+
+def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[list[int], Mask]:
+    """Return (token ids, which of them count) of a rendered text.
+
+    before, end  the special tokens around a text that no chat template wrote; `before` does not
+                 count
+    """
+    counted = overlapping(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), one.counted)
+    if not one.ends:
+        return encoding.ids, counted
+    ids = [*before, *encoding.ids]
+    counted = np.concatenate([np.zeros(len(before), dtype=bool), counted])
+    if encoding.ids[-1:] != [end]:
+        last_counts = bool(one.counted) and one.counted[-1][1] == len(one.text)
+        ids, counted = [*ids, end], np.append(counted, last_counts)
+    return ids, counted
+
+
+def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
+    """Return which tokens overlap with one of the spans, as transformers decides for its mask of
+    assistant tokens.
+
+    offsets  (tokens, 2): the characters of each token, from begin to end
+    """
+    found = np.zeros(len(offsets), dtype=bool)
+    for begin, end in spans:
+        found |= (offsets[:, 1] > begin) & (offsets[:, 0] < end)
+    return found
+
+
+def _first_counted(counted: Mask) -> int:
+    """Return the place of the first token that counts and that another token precedes, from which
+    it can be predicted; the number of tokens if there is none."""
+    places = np.flatnonzero(counted[1:])
+    return int(places[0]) + 1 if len(places) else len(counted)
+
+
+def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integers, int, int]:
+    """Return (indices of the conversations that have a token to train on among their first `length`
+    tokens, how many conversations are longer, how many are left out).
+
+    name: the source's name. Raises InputError if none is kept.
+    """
+    lengths, first = np.diff(tokens.offsets), tokens.first_counted
+    kept = np.flatnonzero(first < np.minimum(lengths, length))
+    if len(kept) == 0:
+        labelled = first < lengths
+        if not len(lengths):
+            raise InputError(f"data: {name}", "contains no conversation", "name files that contain some")
+        if not labelled.any():
+            roles = ", ".join(tokens.facts["roles"])
+            raise InputError(
+                f"data: {name}",
+                f"has no token that counts in the loss; the roles of its messages are {roles}",
+                "name some of these roles with data.loss_on, or set data.loss_on: all",
+            )
+        raise InputError(
+            f"data: sequence_length={length}",
+            f"the first {length} tokens of each sample of {name} have none that counts in the loss",
+            f"set data.sequence_length: {int(lengths[labelled].max())}, with which the longest sample is used whole",
+        )
+    return kept, int((lengths > length).sum()), len(lengths) - len(kept)
+
+
+__all__ = ["conversation_tokens", "kept_conversations", "overlapping"]

@@ -1,0 +1,194 @@
+"""Samples of causal-lm made of segments: each sequence holds one segment, or several that do not
+attend to one another, and only some tokens count in the loss.
+
+A segment is a slice of a token file: a conversation, or a part of a long text. Several segments in
+a sequence are kept apart by their position ids, which start at 0 in each segment: without an
+attention mask, transformers masks attention between the segments.
+
+Source  packing by best-fit decreasing: Johnson 1973; Ding et al. 2024, arXiv:2404.10830.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tightfit.data.cache import cached_folder
+from tightfit.data.order import Integers
+from tightfit.data.sequences import CausalSamples
+from tightfit.data.tokens import Mask, TokenFile
+from tightfit.models.objective import IGNORED
+
+
+@dataclass(frozen=True)
+class SegmentRows:
+    """Token sequences of segments.
+
+    starts, stops  (segments,): segment i is tokens.ids[starts[i] : stops[i]]
+    firsts         (sequences + 1,): sequence i holds the segments firsts[i] to firsts[i + 1] - 1
+    length         the most tokens of a sequence
+    pad            the padding token
+    masked         whether the tokens that count are those of `tokens.counted`; otherwise all count
+    separate       whether sequences hold several segments. They are then padded to `length`,
+                   otherwise to the longest sequence of the batch
+    """
+
+    tokens: TokenFile
+    starts: Integers
+    stops: Integers
+    firsts: Integers
+    length: int
+    pad: int
+    masked: bool
+    separate: bool
+
+    def __len__(self) -> int:
+        return len(self.firsts) - 1
+
+    @property
+    def ragged(self) -> bool:
+        return not self.separate
+
+    def gather(self, indices: Integers) -> tuple[Integers, Mask]:
+        """Return (token ids (B, L), a mask that is False at padding)."""
+        ids, _, positions = self.read(indices)
+        lengths = [self._segment_lengths(index).sum() for index in indices]
+        return ids, np.arange(positions.shape[1]) < np.array(lengths)[:, None]
+
+    def read(self, indices: Integers) -> tuple[Integers, Integers, Integers]:
+        """Return (token ids, labels, position ids), each (B, L) int64.
+
+        The label of a token is its id if it counts, else IGNORED. The first token of a segment
+        never counts: no token of its segment precedes it. The padding continues as a segment of its
+        own, without labels.
+        """
+        rows = [self._row(index) for index in indices]
+        length = self.length if self.separate else max(len(ids) for ids, _, _ in rows)
+        ids = np.full((len(rows), length), self.pad, dtype=np.int64)
+        labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
+        positions = np.empty((len(rows), length), dtype=np.int64)
+        for number, (row, counted, places) in enumerate(rows):
+            ids[number, : len(row)] = row
+            labels[number, : len(row)] = np.where(counted, row, IGNORED)
+            positions[number, : len(row)] = places
+            positions[number, len(row) :] = np.arange(length - len(row))
+        return ids, labels, positions
+
+    def _row(self, index: int) -> tuple[Integers, Mask, Integers]:
+        chosen = slice(self.firsts[index], self.firsts[index + 1])
+        places = [np.arange(begin, end) for begin, end in zip(self.starts[chosen], self.stops[chosen], strict=True)]
+        at = np.concatenate(places)
+        positions = np.concatenate([place - place[0] for place in places])
+        counted = self.tokens.counted[at] if self.masked else np.ones(len(at), dtype=bool)
+        return self.tokens.ids[at].astype(np.int64), counted & (positions > 0), positions
+
+    def _segment_lengths(self, index: int) -> Integers:
+        chosen = slice(self.firsts[index], self.firsts[index + 1])
+        return self.stops[chosen] - self.starts[chosen]
+
+
+@dataclass(frozen=True)
+class SegmentSamples(CausalSamples):
+    """Samples of causal-lm from segments: batches {"input_ids", "labels"} and, if sequences hold
+    several segments, "position_ids", all (B, L) int64. Labels are not shifted, and IGNORED where a
+    token does not count."""
+
+    rows: SegmentRows  # type: ignore[assignment]
+
+    def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
+        ids, labels, positions = map(torch.from_numpy, self.rows.read(indices))
+        found = {"input_ids": ids, "labels": labels}
+        return {**found, "position_ids": positions} if self.rows.separate else found
+
+
+def padded_rows(tokens: TokenFile, chosen: Integers, length: int, pad: int) -> SegmentRows:
+    """Return one sequence for each of the chosen conversations: its first `length` tokens."""
+    starts, stops = _truncated(tokens, chosen, length)
+    return SegmentRows(tokens, starts, stops, np.arange(len(chosen) + 1), length, pad, masked=True, separate=False)
+
+
+def separate_rows(tokens: TokenFile, chosen: Integers | None, length: int, pad: int) -> SegmentRows:
+    """Return sequences of several segments each, which are at most `length` tokens together.
+
+    chosen  the conversations, of which the first `length` tokens are used; None for all texts,
+            which are cut into parts of `length` tokens
+
+    Segments are placed from the longest to the shortest, each in the sequence with the least space
+    that is enough. The result depends on nothing but the tokens and `length`.
+    """
+    starts, stops = _parts(tokens.offsets, length) if chosen is None else _truncated(tokens, chosen, length)
+
+    def make(folder: Path) -> None:
+        order, firsts = pack(stops - starts, length)
+        np.save(folder / "order.npy", order)
+        np.save(folder / "firsts.npy", firsts)
+
+    facts = json.loads((tokens.folder / "facts.json").read_text())
+    folder = cached_folder("packing", [tokens.folder.name, facts, length, chosen is None], make)
+    order, firsts = np.load(folder / "order.npy"), np.load(folder / "firsts.npy")
+    masked = chosen is not None
+    return SegmentRows(tokens, starts[order], stops[order], firsts, length, pad, masked, separate=True)
+
+
+def _truncated(tokens: TokenFile, chosen: Integers, length: int) -> tuple[Integers, Integers]:
+    starts = tokens.offsets[chosen]
+    return starts, np.minimum(tokens.offsets[chosen + 1], starts + length)
+
+
+def _parts(offsets: Integers, length: int) -> tuple[Integers, Integers]:
+    """Return (starts, stops) of all texts, cut into parts of at most `length` tokens."""
+    counts = -(-np.diff(offsets) // length)
+    ends = np.repeat(offsets[1:], counts)
+    places = np.arange(len(ends)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(offsets[:-1], counts) + places * length
+    return starts, np.minimum(starts + length, ends)
+
+
+def pack(lengths: Integers, capacity: int) -> tuple[Integers, Integers]:
+    """Place segments in sequences by best-fit decreasing.
+
+    lengths: of the segments, each at most `capacity`. Returns (the segments in the order of their
+    sequences, the place in this order at which each sequence begins, and the number of segments).
+
+    Example: lengths 3, 5, 2 and capacity 5 give the sequences (1) and (0, 2): the order 1, 0, 2 and
+    the beginnings 0, 1, 3.
+    """
+    rows: list[list[int]] = []
+    open_rows: dict[int, list[int]] = {}  # free tokens -> the rows that have so many
+    spaces: list[int] = []  # the keys of open_rows, sorted
+    for segment in np.argsort(-lengths, kind="stable").tolist():
+        size = int(lengths[segment])
+        at = bisect_left(spaces, size)
+        if at < len(spaces):
+            space = spaces[at]
+            row = open_rows[space].pop()
+            if not open_rows[space]:
+                del open_rows[space], spaces[at]
+            rows[row].append(segment)
+        else:
+            space, row = capacity, len(rows)
+            rows.append([segment])
+        left = space - size
+        if left:
+            if left not in open_rows:
+                open_rows[left] = []
+                insort(spaces, left)
+            open_rows[left].append(row)
+    order = np.array([segment for row in rows for segment in sorted(row)], dtype=np.int64)
+    return order, np.cumsum([0, *map(len, rows)], dtype=np.int64)
+
+
+def in_separate_segments(position_ids: Any) -> bool:
+    """Return whether position ids (B, L) restart within a row, so that the row holds several
+    segments."""
+    return bool((position_ids[:, 1:] - position_ids[:, :-1] != 1).any())
+
+
+__all__ = ["SegmentRows", "SegmentSamples", "in_separate_segments", "pack", "padded_rows", "separate_rows"]
