@@ -467,7 +467,9 @@ class Train(Value):
         return self
 
     def _check_functions(self) -> None:
-        """Raise InputError for a setting that a function of the user replaces."""
+        """Raise InputError if a field is set that has no effect, because the user's own function takes
+        its place: learning_rate and weight_decay if train.optimizer is a function, warmup and
+        final_learning_rate if train.schedule is a function."""
         replaced: dict[str, tuple[tuple[str, str], ...]] = {
             "optimizer": (
                 ("learning_rate", "set lr in the function that creates the optimizer"),
@@ -867,7 +869,8 @@ def _flat(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_change(content: dict[str, Any], change: str) -> None:
-    """Set one field in a mapping of sections, in place. Raises InputError.
+    """Set one field in a mapping of sections, in place. Raises InputError if `change` is not of the
+    form KEY=VALUE, or if its value is not valid YAML.
 
     content  such as {"train": {"batch": 8}}; missing sections are added
     change   KEY=VALUE, such as train.steps=20; the value is read as YAML

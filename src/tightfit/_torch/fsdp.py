@@ -130,7 +130,7 @@ def has_gradient(record: ParameterRecord) -> bool:
 
 
 def gathered_buffers(record: ParameterRecord) -> Sequence[Tensor]:
-    """The buffers in which a parameter is gathered."""
+    """Return the buffers into which fully_shard all-gathers a parameter."""
     return record.all_gather_outputs
 
 

@@ -230,8 +230,8 @@ class StageBoundary:
     saved: BatchLinear = NOTHING
 
     def sent(self, kind: str) -> tuple[BatchLinear, ...]:
-        """Bytes of each tensor that an action of this kind receives: activations for "F", gradients
-        for "B"."""
+        """Return the bytes of each tensor that is sent across this boundary: the activations that go to
+        a forward (kind "F"), or the gradients that go to a backward (kind "B")."""
         return self.forward if kind == FORWARD else self.backward
 
 

@@ -279,11 +279,15 @@ class Ledger:
         return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
-        """Return the recorded step of the first micro-batch and, if there are several micro-batches,
-        that of a later one, edited for this plan's treatment of gradients.
+        """Return [first], or with several micro-batches [first, later]: the recorded step of the first
+        micro-batch, and that of each later micro-batch.
 
-        training: the recorded step of one micro-batch. Segments that share a timeline in it share a
-        timeline in the results, too.
+        They differ in what happens to gradients. By default the first micro-batch allocates them,
+        and a later one adds to them. A plan may also free gradients when they are complete, because
+        they are reduced or applied at once; then both are the same.
+
+        training: the recorded step of one micro-batch. Equal blocks share one timeline (their list
+        of allocations and frees) in it, and also in the results.
         """
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
@@ -300,7 +304,8 @@ class Ledger:
         return [first] if micro_batches == 1 else [first, edit_backward(first, [accumulate_gradients])]
 
     def evaluation(self) -> Iterator[Instant]:
-        """Like `instants`, but for one micro-batch of an evaluation."""
+        """Yield (phase, part, bytes by row) for the peak of each segment of one evaluation micro-batch,
+        in order. An evaluation has only a forward."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
         if self.keeps_step:

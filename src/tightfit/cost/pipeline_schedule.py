@@ -314,7 +314,7 @@ def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -
 
 
 def _message_direction(action: Action) -> tuple[bool, int]:
-    """Return a sort key: forwards before backwards, each in the direction in which messages travel."""
+    """Return a sort key: forwards first, by increasing stage, then backwards, by decreasing stage."""
     is_forward = action.kind == FORWARD
     return not is_forward, action.stage if is_forward else -action.stage
 

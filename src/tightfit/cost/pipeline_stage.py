@@ -1,8 +1,9 @@
 """Cuts one pipeline stage's program out of a micro-batch's recorded step.
 
 `rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is that of the whole
-model. It is divided into sections: section n is block n together with the code that runs between
-block n and block n + 1. A stage takes the sections of its blocks.
+model, as a list of segments, such as the forward of one block. This module groups the segments into
+sections: section n contains the segments of block n and of the code between block n and block
+n + 1. A stage takes the sections of its blocks.
 
 The main task is to find the lifetime of each buffer within the stage. Example: 4 blocks, a stage
 with the blocks 2 and 3, and hidden states of 16 MiB. In the whole model, section 1 allocates the
@@ -13,9 +14,9 @@ them. Likewise, the gradient that block 2's backward computes for section 1 is f
 
 Equal blocks share one recorded segment. So a buffer is identified by its section and its `Buffer`
 object in the segment, never by its size: the copy of a weight and a gradient may be equally large.
-A tensor that one section passes to the next is one `Buffer` in the first block's segment and
-another in the second's. This module only uses which of the two sections allocates it, and which
-frees it.
+A tensor that one section passes to the next appears as two `Buffer` objects, one in the segments of
+each section. They need not be matched. It is enough to know which section allocates the tensor and
+which section frees it.
 """
 
 from __future__ import annotations

@@ -128,12 +128,12 @@ class Prepared:
     prepare a model twice.
 
     model      the model. A plan with ZeRO has all parameters on every device between steps
-    optimizer  the optimizer; learning rates of its `param_groups` may be changed, and torch's
-               learning-rate schedulers made of it
+    optimizer  the optimizer. You may change the learning rates of its `param_groups`, or create one
+               of torch's learning-rate schedulers with it
     device     the device that computes; inputs are moved there
-    data_rank, data_ranks  which share of each batch this process has to compute, and of how many.
-               The loss of a backward is the mean over this share; shares have equal sizes
-    run        the `Run`
+    data_rank, data_ranks  this process computes share number `data_rank` of `data_ranks` equal
+               shares of each batch. The loss of a backward is the mean over this share
+    run        the `Run` that holds the prepared model, its optimizer and the plan
     """
 
     def __init__(self, run: Run, scheduled: bool) -> None:

@@ -1,4 +1,4 @@
-"""Accelerate's configuration (YAML), as `accelerate config` writes it."""
+"""Imports the configuration file of Accelerate: YAML, as `accelerate config` writes it."""
 
 from __future__ import annotations
 

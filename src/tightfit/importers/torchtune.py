@@ -36,9 +36,9 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """Check the model's builder. A builder with lora in its name trains adapters, which tightfit
-    does not have. Other builders need no counterpart, because the folder of the weights describes
-    the model."""
+    """Return why torchtune's model builder is not converted. For a builder with lora in its name, the
+    reason is that adapters are set elsewhere. Any other builder needs no counterpart, because the
+    folder of the weights describes the model."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 

@@ -70,8 +70,9 @@ def _strategy(value: Any) -> str:
 
 
 def fsdp(value: Any) -> tuple[int, bool] | Lacks:
-    """Convert full_shard and true to zero: 3, shard_grad_op to zero: 2. hybrid_shard also
-    replicates the model over nodes."""
+    """Return (zero, whether the model is replicated over nodes) for a value of `fsdp`: 3 for
+    "full_shard" and True, 2 for "shard_grad_op". "hybrid_shard" also replicates. Returns Lacks for
+    a value without a counterpart."""
     words = value if isinstance(value, list) else str(value).lower().split()
     if value is True or str(value).lower() == "true":
         return 3, False

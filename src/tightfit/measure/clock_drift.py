@@ -71,6 +71,6 @@ class ClockDrift:
 
     @property
     def usual_control_s(self) -> float:
-        """The median seconds of all controls. They stand for the machine's usual speed, to which
-        measurements are scaled."""
+        """The median of the seconds that the control workload took each time so far. It stands for the
+        machine's usual speed, to which measurements are scaled."""
         return statistics.median(self.seen)

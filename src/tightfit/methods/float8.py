@@ -159,8 +159,8 @@ def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
 
 
 def needs_padding(job: Job, plan: Plan) -> bool:
-    """Return whether a micro-batch's number of tokens may be something else than a multiple of 16.
-    False only for packed sequences whose length on each device is a multiple of 16.
+    """Return whether a micro-batch's number of tokens may not be a multiple of 16, so that float8
+    products must pad it. False only for packed sequences whose length on each device is a multiple of 16.
     """
     data = job.data
     if not isinstance(data, DataSpec) or data.packing != "packed":

@@ -91,8 +91,8 @@ def chunk_of(job: Job, machine: Machine) -> int:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the time to generate the softmax kernel. The trace already contains the buffers and
-    operations of the chunked loss.
+    """Return the ledger with the time that torch.compile takes to generate the softmax kernel of the
+    chunked loss. The trace already contains the buffers and operations of this loss.
 
     With a sharded vocabulary (tp), the softmax consists of torch's own operations, and no kernel is
     generated.

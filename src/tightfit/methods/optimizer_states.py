@@ -169,8 +169,8 @@ def uses_foreach(plan: Plan, device: str) -> bool:
 
 
 def uploads_for_update(plan: Plan, device: str) -> bool:
-    """Return whether offloaded weights or gradients are copied to the device for the update. A CPU
-    updates them directly in host memory or in the mapped files.
+    """Return whether offloaded weights or gradients are copied to the device for the update.
+    False on a CPU, which updates them in place, in host memory or in the mapped files.
     """
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 

@@ -242,8 +242,8 @@ def put_base_learning_rates(optimizer: Optimizer, rates: list[float]) -> None:
 
 
 def main_learning_rate(optimizer: Optimizer, rate: float) -> float:
-    """Return the learning rate of the parameters that no pattern of the job matches; `rate` if all
-    have a pattern."""
+    """Return the learning rate of the parameters that match no pattern of `train.groups`, or `rate` if
+    every parameter matches one."""
     return next((float(group["lr"]) for group in optimizer.param_groups if group.get("match") is None), rate)
 
 

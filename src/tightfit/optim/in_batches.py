@@ -197,7 +197,8 @@ class MultiTensor(PerParameter):
         before   the states before the update
         updated  the states after the update, in fp32
         wide     the buffers that `_widen_states` returned
-        backups  the copies that `_backup` returned, one dict for each parameter
+        backups  copies of the state before the update, one dict for each parameter, as `_backup`
+                 returned them; they undo the update if the step is skipped
         """
         kept: list[dict[str, Any]] = [{} for _ in parameters]
         for name in _names(updated):
@@ -287,7 +288,8 @@ class MultiTensor(PerParameter):
 
         carried  what the last rounding of each weight left: its rounding error (kahan) or the
                  number of its roundings (stochastic); None before the first update
-        backups  the copies that `_backup` returned, one dict for each parameter
+        backups  copies of the state before the update, one dict for each parameter, as `_backup`
+                 returned them; they undo the update if the step is skipped
         """
         weights = _views_of(flat, here)
         if self._generator is not None:

@@ -204,8 +204,8 @@ def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any
 
 
 def _fewer_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """Yield (change, estimate) for each pin that the user could drop, if another value of the field
-    needs less memory."""
+    """Yield (change, estimate) for each plan field that the user has fixed (`pins`) and that has
+    another value which needs less memory than `least`. `estimate` is that with the change."""
     for name in (name for name in UNPINNABLE if name in pins):
         open_ = {other: value for other, value in pins.items() if other != name}
         result = _leanest_with_same_kernels(estimator, least, open_)

@@ -73,7 +73,7 @@ def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str
 @contextmanager
 def errors_printed_once(world: int, around: LaunchOptions) -> Iterator[None]:
     """Inside this context, an error that every process raises on its own is printed by one process
-    only."""
+    only. world: number of processes; around: how they were launched."""
     try:
         yield
     except TightfitError as error:

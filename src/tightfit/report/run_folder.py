@@ -392,8 +392,10 @@ def _check_weights(run: Run, out: Path, done: int) -> None:
 
 @dataclass
 class Stop:
-    """Number of the signal that asked the training to stop after the current step; None if no
-    signal came."""
+    """Remembers whether a signal has asked the training to stop after the current step.
+
+    signal  number of this signal; None if no signal came
+    """
 
     signal: int | None = None
 

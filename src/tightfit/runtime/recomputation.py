@@ -131,9 +131,9 @@ class AutocastCache:
     """Controls autocast's cached copies of a block's weights.
 
     Autocast casts a weight at the first call of the block, and reuses the copy in later calls. But
-    the recomputation of each call casts the weight anew. The first forward and its recomputation
-    must run the same operations. So later calls must cast the weight anew in their first forward,
-    too: while a recomputation is pending, the cache is disabled.
+    the recomputation of each call casts the weight anew. The original forward of a call and its
+    recomputation must run the same operations. So while a recomputation is pending, the cache is
+    disabled, and later calls cast the weight anew in their original forward, too.
     """
 
     def __init__(self) -> None:

@@ -250,7 +250,8 @@ def _write_adapters(run: Run, folder: Path) -> None:
 
 
 def _plain_name(model: nn.Module) -> str:
-    """Return the name of the model's class. fully_shard has replaced the class by a subclass."""
+    """Return the name of the model's original class, not that of the subclass that fully_shard puts in
+    its place."""
     from torch.distributed.fsdp import FSDPModule  # here, because a plan without ZeRO-3 does not need it
 
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))

@@ -127,7 +127,10 @@ class SequenceChunks:
             yield [self.cut(batch) for batch in micro_batches]
 
     def held_out(self, samples: int | None) -> Iterator[Batch]:
-        """Yield the evaluation batches, with this device's chunks only."""
+        """Yield the evaluation batches, each cut to this device's chunks of the sequences.
+
+        samples  how many samples an evaluation uses at most; None: all held-out samples
+        """
         return map(self.cut, self.data.held_out(samples))
 
     def example(self) -> Batch:

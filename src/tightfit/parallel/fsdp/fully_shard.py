@@ -202,8 +202,8 @@ def _offload_policy(store: Store | None) -> OffloadPolicy:
     """Return the policy that tells fully_shard where to keep the shards.
 
     store  where the run keeps offloaded tensors. None, or a store of a CPU device: fully_shard does
-           not offload. Otherwise it offloads the shards to host memory, which is page-locked unless
-           the store is on disk
+           not offload. Otherwise it keeps the shards in host memory. This memory is page-locked,
+           except with a store on disk, whose shards are moved to mapped files afterwards
     """
     if store is None or store.device.type == "cpu":
         return OffloadPolicy()

@@ -127,9 +127,11 @@ def rank_ledger(
 def _stage_programs(
     ledger: Ledger, stages: list[range], own: range, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan
 ) -> tuple[dict[int, StageProgram], dict[int, StageBoundary]]:
-    """Return (stage -> its program, for the rank's `own` stages; stage -> the boundary before it).
+    """Return two dicts: {stage: its program} for the rank's `own` stages, and {stage: the boundary
+    before the stage} for all stages but the first.
 
-    The model's first stage has no boundary before it.
+    boundary_inputs  first block of a stage -> paths, in this block's arguments, of the tensors that
+                     the stage before sends
     """
     sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
     inputs = [_block_inputs(ledger.training, blocks.start, boundary_inputs.get(blocks.start, ())) for blocks in stages]

@@ -71,11 +71,13 @@ SIMULATED_STEPS = 3  # page faults are counted in the last step
 
 
 class GlibcHeap(Allocator):
-    """glibc's heap, with its default settings or told to keep freed memory.
+    """Simulates glibc's heap (malloc and free), with default settings or told to keep freed memory.
 
     keeps_memory  whether glibc is told never to return freed memory to the system
-    nodes         whether to simulate the autograd nodes between memory blocks
-    page_faulted  bytes obtained from the system so far
+    nodes         whether to simulate the small memory blocks of autograd's nodes, which lie between
+                  the tensors' memory blocks and keep freed ones from coalescing
+    page_faulted  total bytes of the pages that the system had to supply so far; a page that is
+                  returned and supplied again counts again
     peak          the most bytes that the process held at one time
     """
 
