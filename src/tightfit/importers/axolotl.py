@@ -171,7 +171,7 @@ KEYS: tuple[Key, ...] = (
         "qgalore_*",
         "torchdistx_path",
     ),
-    *lacks("all weights have one learning rate", "embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_*"),
+    *lacks("learning rates of single weights are not translated; set train.groups in the job", "embedding_lr", "embedding_lr_scale", "lr_groups", "loraplus_*"),
     Key("max_grad_norm", "train.clip", positive),
     Key("lr_scheduler", "train.schedule", schedule, "schedule"),
     Key("warmup_steps", "train.warmup", warmup, "warmup"),

@@ -31,8 +31,8 @@ from tightfit.importers.conversions import (
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
 from tightfit.importers.reading import read_settings
 
-LORA = "tightfit trains all weights; it has no LoRA or other adapters yet"
-CHAT = "tightfit has no chat or prompt templates yet: write the rendered text into the field that data.field names"
+LORA = "adapters are not translated; add them to the job, such as model.lora: {rank: 16}"
+CHAT = "prompts are not translated; set data.format (prompt-response, messages, alpaca or sharegpt) in the job"
 PREFERENCES = "tightfit has no training on preferences or rewards (DPO, KTO, PPO, GRPO, ORPO)"
 QUANTIZED = "tightfit does not load quantized weights for training"
 MASKED = "tightfit computes the loss over all tokens of a text"
