@@ -577,7 +577,9 @@ def _metric(name: str, metric: Any) -> Any:
     """Return a metric, parsed if it is a mapping. Raises InputError if it is no metric."""
     where = f"job: evaluate.metrics.{name}"
     if name == LOSS or not name:
-        raise InputError(where, "is the name of the evaluation loss" if name else "has no name", "use another name")
+        raise InputError(
+            where, "is the name of the evaluation loss" if name else "has no name", "give the metric another name"
+        )
     if isinstance(metric, dict):
         return PythonFunction.parse(metric, where)
     if not isinstance(metric, PythonFunction | tuple) and not callable(metric):
@@ -661,8 +663,8 @@ class Job(Value):
         if isinstance(content.get("plan"), str) and content["plan"] != "reference":
             raise InputError(
                 f"job: plan={content['plan']}",
-                "is neither a mapping of a plan's fields nor the word reference",
-                "write it like {micro_batch: 8}, or name a plan's file with --plan",
+                'is neither a mapping of a plan\'s fields nor "reference"',
+                "write it like {micro_batch: 8}, write reference, or name a plan's file with --plan",
             )
         return content
 
@@ -887,7 +889,7 @@ def apply_change(content: dict[str, Any], change: str) -> None:
             raise InputError(
                 f"--set {change}",
                 f"{part} is {inner!r}, which has no fields",
-                "name a section: model, data, train, evaluate, limits or plan",
+                f"use --set {part}=VALUE, or write {part} as a mapping in the job file",
             )
         content = inner
     try:

@@ -207,8 +207,8 @@ RULES = (
         "use compile_mode: default",
     ),
     Rule(
-        "a CUDA graph needs the whole model on one device, and keeps its gradients until the update: another micro-batch would "
-        "overwrite them, an update in backward would free them, and offloading would change their addresses",
+        "a CUDA graph needs compile: model, one device, one micro-batch for each step, no offload and no update_in_backward, "
+        "because it writes gradients to fixed addresses",
         lambda plan, job, device: (
             plan.compile_mode != "reduce-overhead"
             or (
@@ -219,8 +219,7 @@ RULES = (
                 and plan.micro_batch_of(job.train.batch) == plan.share_of(job.train.batch)
             )
         ),
-        "use compile: model on one device with the whole batch as one micro-batch, without offload and update_in_backward, "
-        "or compile_mode: default",
+        "use all of these settings, or compile_mode: default",
     ),
     Rule(
         "a parameter server's workers are replicas of the full model, and it does not compress gradients",

@@ -164,7 +164,7 @@ def test_what_is_only_explained_is_not_trained(
     assert command(monkeypatch, "explain", job, "--machine", "tpu-v5e", "--plan", "reference", "--json") == 0
     assert json.loads(capsys.readouterr().out)["machine"]["explain_only"]
     assert command(monkeypatch, "train", job, "--machine", "gaudi-3", "--out", str(tmp_path / "out")) == 2
-    assert "tightfit explains for it and does not train on it" in capsys.readouterr().err
+    assert "tightfit cannot train on this device" in capsys.readouterr().err
     with pytest.raises(InputError, match="does not train on it"):
         tightfit.build(tiny.job(), tightfit.Plan(), Machine.named("apple-m3-max"))
 

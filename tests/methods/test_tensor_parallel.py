@@ -270,7 +270,7 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
         (
             {**cases.LLAMA, "tensor_parallel": {"*.mlp.up_proj": "colwise", "*.mlp.down_proj": "rowwise"}},
             {"tp": 2, "sequence_parallel": True},
-            "is replicated within a module that is sharded",
+            "is not sharded, but lies in a module whose other parameters are sharded",
         ),
     ],
 )

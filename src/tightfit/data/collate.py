@@ -109,7 +109,7 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
         raise InputError(
             "data",
             f"samples are a {type(sample).__name__}, and a {model.task} model takes named fields",
-            "let samples be dicts with input_ids and labels, or give the job a loss",
+            "let samples be dicts with input_ids and labels, or, for (input, target) samples, give the job a loss",
         )
     elif not isinstance(sample, tuple) or len(sample) < 2:
         raise InputError(

@@ -227,6 +227,6 @@ def open_user(make: DatasetObject | DatasetFunction, model: ModelInput, seed: in
         return UserStream(make, model, seed)
     raise InputError(
         asked,
-        f"{found}, which has no length or no samples by number",
-        "give it __len__ and __getitem__, or derive it from torch.utils.data.IterableDataset",
+        f"{found}, which has no __len__ or no __getitem__",
+        "add both, or derive it from torch.utils.data.IterableDataset",
     )

@@ -118,7 +118,9 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
         share = getattr(config, name, 0.0)
         if share:
             raise InputError(
-                asked, f"the model uses dropout on attention probabilities ({name}={share})", f"set model.{name}: 0.0"
+                asked,
+                f"context parallelism does not support dropout on attention probabilities (model.{name}={share})",
+                f"set model.{name}: 0.0, or use cp: 1",
             )
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

@@ -111,7 +111,7 @@ class _Total:
             raise InputError(
                 f"job: loss={self.name}",
                 f"the model's output has shape {tuple(output.shape)}, and the targets have shape {tuple(target.shape)}",
-                "give both the same shape, such as targets of shape (1,) for a model with one output",
+                "give both the same shape; for a model with one output, let the target of each sample have shape (1,)",
             )
         loss = self._loss
         if self._constants:  # copy them to the device and type of the output

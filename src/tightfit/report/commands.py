@@ -319,7 +319,7 @@ def figures_for_training(name: str) -> Machine:
     if named.explain_only:
         raise InputError(
             f"--machine {name}",
-            "tightfit explains for it and does not train on it",
+            "tightfit cannot train on this device; it only estimates for it",
             f"use tightfit explain --machine {name}",
         )
     if named.device != here.device:

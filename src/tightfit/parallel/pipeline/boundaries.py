@@ -432,7 +432,7 @@ class _StageTrace:
                     PP_FIELD,
                     f"block {event.block} uses a value that an earlier block stored instead of returning "
                     f"({self.left[seen.tensor]}), and only arguments of blocks are sent between pipeline stages",
-                    f"let the block return the value, or {OTHER_PARALLELISM}",
+                    f"let the earlier block return the value, or {OTHER_PARALLELISM}",
                 )
             received[seen.tensor] = path
             self.taken[path] = seen

@@ -103,7 +103,7 @@ class SequenceParallel:
             if inside:
                 raise InputError(
                     "plan: sequence_parallel",
-                    f"{min(inside)} is replicated within a module that is sharded",
+                    f"the parameter {min(inside)} is not sharded, but lies in a module whose other parameters are sharded",
                     "use sequence_parallel: false",
                 )
         return frozenset(found)
