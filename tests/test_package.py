@@ -94,4 +94,4 @@ def test_test_folders_mirror_the_package() -> None:
     """Beside the folders of the package there are only the suites that test several of its parts together."""
     folders = {path.parent.relative_to(ROOT / "tests") for path in TEST_FILES}
     own = {folder for folder in folders if not (ROOT / "src" / "tightfit" / folder).is_dir()}
-    assert own <= {Path("benchmarks"), Path("contract"), Path("fuzz"), Path("zoo")}
+    assert own <= {Path("benchmarks"), Path("contract"), Path("fuzz"), Path("journeys"), Path("zoo")}

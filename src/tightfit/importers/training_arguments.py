@@ -31,7 +31,7 @@ from tightfit.importers.conversions import (
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
 from tightfit.importers.reading import read_settings
 
-LORA = "tightfit trains all weights; it has no LoRA or other adapters yet"
+LORA = "adapters are not translated: write model.lora into the job, such as lora: {rank: 16}"
 CHAT = "tightfit has no chat or prompt templates yet: write the rendered text into the field that data.field names"
 PREFERENCES = "tightfit has no training on preferences or rewards (DPO, KTO, PPO, GRPO, ORPO)"
 QUANTIZED = "tightfit does not load quantized weights for training"
