@@ -21,6 +21,7 @@ from tightfit.capabilities import has_fast_bf16
 from tightfit.machine import Figure, Machine
 
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests use no network
 
 _SEVERAL = re.compile(
     r"engine/test_(several_devices|evaluation_several|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"

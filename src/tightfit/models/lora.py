@@ -148,8 +148,6 @@ def merge_adapters(model: nn.Module) -> nn.Module:
             plain.set_submodule(name, module.get_base_layer())
     if hasattr(plain, "peft_config"):
         del plain.peft_config
-    if hasattr(plain, "_hf_peft_config_loaded"):
-        plain._hf_peft_config_loaded = False  # type: ignore[assignment, unused-ignore]
     return plain
 
 

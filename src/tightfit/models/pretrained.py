@@ -105,7 +105,7 @@ def _download(source: str, weights: bool) -> Path:
         raise InputError(
             asked,
             "there is no such folder, and no such model on the Hub",
-            "check the name; for a private model, run hf auth login",
+            "name a folder with config.json, or correct the name; for a private model, run hf auth login",
         ) from None
     except Exception as error:  # the HTTP library's many classes
         if isinstance(error, MemoryError):
@@ -116,13 +116,13 @@ def _download(source: str, weights: bool) -> Path:
         raise InputError(
             asked,
             f"there is no such folder, the cache {constants.HF_HUB_CACHE} does not have such a model, and {why}",
-            f"download it where there is a network: hf download {source}; or name a local folder",
+            f"download it where there is a network: hf download {source}; or name a folder with config.json",
         ) from None
     if weights and not _has_weights(folder):
         raise InputError(
             asked,
             f"its snapshot {folder} does not have all safetensors files of the weights",
-            f"download them where there is a network: hf download {source}; or name a local folder",
+            f"download them where there is a network: hf download {source}; or name a folder with config.json",
         )
     return folder
 
