@@ -77,6 +77,8 @@ def build(
     for method in METHODS:
         if method.enabled(plan) and not (method is loader and data is not None):
             run = method.apply(run, plan)
+        if method is loader:
+            loader.check_packing(run.model, job)
         if method is loader and plan.pp > 1:  # before any method changes the model
             run = boundaries.trace_boundaries(run, plan)
     if kind == "cuda" and plan.compile != "model":  # a compiled model does not check masks
