@@ -143,6 +143,11 @@ RULES = (
         "use attention: sdpa",
     ),
     Rule(
+        "ring attention attends over a whole sequence, and with data.packing: separate a sequence holds several samples",
+        lambda plan, job, device: plan.cp == 1 or getattr(job.data, "packing", None) != "separate",
+        "use cp: 1, or data.packing: padded",
+    ),
+    Rule(
         "ring attention's communication cannot be part of one compiled region",
         lambda plan, job, device: plan.cp == 1 or plan.compile != "model",
         "use compile: block",

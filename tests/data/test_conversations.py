@@ -18,6 +18,7 @@ from tightfit.data import open_samples
 from tightfit.data.conversations import CHATML
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job
+from tightfit.yaml_input import parse_yaml
 
 LLAMA = {
     "architecture": "llama",
@@ -329,3 +330,11 @@ def test_formats_pad_and_survive_a_job_file(tmp_path: Path) -> None:
 def test_formats_need_a_causal_model(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is for causal-lm, and the model is a masked-lm"):
         open_samples(make_job("masked-lm", write(tmp_path, [{"messages": PLAIN}]) | {"format": "messages"}))
+
+
+def test_the_job_of_the_documentation_is_valid() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "conversations.md").read_text()
+    job = Job.parse(parse_yaml(page.split("```yaml\n")[1].split("```")[0]))
+    assert job.data.format == "messages"
+    for setting in ("prompt-response", "messages", "alpaca", "sharegpt"):
+        assert f"| `{setting}` |" in page

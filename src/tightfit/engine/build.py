@@ -111,6 +111,8 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
             run = method.apply(run, plan)
         if method is materialize:  # before a method leaves only a stage's parameters
             check_matches(run.job.train, names_of_parameters(run.model).values())
+        if method is loader and not keeps_data:
+            loader.check_packing(run.model, run.job)
         if method is loader and plan.pp > 1:  # before any method changes the model
             run = boundaries.trace_boundaries(run, plan)
     if run.device.type == "cuda" and plan.compile != "model":  # a compiled model does not check masks

@@ -41,7 +41,7 @@ from tightfit.data.order import Integers, split_ranges
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
-from tightfit.models.masks import PADDING
+from tightfit.models.masks import PADDING, check_separates_sequences
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.plan import Plan
 from tightfit.runtime.copy_stream import BatchPrefetcher
@@ -117,6 +117,13 @@ def apply(run: Run, plan: Plan) -> Run:
     if isinstance(source, UserStream):
         return replace(run, data=_streamed(source, evaluation, run.job, plan, part))
     return replace(run, data=_ordered(source, evaluation, run.job, plan, part))
+
+
+def check_packing(model: nn.Module, job: Job) -> None:
+    """Raise InputError if the job packs separate samples into a sequence, and the model would not
+    keep them apart."""
+    if isinstance(job.data, DataSpec) and job.data.packing == "separate":
+        check_separates_sequences(model, "job: data.packing=separate")
 
 
 def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,12 +33,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from tightfit._torch.fake import is_fake
+from tightfit.errors import InputError
 from tightfit.models.objective import Batch
 
 # functions that compute position ids from the content of a batch
 POSITIONS_FROM_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")
 GROUP_IDS = "group_ids"  # a cumsum numbers the images of a row: not positions
 MASKING_MODULE = "transformers.masking_utils"
+# a call of transformers' mask functions that passes position ids, from which they tell packed
+# sequences apart
+_MASKS_BY_POSITIONS = re.compile(r"create_causal_mask\([^()]*position_ids|[\"']position_ids[\"']: position_ids")
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 # the keys of a batch under which it has masks that hide padding
 PADDING = ("attention_mask", "decoder_attention_mask")
 # functions of transformers that check whether a mask hides nothing
@@ -70,6 +76,48 @@ def _file_has_sequential_positions(name: str) -> bool:
         return False
     lines = [line for line in source.splitlines() if GROUP_IDS not in line]
     return not any(word in line for line in lines for word in POSITIONS_FROM_TOKENS)
+
+
+def check_separates_sequences(model: nn.Module, asked: str) -> None:
+    """Raise InputError if the tokens of several sequences in a row could affect one another in a
+    model, although the position ids of each sequence start at 0.
+
+    Transformers' mask functions keep the sequences apart if the model passes position ids to them.
+    Layers that mix neighbouring tokens without attention (convolutions, recurrences, linear
+    attention) do not keep them apart.
+
+    asked: the field that asks for such rows, for the message
+    """
+    takes = inspect.signature(model.forward).parameters
+    config = getattr(model, "config", None)
+    named = "position_ids" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    mixing = next((type(module).__name__ for module in model.modules() if _mixes_tokens(module)), None)
+    others = [kind for kind in getattr(config, "layer_types", None) or [] if kind not in _ATTENTION_LAYERS]
+    if mixing or others:
+        found = f"has {mixing or others[0]} layers, through which tokens of one sequence reach the next one"
+    elif not named or not any(_passes_positions(kind) for kind in {type(module) for module in model.modules()}):
+        found = "does not pass position_ids to transformers' mask functions, which keep the sequences of a row apart"
+    else:
+        return
+    raise InputError(asked, f"{type(model).__name__} {found}", "use data.packing: padded, or another model")
+
+
+def _mixes_tokens(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d | nn.RNNBase)
+
+
+def _passes_positions(kind: type[nn.Module]) -> bool:
+    return any(_file_passes_positions(base.__module__) for base in kind.__mro__ if issubclass(base, nn.Module))
+
+
+@lru_cache(256)
+def _file_passes_positions(name: str) -> bool:
+    if not name.startswith("transformers.models."):
+        return False
+    try:
+        return _MASKS_BY_POSITIONS.search(inspect.getsource(sys.modules[name])) is not None
+    except (OSError, TypeError, KeyError):
+        return False
 
 
 def without_mask_checks(
@@ -133,4 +181,4 @@ def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[
         setattr(module, name, before)
 
 
-__all__ = ["PADDING", "has_sequential_positions", "without_mask_checks"]
+__all__ = ["PADDING", "check_separates_sequences", "has_sequential_positions", "without_mask_checks"]

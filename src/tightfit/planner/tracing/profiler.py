@@ -33,6 +33,7 @@ from tightfit.methods import (
     compile,
     context_parallel,
     float8,
+    loader,
     loss,
     materialize,
     optimizer_states,
@@ -358,7 +359,9 @@ class Profiler:
         """
 
         def create(model: Any) -> nn.Module:
-            return materialize.create_on_host(model, torch.device("cpu"), dtype)
+            made = materialize.create_on_host(model, torch.device("cpu"), dtype)
+            loader.check_packing(made, self.job)
+            return made
 
         spec = self.job.model
         if not self.job.of_transformers:
