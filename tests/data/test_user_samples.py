@@ -157,7 +157,7 @@ def test_an_error_in_the_dataset_names_the_sample() -> None:
     samples = opened(Failing())
     with pytest.raises(InputError, match="sample 12: the dataset raised KeyError: 'lost'"):
         at(samples, [11, 12])
-    with pytest.raises(InputError, match="no length"):
+    with pytest.raises(InputError, match="no __len__"):
         opened(Lengthless())
 
 
