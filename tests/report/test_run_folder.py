@@ -22,8 +22,11 @@ import yaml
 
 from tests import tiny
 from tightfit.__main__ import main
+from tightfit.engine.best import Selection
+from tightfit.engine.callbacks import CallbackCalls
 from tightfit.engine.step import Step
 from tightfit.errors import InputError
+from tightfit.job import Train
 from tightfit.plan import Plan
 from tightfit.report import run_folder
 from tightfit.report.commands import check_out
@@ -161,7 +164,7 @@ def test_a_warning_is_printed_as_one_line(
     )
     assert run_train(monkeypatch, job, tmp_path / "out", "--plan", "reference") == 0
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines if "labels are taken as they are" in line] == ["warning"]
+    assert [line.split()[0] for line in lines if "labels are not shifted" in line] == ["warning"]
 
 
 RECURRENT = UNSHIFTED.replace("self.table(input_ids)", "self.head(self.layer(self.table(input_ids))[0])").replace(
@@ -317,12 +320,12 @@ def test_cuda_step_figures_are_read_during_the_next_step(tmp_path: Path, monkeyp
     followed = Followed([])
     monkeypatch.setattr(run_folder, "train", followed.steps)
     monkeypatch.setattr(run_folder, "total_steps", lambda run: 6)
-    monkeypatch.setattr(run_folder, "save", lambda run, folder, step: followed.done.append(f"save {step}"))
+    monkeypatch.setattr(run_folder, "save", lambda run, folder, step, kept: followed.done.append(f"save {step}"))
     monkeypatch.setattr(run_folder, "_check_weights", lambda run, out, done: None)
     monkeypatch.setattr(run_folder, "metrics_line", lambda result, observer: {"items_per_s": 1.0, "peak_bytes": 0})
-    observer = SimpleNamespace(take=None, add=lambda step: None, step_s=lambda step: 1.0)
-    view = SimpleNamespace(show=lambda *figures: None, say=lambda line: None)
-    settings = SimpleNamespace(checkpoint_every=3, evaluate_every=None)
+    observer: Any = SimpleNamespace(take=None, add=lambda step: None, step_s=lambda step: 1.0)
+    view: Any = SimpleNamespace(show=lambda *figures: None, say=lambda line: None)
+    settings = Train(checkpoint_every=3)
     for device, expected in (
         (
             "cuda",
@@ -335,9 +338,15 @@ def test_cuda_step_figures_are_read_during_the_next_step(tmp_path: Path, monkeyp
     ):
         followed.done.clear()
         run: Any = SimpleNamespace(
-            job=SimpleNamespace(train=settings), device=SimpleNamespace(type=device), executor=None, mesh=None
+            job=SimpleNamespace(train=settings, evaluate_every=None),
+            device=SimpleNamespace(type=device),
+            executor=None,
+            mesh=None,
         )
-        assert run_folder._train(run, 0, tmp_path, observer, view, None, None) is None  # type: ignore[arg-type]
+        report = run_folder._StepReport(
+            run, tmp_path, observer, view, None, None, Selection(settings), CallbackCalls(())
+        )
+        assert run_folder._train(run, 0, tmp_path, report) is None
         assert ", ".join(followed.done) == f"{expected}, save 6"
 
 
