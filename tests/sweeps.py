@@ -1,5 +1,5 @@
-"""Sweeps over lists: the quick suite takes a part in which each element of both lists occurs; the
-slow suite takes all."""
+"""Sweeps over lists: the quick suite takes a part, spread over both lists; the slow suite takes
+all."""
 
 from __future__ import annotations
 

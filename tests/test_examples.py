@@ -255,6 +255,7 @@ def test_own_loop_ends_when_evaluations_do_not_improve() -> None:
     assert not is_stuck([3.0], patience=2)
 
 
+@pytest.mark.slow
 def test_gan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     one, several = commands("GAN")
     assert run_here(monkeypatch, one, "--steps", "100") == 0

@@ -382,7 +382,7 @@ def test_a_pipeline_continues_training_after_an_evaluation(fields: dict[str, Any
     spread(
         ["llama", "gpt2", "batchnorm"],
         [PLANS[3], SLICED[4], {**PLANS[3], "precision": "bf16-true"}, PIPED[0], PIPED[5], CUBE],
-        3,
+        6,
         said,
     ),
 )

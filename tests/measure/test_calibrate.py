@@ -49,6 +49,7 @@ def test_a_failed_quick_calibration_leaves_a_guess(tmp_path: Path, monkeypatch: 
     assert not calibration_path(machine.name).exists()
 
 
+@pytest.mark.slow
 def test_commands_calibrate_an_unmeasured_machine_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,7 @@ def test_1_4_billion_parameters_need_remedies_on_32_gb() -> None:
         search(job({"preset": "llama-2-7b"}, allow=["fp16"]), V100, {"compile": "none"})
 
 
+@pytest.mark.slow
 def test_each_rung_of_the_vit_memory_ladder_saves_memory() -> None:
     rungs: list[tuple[int, str, dict[str, Any]]] = [
         (64, "adamw", {}),

@@ -79,6 +79,7 @@ def test_links_at_half_of_their_figures_are_detected(estimated: list[Ledger]) ->
     assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
 
 
+@pytest.mark.slow
 def test_one_slow_run_changes_efficiencies_within_bounds(estimated: list[Ledger]) -> None:
     seconds = CostModel(L4).step_time(estimated[0]).step_s
     refined = fit_efficiencies(L4, [TimedRun(estimated[0], 100 * seconds, L4)])
@@ -106,6 +107,7 @@ def test_a_record_of_processes_is_fitted_to_their_machine_share(monkeypatch: pyt
         assert all(figure.value == pytest.approx(1.0) for figure in found.values())
 
 
+@pytest.mark.slow
 def test_records_are_read_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

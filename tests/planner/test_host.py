@@ -167,6 +167,7 @@ def test_non_blocking_copies_keep_a_second_micro_batch(estimator: Estimator) -> 
         ("disk", "keep_checkpoints"),
     ],
 )
+@pytest.mark.slow
 def test_a_host_that_is_too_small_is_refused(limit: str, said: str) -> None:
     job = cases.job("llama").replace(limits=tightfit.Limits(**{limit: 2**20}))
     with pytest.raises(DoesNotFit, match=said):

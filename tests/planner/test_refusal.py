@@ -232,6 +232,7 @@ def test_a_refusal_is_printed_as_json_and_ends_with_3(
         assert words in printed.err
 
 
+@pytest.mark.slow
 def test_the_leanest_plan_accepts_a_micro_batch_of_the_share() -> None:
     """With 8 samples on 8 devices a micro-batch of 1 is a device's whole share."""
     job = small(allow=["bf16", "8-bit-states", "stochastic-rounding"])

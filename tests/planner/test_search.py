@@ -58,6 +58,7 @@ def test_search_gives_the_fastest_plan_and_why_others_lost() -> None:
     assert all(one.total_s >= first.total_s for one in others if one.fits)
 
 
+@pytest.mark.slow
 def test_a_tight_limit_gives_a_leaner_plan_within_it() -> None:
     free = search(cases.job("llama"), GPU, {"states": "fp32"})[0]
     leaner = search(limited(free.peak_bytes - 2e6), GPU, {"states": "fp32"})[0]
@@ -167,6 +168,7 @@ def test_the_waterfall_ends_at_the_plan(machine: Machine) -> None:
     assert stages[-1].peak_bytes < stages[0].peak_bytes
 
 
+@pytest.mark.slow
 def test_a_refusal_describes_the_leanest_plan() -> None:
     """The weights alone exceed the memory: the stated need is that of full recomputation."""
     job = cases.job("llama").replace(

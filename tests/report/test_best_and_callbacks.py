@@ -149,9 +149,9 @@ def test_a_failing_callback_leaves_a_checkpoint(
     (tmp_path / "own.py").write_text(METRICS.replace("raise ValueError", "print"))
 
 
-def end_of(folder: Path, name: str) -> str:
+def end_of(path: str, folder: Path) -> str:
     """Train with a callback in this process, one of several; the message of the error."""
-    job = tightfit.Job.load(write(folder, callbacks=(name,), metric="label"))
+    job = tightfit.Job.load(path)
     plan = tightfit.Plan(dp_replicate=2, micro_batch=2)
     try:
         train_in_folder(job, plan, tightfit.Machine.detect(), folder / "out")
@@ -163,7 +163,8 @@ def end_of(folder: Path, name: str) -> str:
 @pytest.mark.parametrize("name", ["Fails", "Stop"])
 def test_processes_stop_together(tmp_path: Path, name: str) -> None:
     """A callback fails in the second of two processes, or stops both; both save the same step."""
-    first, second = together(2, HERE + "end_of", tmp_path, name)
+    path = write(tmp_path, callbacks=(name,), metric="label")
+    first, second = together(2, HERE + "end_of", str(path), tmp_path)
     assert steps_of(tmp_path / "out") == [4]
     assert first.replace(", on rank 1", "") == second
     assert ("Fails.on_step" in second and "no disk" in second) == (name == "Fails")

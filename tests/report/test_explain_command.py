@@ -68,6 +68,7 @@ def test_predicted_is_shown_beside_measured(
     [("explain", "--analyze"), pytest.param(("verify",), marks=pytest.mark.slow)],
     ids=lambda given: given[0],
 )
+@pytest.mark.slow
 def test_single_process_commands_plan_for_one_device(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +79,7 @@ def test_single_process_commands_plan_for_one_device(
     assert "dp_replicate" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_if_nothing_fits_the_exit_code_is_3_with_remedies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,6 +61,7 @@ def test_bytes_of_a_step_match_the_dry_run(
     assert total == pytest.approx(found.total, rel=0.03)
 
 
+@pytest.mark.slow
 def test_batched_updates_need_far_fewer_launches() -> None:
     job = cases.job("llama")
     plan = tightfit.Plan(precision="bf16-true", rounding="kahan", states="8-bit")

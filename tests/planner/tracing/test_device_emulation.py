@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -65,6 +66,7 @@ def test_attention_with_dropout_is_fused_on_a_cuda_device() -> None:
     assert not any("flash_attention" in name for name in attention("cpu"))
 
 
+@pytest.mark.slow
 def test_estimate_for_a_cuda_device_agrees_with_its_dry_run() -> None:
     machine = Machine.named("a100-40gb")
     for name in ("gpt2", "bert", "vit"):
