@@ -224,7 +224,7 @@ RULES = (
                 and plan.micro_batch_of(job.train.batch) == plan.share_of(job.train.batch)
             )
         ),
-        "use all of these settings, or compile_mode: default",
+        "use compile: model and one micro-batch on one device, without offload and update_in_backward, or compile_mode: default",
     ),
     Rule(
         "a parameter server's workers are replicas of the full model, and it does not compress gradients",
