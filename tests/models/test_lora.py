@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tightfit
 from tests import tiny
 from tests.pool import together
+from tightfit.engine.checkpoint.save import save
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.measure.verify import verify
 from tightfit.models import model_factory
+from tightfit.models.lora import ADAPTER_FILE
 from tightfit.planner.estimate import Estimator
 from tightfit.rules import check as check_rules
 
@@ -88,6 +92,11 @@ def test_methods_train_adapters_exactly(fields: dict[str, Any], dora: bool) -> N
     assert max(check({"dora": dora}, fields)) < 2e-6
 
 
+@pytest.mark.parametrize("compiled", ["block", pytest.param("model", marks=pytest.mark.slow)])
+def test_adapters_train_compiled(compiled: str) -> None:
+    assert max(check({}, {"compile": compiled})) < 2e-6
+
+
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_adapters_train_in_16_bits(precision: str) -> None:
     check({}, {"precision": precision})
@@ -109,6 +118,37 @@ def test_adapters_train_in_16_bits(precision: str) -> None:
 def test_adapters_train_on_several_devices(fields: dict[str, Any], dora: bool) -> None:
     for errors in together(2, HERE + "check", {"dora": dora}, fields):
         assert max(errors) < 2e-6
+
+
+def saved(fields: dict[str, Any], folder: Path) -> Path:
+    """Train three steps with a plan and save them; the folder of the checkpoint."""
+    run = tightfit.build(make_job({}, ["asynchronous"]), tightfit.Plan(**fields))
+    for _ in tightfit.train(run):
+        pass
+    return save(run, folder, 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_exact"),
+    [
+        ({"zero": 3, "dp_shard": 2}, True),
+        ({"pp": 2, "micro_batch": 2}, True),
+        pytest.param({"pp": 2, "micro_batch": 2, "schedule": "zero-bubble"}, True, marks=pytest.mark.slow),
+        pytest.param({"pp": 2, "micro_batch": 2, "schedule": "pipedream"}, False, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "parameter_server": "sync"}, True, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "parameter_server": "async"}, False, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_all_adapters_are_saved_by_several_devices(fields: dict[str, Any], is_exact: bool, tmp_path: Path) -> None:
+    """peft's file has the adapters of all shards and stages, as one device saves them."""
+    one = saved({}, tmp_path / "one")
+    several = together(tightfit.Plan(**fields).devices, HERE + "saved", fields, tmp_path / "several")[0]
+    expected, found = (load_file(folder / "adapter" / ADAPTER_FILE) for folder in (one, several))
+    assert found.keys() == expected.keys()
+    assert len(found) == 2 * 7 * tiny.LLAMA["num_hidden_layers"]  # two matrices beside each linear layer
+    for name, weight in expected.items() if is_exact else ():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"float8": "rowwise", "precision": "bf16-mixed"}], ids=str)

@@ -33,12 +33,14 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from tightfit._torch.fake import FakeTensorMode
 from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import SavedTensors, model_of, states_of
 from tightfit.engine.rng import random_states
 from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
-from tightfit.models import is_transformers_model
+from tightfit.models import is_transformers_model, model_factory
+from tightfit.models.caches import isolated_model_caches
 from tightfit.models.lora import has_adapters, save_adapters
 from tightfit.optim.groups import changed_rates
 from tightfit.runtime.activity import note_activity
@@ -243,10 +245,19 @@ def _describe(run: Run, folder: Path) -> None:
 
 def _write_adapters(run: Run, folder: Path) -> None:
     """Write the adapters of a model with adapters into a folder of their own. They are read from
-    the checkpoint's own files, in which they are not sharded."""
-    if has_adapters(run.model):
-        with Reader(folder, "model") as saved:
-            save_adapters(run.model, {name: saved.get(name) for name in saved.names}, folder / "adapter")
+    the checkpoint's own files, in which they are not sharded.
+
+    peft finds adapters by the layers of the model. A pipeline's rank has the layers of its own
+    stages only, so peft gets the full model, on fake tensors.
+    """
+    if not has_adapters(run.model):
+        return
+    model = run.model
+    if run.plan.pp > 1:
+        with isolated_model_caches(), FakeTensorMode(allow_non_fake_inputs=True):
+            model = model_factory(run.job.model)()
+    with Reader(folder, "model") as saved:
+        save_adapters(model, {name: saved.get(name) for name in saved.names}, folder / "adapter")
 
 
 def _plain_name(model: nn.Module) -> str:
