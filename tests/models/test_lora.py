@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ import tightfit
 from tests import tiny
 from tests.pool import together
 from tightfit.engine.checkpoint.save import save
+from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.job import Job
+from tightfit.machine import Machine
+from tightfit.measure.memory import sample_step
 from tightfit.measure.verify import verify
 from tightfit.models import model_factory
 from tightfit.models.lora import ADAPTER_FILE
 from tightfit.planner.estimate import Estimator
+from tightfit.report.explain import logical_rows
 from tightfit.rules import check as check_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's call
@@ -118,6 +123,27 @@ def test_adapters_train_in_16_bits(precision: str) -> None:
 def test_adapters_train_on_several_devices(fields: dict[str, Any], dora: bool) -> None:
     for errors in together(2, HERE + "check", {"dora": dora}, fields):
         assert max(errors) < 2e-6
+
+
+def peaks(fields: dict[str, Any]) -> tuple[float, int]:
+    """Predicted and measured peak bytes of the third step: the first two create the optimizer's states."""
+    content, plan = make_job({}).content(), tightfit.Plan(**fields)
+    job = Job.parse({**content, "model": {**content["model"], "hidden_size": 64, "num_hidden_layers": 4}})
+    predicted = sum(logical_rows(tightfit.estimate(job, plan, Machine.detect())).values())
+    gc.collect()
+    run = tightfit.build(job, plan)
+    steps = run.data.steps(0, None)
+    for number in range(2):
+        take_step(run, next(steps), number)
+    return predicted, sample_step(run, next(steps), 2)[1].total
+
+
+@pytest.mark.parametrize(
+    "fields", [{"zero": 2, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, {"pp": 2, "micro_batch": 2}], ids=str
+)
+def test_the_peak_of_several_devices_is_predicted(fields: dict[str, Any]) -> None:
+    predicted, measured = together(2, HERE + "peaks", fields)[0]
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 def saved(fields: dict[str, Any], folder: Path) -> Path:

@@ -34,6 +34,7 @@ class Parameter:
     places     where the tensor is used: the numbers of blocks, -1 for the code before the blocks,
                and the number of blocks for the code after them (see models/blocks.py). Example: the
                tied embedding of a model with 12 blocks has the places (-1, 12)
+    buffer     whether it is a buffer, which no method shards
     """
 
     name: str
@@ -41,6 +42,7 @@ class Parameter:
     bytes: int
     trainable: bool
     places: tuple[int, ...] = ()
+    buffer: bool = False
 
     @property
     def count(self) -> int:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tightfit.cost.entries import EVERYWHERE, BucketedReduction, Update
+from tightfit.cost.entries import BucketedReduction, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.links import message
 from tightfit.distributed.mesh import Mesh
@@ -105,10 +105,10 @@ def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> L
     gradients, for each block of each micro-batch.
     """
     # without the buffers, which are replicated
-    known = [p for p in ledger.parameters if p.places != EVERYWHERE]
+    known = [p for p in ledger.parameters if not p.buffer]
     check_shardable(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
     narrow, devices = low_precision_names(ledger), plan.shards
-    gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if p.trainable)
+    gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if not p.buffer)
     gathers = 2 * ledger.micro_batches * (devices - 1) / devices * gathered
     reduced = (devices - 1) / devices * ledger.gradient_bytes() * ledger.micro_batches
     calls = (ledger.blocks + 1) * ledger.micro_batches
@@ -134,7 +134,7 @@ def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
     if plan.zero == 3:
         there = 0.0 if "parameters" in plan.offload else 1.0
         parameters = tuple(
-            replace(p, bytes=math.ceil(there * p.bytes * shares[p.name])) if p.trainable else p for p in parameters
+            replace(p, bytes=math.ceil(there * p.bytes * shares[p.name])) if not p.buffer else p for p in parameters
         )
     return replace(ledger, updates=updates, parameters=parameters)
 

@@ -129,9 +129,9 @@ def _states(estimate: Estimate) -> str:
 
 def _trained(estimate: Estimate) -> str:
     """Return how many weights are trained, if the job has adapters or most weights are frozen;
-    empty otherwise. A model's buffers count as frozen weights."""
+    empty otherwise."""
     lora = lora_of(estimate.job.model)
-    total = sum(one.count for one in estimate.ledger.parameters)
+    total = sum(one.count for one in estimate.ledger.parameters if not one.buffer)
     count = sum(one.count for one in estimate.ledger.parameters if one.trainable)
     if lora is None and 2 * count > total:
         return ""

@@ -65,6 +65,8 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
     reduced: Counter[str] = Counter()
     rest = 0.0
     for parameter in ledger.parameters:
+        if parameter.buffer:
+            continue
         found = re.match(r"(.*?\.\d+)\.", parameter.name)
         if found is None:
             rest += parameter.bytes

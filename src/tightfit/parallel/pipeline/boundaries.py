@@ -29,7 +29,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from tightfit.cost.entries import EVERYWHERE
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.models import find_blocks, parameter_uses
@@ -84,7 +83,7 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
     """
     assert ledger.dataflow is not None
     pieces = stage_ranges(plan, ledger.blocks)
-    defined = {p.name: p.places for p in ledger.parameters if p.places != EVERYWHERE}
+    defined = {p.name: p.places for p in ledger.parameters if not p.buffer}
     refuse_shared_blocks(defined, ledger.blocks)
     flow: Dataflow = ledger.dataflow()
     found = check_boundaries(

@@ -98,7 +98,8 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
             for one in operations
         ],
         "parameters": [
-            [one.name, list(one.shape), one.bytes, one.trainable, list(one.places)] for one in programs.parameters
+            [one.name, list(one.shape), one.bytes, one.trainable, list(one.places), one.buffer]
+            for one in programs.parameters
         ],
         "blocks": programs.blocks,
         "experts": [list(one) for one in programs.experts],
@@ -165,8 +166,9 @@ def from_content(content: Any) -> RecordedStep:
             _read_count(size),
             _one_of(trainable, (True, False)),
             tuple(map(_read_place, places)),
+            _one_of(buffer, (True, False)),
         )
-        for name, shape, size, trainable, places in content["parameters"]
+        for name, shape, size, trainable, places, buffer in content["parameters"]
     )
     if not segments:
         raise ValueError("a recorded step without segments")

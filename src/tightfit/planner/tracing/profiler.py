@@ -475,7 +475,8 @@ def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[
 
     def described(name: str, tensor: Tensor) -> Parameter:
         used = tuple(numbers.get(place, len(depth.names)) for place in places[name]) if name in places else EVERYWHERE
-        return Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, used)
+        buffer = not isinstance(tensor, nn.Parameter)
+        return Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, used, buffer)
 
     def another(known: Parameter, name: str, number: int) -> Parameter:
         return replace(known, name=name, places=known.places if known.places == EVERYWHERE else (number,))
