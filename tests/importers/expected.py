@@ -115,6 +115,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "train.schedule": "cosine",
         "train.warmup": 100,
         "train.weight_decay": 0.1,
+        "train.no_decay": None,
         "train.epochs": 3.0,
         "train.trackers": ["tensorboard"],
     },
@@ -401,6 +402,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.micro_batch": 2,
         "train.optimizer": "adamw",
         "train.weight_decay": 0.01,
+        "train.no_decay": [],
         "train.clip": 1.0,
         "train.seed": 5,
         "plan.fused_optimizer": True,
@@ -461,6 +463,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "train.warmup": 200,
         "train.betas": [0.9, 0.95],
         "train.weight_decay": 0.1,
+        "train.no_decay": [],
         "plan.dp_shard": None,
     },
     "torchtitan/llama3_70b.toml": {

@@ -405,6 +405,9 @@ def _split_batch(draft: Draft) -> None:
 
 def _combine(draft: Draft) -> None:
     parts, fields = draft.parts, draft.fields
+    if fields.get("train.weight_decay"):
+        fields["train.no_decay"] = []
+        draft.remark("train.weight_decay", "train.no_decay: [], because torchtitan decays all parameters")
     _model(draft)
     _split_batch(draft)
     if parts.get("warmup", 0) > parts.get("steps", parts.get("warmup", 0)):

@@ -313,6 +313,9 @@ def _combine(draft: Draft) -> None:
     if choice and choice.name == "adamw" and "train.weight_decay" not in fields:
         fields["train.weight_decay"] = 0.01
         draft.remark("optimizer", "train.weight_decay: 0.01, its default")
+    if fields.get("train.weight_decay"):
+        fields["train.no_decay"] = []
+        draft.remark("train.weight_decay", "train.no_decay: [], because torchtune decays all parameters")
     if fields.get("plan.update_in_backward") and parts.get("accumulation", 1) > 1:
         draft.contradict(
             "optimizer_in_bwd is on, but gradient_accumulation_steps is more than 1: an update in backward cannot wait"
