@@ -28,7 +28,7 @@ LAYERS = (
     ("plan",),
     ("capabilities",),
     ("job", "machine"),
-    ("selection",),
+    ("job_sections",),
     ("machines",),
     ("tensor_files", "values", "target_device"),
     ("yaml_input", "units", "other_words"),

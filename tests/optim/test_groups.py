@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tightfit.errors import InputError
-from tightfit.job import OptimizerName, Train
+from tightfit.job import Train
+from tightfit.job_sections.train import OptimizerName
 from tightfit.optim import make_optimizer
 from tightfit.optim.groups import changed_rates, check_matches, names_of_parameters, set_learning_rates
 from tightfit.optim.in_batches import MultiTensor

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from tightfit.errors import InputError
-from tightfit.job import OptimizerName, Train
+from tightfit.job import Train
+from tightfit.job_sections.train import OptimizerName
 from tightfit.optim import make_optimizer
 
 NAMES = get_args(OptimizerName)

@@ -17,7 +17,9 @@ from typing import Any
 from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import Document, is_unicode, row_damage
 from tightfit.errors import InputError
-from tightfit.job import FORMAT_FIELDS, DataSpec, expand_path
+from tightfit.job import DataSpec
+from tightfit.job_sections.data import FORMAT_FIELDS
+from tightfit.job_sections.paths import expand_path
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}, and other keys that the chat template may read
 Span = tuple[int, int]  # the characters of a text from begin to end, without end

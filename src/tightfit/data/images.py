@@ -26,7 +26,8 @@ from tightfit.data.order import Integers, split_ranges
 from tightfit.data.samples import DamagePolicy, ModelInput, one_sample
 from tightfit.data.text import find_files, load_dataset
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, expand_path
+from tightfit.job import DataSpec
+from tightfit.job_sections.paths import expand_path
 from tightfit.values import nearest
 
 DIGITS = "digits"

@@ -22,7 +22,8 @@ from tightfit.data.cache import stamps
 from tightfit.data.long_records import LONG, LongRecord, incomplete
 from tightfit.data.samples import DamagePolicy
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, expand_path
+from tightfit.job import DataSpec
+from tightfit.job_sections.paths import expand_path
 from tightfit.values import nearest
 
 PYTHON_STDLIB = "python-stdlib"

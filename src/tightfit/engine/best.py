@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tightfit.errors import InputError
 from tightfit.job import Train
-from tightfit.selection import Criterion
+from tightfit.job_sections.selection import Criterion
 from tightfit.values import nearest
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tightfit.engine.checkpoint.save import all_gather_values
 from tightfit.engine.step import Step
 from tightfit.errors import InputError
-from tightfit.job import PythonFunction
+from tightfit.job import PythonSpec
 from tightfit.models import load_python
 from tightfit.models.python import as_input_error
 from tightfit.record import Record
@@ -104,8 +104,8 @@ def _failures_named(callback: Any, method: str) -> Any:
 def _made(given: Any) -> Callback:
     """Return a callback, loaded by its name if `given` is a name, and created if it is a class or a
     function. Raises InputError for an object that is no callback."""
-    name = given.python if isinstance(given, PythonFunction) else getattr(given, "__qualname__", type(given).__name__)
-    found = load_python(given.python) if isinstance(given, PythonFunction) else given
+    name = given.python if isinstance(given, PythonSpec) else getattr(given, "__qualname__", type(given).__name__)
+    found = load_python(given.python) if isinstance(given, PythonSpec) else given
     if not isinstance(found, Callback) and callable(found):
         with as_input_error(f"job: callbacks: {name}", "let it be created without arguments"):
             found = found()

@@ -11,10 +11,10 @@ from tightfit.engine.metrics import EvaluationMetrics
 from tightfit.engine.rng import evaluating, rng_preserved
 from tightfit.engine.step import drain
 from tightfit.errors import InputError
+from tightfit.job_sections.selection import LOSS
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import DummyMicroBatch, Run, to_device
-from tightfit.selection import LOSS
 
 
 def evaluate(run: Run, samples: int | None = None) -> float:

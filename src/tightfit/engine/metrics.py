@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tightfit.distributed.processes import rank
 from tightfit.engine.checkpoint.save import all_gather_values
 from tightfit.errors import InputError
-from tightfit.job import PythonFunction
+from tightfit.job import PythonSpec
 from tightfit.models import load_python
 from tightfit.models.objective import Batch, predictions_and_targets, sample_count
 from tightfit.models.python import as_input_error
@@ -219,7 +219,7 @@ def _metrics_in(metric: Any) -> list[Any]:
 
 def _parts_of(name: str, given: Any, run: Run) -> list[_Mean | _Stateful]:
     """Return the parts of one entry of `evaluate.metrics`: one, or several for a MetricCollection."""
-    metric = load_python(given.python) if isinstance(given, PythonFunction) else given
+    metric = load_python(given.python) if isinstance(given, PythonSpec) else given
     if isinstance(metric, type) or _takes_nothing(metric):
         with _failures_named(name):
             metric = metric()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tightfit.errors import InputError
-from tightfit.job import Task
+from tightfit.job_sections.model import Task
 from tightfit.models.losses import TorchLoss, explain_errors, torch_loss
 
 # One batch as the data yields it: usually dict[str, Tensor], else what torch's default_collate

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.job import expand_path, is_hub_id
+from tightfit.job_sections.paths import expand_path, is_hub_id
 
 PRETRAINED_FOLDER_FIX = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config and tokenizer

@@ -22,7 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tightfit.errors import InputError
-from tightfit.job import Train, WithoutDecay
+from tightfit.job import Train
+from tightfit.job_sections.train import WithoutDecay
 
 # What has no weight decay unless the job says otherwise. A factory of an optimizer decides itself.
 DEFAULT_NO_DECAY: tuple[WithoutDecay, ...] = ("norms", "biases")

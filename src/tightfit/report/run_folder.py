@@ -40,6 +40,7 @@ from tightfit.engine.loop import total_steps, train
 from tightfit.engine.step import Step, StopPoll, holds_everywhere, local
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
+from tightfit.job_sections.selection import LOSS
 from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
 from tightfit.measure.observer import Observer
@@ -52,7 +53,6 @@ from tightfit.report.sample_text import sample_text
 from tightfit.report.trackers import Trackers, check_trackers
 from tightfit.report.unexpected_errors import not_writable
 from tightfit.runtime.run import Run, wait_for_weights
-from tightfit.selection import LOSS
 from tightfit.values import read_yaml
 
 STOP_POLL_STEPS = 10  # how often ranks that do not wait for each other agree whether to stop

@@ -1,6 +1,6 @@
 """The fields of a job that read an evaluation metric: keep the best checkpoint, and stop early.
 
-`job.py` has them as `train.keep_best` and `train.early_stopping`; `engine/best.py` follows them.
+A job has them as `train.keep_best` and `train.early_stopping`; `engine/best.py` follows them.
 """
 
 from __future__ import annotations

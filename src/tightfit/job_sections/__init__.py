@@ -1,0 +1,1 @@
+"""The sections of a job, a module for each. `tightfit.job` has the job itself."""

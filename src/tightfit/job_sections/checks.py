@@ -1,0 +1,33 @@
+"""Checks that several sections of a job share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tightfit.errors import InputError
+
+
+def check_one_source(section: str, sources: dict[str, Any]) -> None:
+    given = [name for name, value in sources.items() if value is not None]
+    for name in given:
+        if not sources[name]:
+            raise InputError(
+                f"job: {section}.{name}",
+                f"is {sources[name]!r}, which names nothing",
+                f"give {section}.{name} a value, or leave it out",
+            )
+    if len(given) != 1:
+        found = "gives none of its sources" if not given else f"gives {' and '.join(given)}"
+        raise InputError(f"job: {section}", found, f"give exactly one of: {', '.join(sources)}")
+
+
+def refuse_plain(content: dict[str, Any], name: str, example: str, asked: str = "") -> None:
+    """Raise InputError if section `name` is a word, a number or (except for data) a list.
+
+    asked  the section's full name; `name` if empty
+    """
+    section = content.get(name)
+    if isinstance(section, str | int | float) or (isinstance(section, list) and name != "data"):
+        raise InputError(
+            f"job: {asked or name}", f"expected a mapping, found {section!r}", f"write it like {name}: {example}"
+        )

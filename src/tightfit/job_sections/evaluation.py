@@ -1,0 +1,90 @@
+"""The section `evaluate` of a job: data and metrics of evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from tightfit.errors import InputError
+from tightfit.job_sections.checks import refuse_plain
+from tightfit.job_sections.data import SOURCES, DataSpec
+from tightfit.job_sections.python_objects import PythonObject, PythonSpec
+from tightfit.job_sections.selection import LOSS
+from tightfit.values import Value
+
+
+class Evaluation(Value):
+    """When a training is evaluated, on which data, and with which metrics besides the loss.
+
+    data     a DataSpec (or its mapping), or a map-style dataset. Fields that its mapping leaves out
+             are those of the job's data, such as sequence_length. If data is left out, the
+             evaluation uses the share `data.held_out` of the job's data
+    every    evaluate after every so many steps; the same as train.evaluate_every
+    samples  how many samples an evaluation uses, at most. If left out: all samples of `data`, or
+             train.evaluate_samples of the held-out ones
+    metrics  name -> a torchmetrics.Metric, a pair (torchmetrics.Metric, function), or a callable;
+             in a job file {python: "file.py:name"}
+             A callable `metric(outputs, batch)` returns the mean over the samples of `batch`, a
+             number or a dict of numbers. An evaluation weights it by the number of samples, so
+             every sample counts once
+             A Metric gets `update(predictions, targets)`. For the default loss of a task, these are
+             the logits (items, classes) and the labels (items,) of the items that count; for other
+             losses, the model's output and the batch's labels. With a pair, it gets
+             `update(*function(outputs, batch))`
+    """
+
+    data: DataSpec | PythonObject = None
+    every: int | None = Field(None, gt=0, description="evaluate after every so many steps")
+    samples: int | None = Field(None, gt=0, description="most samples of an evaluation")
+    metrics: dict[str, PythonSpec | PythonObject] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        content = dict(content)
+        if isinstance(content.get("data"), dict):
+            content["data"] = DataSpec.parse(content["data"], "job: evaluate.data")
+        refuse_plain(content, "data", "{jsonl: evaluation.jsonl}", "evaluate.data")
+        metrics = content.get("metrics")
+        if metrics is None:
+            content.pop("metrics", None)
+        elif not isinstance(metrics, dict):
+            raise InputError(
+                "job: evaluate.metrics",
+                f"expected a mapping from names to metrics, found {metrics!r}",
+                'write it like metrics: {accuracy: {python: "file.py:accuracy"}}',
+            )
+        else:
+            content["metrics"] = {str(name): _metric(str(name), metric) for name, metric in metrics.items()}
+        return content
+
+
+def _metric(name: str, metric: Any) -> Any:
+    """Return a metric, parsed if it is a mapping. Raises InputError if it is no metric."""
+    where = f"job: evaluate.metrics.{name}"
+    if name == LOSS or not name:
+        raise InputError(
+            where, "is the name of the evaluation loss" if name else "has no name", "give the metric another name"
+        )
+    if isinstance(metric, dict):
+        return PythonSpec.parse(metric, where)
+    if not isinstance(metric, PythonSpec | tuple) and not callable(metric):
+        raise InputError(
+            where, f"expected a metric, found {metric!r}", 'give a function, or in a job file {python: "file.py:name"}'
+        )
+    return metric
+
+
+def with_fields_of(evaluate: Any, data: Any) -> Any:
+    """Return an Evaluation whose data has the fields of the job's data that it does not set itself.
+
+    evaluate, data  the job's `evaluate` and `data`; returned unchanged unless both are specs
+    """
+    own = evaluate.data if isinstance(evaluate, Evaluation) else None
+    if not isinstance(own, DataSpec) or not isinstance(data, DataSpec):
+        return evaluate
+    shared = {name: value for name, value in data if name not in (*SOURCES, *own.model_fields_set)}
+    return evaluate.replace(data=own.replace(**shared))

@@ -1,0 +1,141 @@
+"""The section `model` of a job: which model is trained, and its adapters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from tightfit.errors import InputError
+from tightfit.job_sections.checks import check_one_source
+from tightfit.values import Value, nearest_field
+
+Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification"]
+
+
+class LoraSpec(Value):
+    """Low-rank adapters: the model's own weights are frozen, and small matrices beside its linear
+    layers are trained. Needs the library peft.
+
+    The product of an adapter's two matrices is multiplied by alpha / rank and added to the layer's
+    weight.
+    """
+
+    rank: int = Field(16, gt=0, le=2**16, description="inner size of the two matrices of an adapter")
+    alpha: float = Field(32.0, gt=0, description="adapters are scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout of an adapter's input")
+    targets: str | list[str] = Field(
+        "all-linear",
+        description="which layers get adapters: all-linear (all but the output layer), or names such as [q_proj, v_proj] or "
+        'patterns such as "*.mlp.*"',
+    )
+    dora: bool = Field(False, description="also train the magnitude of each output of a layer (DoRA)")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.targets or (isinstance(self.targets, list) and not all(self.targets)):
+            raise InputError(
+                "job: model.lora.targets",
+                f"is {self.targets!r}, which names nothing",
+                "use all-linear, or [q_proj, v_proj]",
+            )
+        return self
+
+    def __str__(self) -> str:
+        where = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        return f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}"
+
+
+class ModelSpec(Value):
+    """The model: exactly one of preset, architecture, from, python. Beside preset or architecture,
+    every other key is a transformers config key.
+
+    preset        a name in `tightfit.models.presets`; its sizes are those of the paper or of the
+                  published config
+    architecture  a transformers model type (llama, gpt2, bert, vit, t5, ...), with its config keys
+                  in the same mapping: {architecture: llama, hidden_size: 384}
+    from          a local folder with config.json and safetensors files, or the id of a model on the
+                  Hugging Face Hub, such as "org/name". Its tokenizer is used, too, unless the data
+                  names another
+    python        "file.py:function" or "package.module:function", which returns an nn.Module
+    task          what is trained, such as causal-lm; if left out, the task follows from the model
+    """
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
+
+    preset: str | None = None
+    architecture: str | None = None
+    from_: str | None = Field(None, alias="from")
+    python: str | None = None
+    task: Task | None = None
+    blocks: str | None = Field(
+        None,
+        description="name of the list of repeated blocks, such as transformer.h; needed only if tightfit does not find it",
+    )
+    tensor_parallel: dict[str, str] | None = Field(
+        None, description="how tp shards which modules: {blocks.*.up: colwise, blocks.*.down: rowwise}"
+    )
+    lora: LoraSpec | None = Field(
+        None, description="train low-rank adapters in place of all weights: {rank: 16, alpha: 32}"
+    )
+    config: dict[str, Any] = Field(default_factory=dict, description="transformers config keys")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_config(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            raise InputError(
+                "job: model",
+                f"expected a mapping, found {content!r}",
+                "write {preset: gpt2} or {architecture: llama, ...}",
+            )
+        own = set(cls.field_names()) | {"from_"}
+        extra = {key: value for key, value in content.items() if key not in own}
+        if not extra:
+            return content
+        if not (content.get("architecture") or content.get("preset")):
+            field = next(iter(extra))
+            raise InputError(f"job: model.{field}", "unknown field", nearest_field(str(field), cls.field_names()))
+        kept = {key: value for key, value in content.items() if key in own}
+        config = content.get("config") or {}
+        if not isinstance(config, dict):
+            raise InputError(
+                "job: model.config",
+                f"expected a mapping of config keys, found {config!r}",
+                "write config: {hidden_size: 384}, or put the keys directly under model, next to architecture",
+            )
+        return {**kept, "config": {**config, **extra}}
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        check_one_source(
+            "model",
+            {"preset": self.preset, "architecture": self.architecture, "from": self.from_, "python": self.python},
+        )
+        if self.lora is not None and self.python:
+            raise InputError(
+                "job: model.lora",
+                "tightfit adds adapters to models of transformers, and model.python makes its own",
+                "leave model.lora out, and return get_peft_model(...) of peft from the function",
+            )
+        return self
+
+    def content(self) -> dict[str, Any]:
+        return flat_model(super().content())
+
+    def __str__(self) -> str:
+        return self.preset or self.architecture or self.from_ or self.python or ""
+
+
+def flat_model(model: dict[str, Any]) -> dict[str, Any]:
+    """Return a model section with its config keys directly under model, next to architecture or
+    preset, as job files write them.
+
+    Returns the section unchanged if a config key has the name of a ModelSpec field, or if the model
+    has no architecture or preset: such a file could not be read back.
+    """
+    config = model.get("config", {})
+    if not (model.get("architecture") or model.get("preset")) or {"from_", *ModelSpec.field_names()} & set(config):
+        return model
+    return {**{name: value for name, value in model.items() if name != "config"}, **config}

@@ -1,0 +1,199 @@
+"""The section `train` of a job: optimizer, learning-rate schedule, batch and length."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tightfit.errors import InputError
+from tightfit.job_sections.python_objects import or_function, word_or_place
+from tightfit.job_sections.selection import EarlyStopping, KeepBest
+from tightfit.values import Value
+
+OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "muon"]
+ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
+WithoutDecay = Literal["norms", "biases", "embeddings"]
+
+
+class ParameterGroup(Value):
+    """Parameters with a learning rate or a weight decay of their own.
+
+    match          a pattern of parameter names, as in a shell: "*.embed_tokens.*", "layers.[01].*"
+    learning_rate  their full learning rate. It follows the job's schedule in proportion; if left
+                   out, it is the job's
+    weight_decay   their weight decay, of norms and biases, too; if left out, they have the job's,
+                   which `train.no_decay` restricts
+    """
+
+    match: str = Field(min_length=1)
+    learning_rate: float | None = Field(None, gt=0)
+    weight_decay: float | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.learning_rate is None and self.weight_decay is None:
+            raise InputError(
+                f"job: train.groups: match={self.match}",
+                "gives neither a learning rate nor a weight decay",
+                "add learning_rate or weight_decay, or leave the group out",
+            )
+        return self
+
+
+class Train(Value):
+    """How the model is trained: optimizer, learning-rate schedule, batch and length.
+
+    `batch` is the number of samples (sequences) per optimizer step, on all devices together.
+
+    In Python, `optimizer` may be a function of the parameters that returns a torch optimizer, such
+    as lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3). It sets learning rate and weight
+    decay. `schedule` may be a function of the step that returns a factor of the learning rate, or a
+    function of an optimizer that returns one of torch's learning-rate schedulers. A job file names
+    such functions: {python: "file.py:function"}.
+    """
+
+    optimizer: Annotated[OptimizerName, *or_function(OptimizerName)] = "adamw"
+    learning_rate: float = Field(3e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    no_decay: tuple[WithoutDecay, ...] | None = Field(
+        None,
+        description="parameters without weight decay: norms, biases, embeddings. The default is [norms, biases]; [] decays all",
+    )
+    groups: tuple[ParameterGroup, ...] = Field(
+        (),
+        description="parameters with a learning rate or weight decay of their own; the first group that matches counts",
+    )
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = Field(1e-8, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    trust: float = Field(
+        1e-3,
+        gt=0,
+        description="LARS: the trust coefficient, the length of a layer's update as a fraction of its weights' norm",
+    )
+    norm_clamp: tuple[float, float] | None = Field(
+        None, description="LAMB: the smallest and the largest weight norm that the trust ratio is computed with"
+    )
+    schedule: Annotated[ScheduleName, *or_function(ScheduleName)] = "constant"
+    warmup: int = Field(0, ge=0, description="steps of linear warm-up")
+    decay: float = Field(
+        0.2,
+        gt=0,
+        le=1,
+        description="warmup-stable-decay: the final fraction of the steps, in which the learning rate decays",
+    )
+    final_learning_rate: float = Field(
+        0.0, ge=0, le=1, description="learning rate at the end of the schedule, as a fraction of learning_rate"
+    )
+    batch: int = Field(32, gt=0)
+    steps: int | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0)
+    seed: int = Field(0, ge=0, lt=2**63)
+    clip: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
+    base_batch: int | None = Field(None, gt=0, description="the batch for which learning_rate was chosen")
+    checkpoint_every: Annotated[int, Field(gt=0)] | Literal["end", "never"] | None = Field(
+        None,
+        description="a number: save after every so many steps and at the end; end (the default): only at the end; never: no "
+        "checkpoint, not even if a signal ends the training",
+    )
+    keep_checkpoints: int = Field(2, gt=0)
+    evaluate_every: int | None = Field(None, gt=0)
+    evaluate_samples: int = Field(128, gt=0)
+    keep_best: KeepBest | None = Field(
+        None, description="keep the checkpoint of the best evaluation, beside the newest keep_checkpoints ones"
+    )
+    early_stopping: EarlyStopping | None = Field(
+        None, description="end the training when an evaluation metric stops improving"
+    )
+    check_split: Literal["auto", "always", "never"] = Field(
+        "auto", description="compare a pipeline's stages with the undivided model before the first step"
+    )
+    expert_imbalance: float = Field(
+        1.0,
+        ge=1,
+        description="mixtures of experts, for predictions: tokens of the busiest expert divided by the mean over all "
+        "experts; 1 spreads the tokens evenly",
+    )
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise InputError(
+                "job: train.steps and train.epochs",
+                f"both given ({self.steps} and {self.epochs:g})",
+                "keep the one that should end the training",
+            )
+        if self.steps is not None and self.warmup > self.steps:
+            raise InputError(
+                "job: train.warmup",
+                f"{self.warmup} steps of warm-up in a training of {self.steps}",
+                f"use a warmup of at most {self.steps}",
+            )
+        if self.scale_learning_rate != "none" and self.base_batch is None:
+            raise InputError(
+                f"job: train.scale_learning_rate={self.scale_learning_rate}",
+                "no batch to scale from",
+                "add train.base_batch, the batch that learning_rate was chosen for",
+            )
+        if self.norm_clamp is not None and not 0 <= self.norm_clamp[0] <= self.norm_clamp[1]:
+            raise InputError(
+                "job: train.norm_clamp",
+                f"{list(self.norm_clamp)} are not two norms, the smaller one first",
+                "use two numbers such as [0, 10]",
+            )
+        self._check_functions()
+        if any(not 0 <= beta < 1 for beta in self.betas):
+            raise InputError(
+                "job: train.betas", f"{list(self.betas)} lies outside [0, 1)", "use two numbers such as [0.9, 0.95]"
+            )
+        return self
+
+    def _check_functions(self) -> None:
+        """Raise InputError if a field is set that has no effect, because the user's own function takes
+        its place: learning_rate and weight_decay if train.optimizer is a function, warmup and
+        final_learning_rate if train.schedule is a function."""
+        replaced: dict[str, tuple[tuple[str, str], ...]] = {
+            "optimizer": (
+                ("learning_rate", "set lr in the function that creates the optimizer"),
+                ("weight_decay", "set weight_decay in the function that creates the optimizer"),
+            ),
+            "schedule": (
+                ("warmup", "let the schedule's function warm up"),
+                ("final_learning_rate", "let the schedule's function decay"),
+            ),
+        }
+        for name, fields in replaced.items():
+            if not self.uses_function(name):
+                continue
+            for field, fix in fields:
+                value = getattr(self, field)
+                if value != type(self).model_fields[field].default:
+                    raise InputError(
+                        f"job: train.{field}={value}", f"has no effect, because train.{name} is a function", fix
+                    )
+
+    def uses_function(self, field: str) -> bool:
+        """Whether the optimizer or the schedule is a function of the user, and not one of
+        tightfit's by its name."""
+        return not isinstance(getattr(self, field), str)
+
+    @property
+    def optimizer_name(self) -> str:
+        """The optimizer's name; for a function its place in the user's code."""
+        place = word_or_place(self.optimizer)
+        return place if isinstance(place, str) else str(place["python"])
+
+    @property
+    def scaled_learning_rate(self) -> float:
+        """The learning rate after `scale_learning_rate`."""
+        return self.learning_rate * self.rate_scale
+
+    @property
+    def rate_scale(self) -> float:
+        """What `scale_learning_rate` multiplies the learning rate by: batch / base_batch if linear
+        (Goyal et al. 2017), the square root of this ratio if sqrt (Krizhevsky 2014)."""
+        ratio = self.batch / (self.base_batch or self.batch)
+        return {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]
