@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -128,3 +129,21 @@ def test_wrong_sizes_are_refused() -> None:
 )
 def test_values_are_formatted_with_units(value: str, text: str) -> None:
     assert value == text
+
+
+@pytest.mark.parametrize(
+    ("section", "content", "asked", "fix"),
+    [
+        ("model", {"architecture": "llama", "lora": {"rnk": 3}}, "job: model: lora.rnk", "did you mean 'rank'"),
+        ("model", {"architecture": "llama", "lora": 3}, "job: model: lora", "rank, alpha, dropout"),
+        ("train", {"groups": [{"mtch": "x"}]}, "job: train: groups.0.mtch", "did you mean 'match'"),
+        ("train", {"keep_best": {"metrc": "loss"}}, "job: train: keep_best.metrc", "did you mean 'metric'"),
+        ("train", {"early_stopping": {"patience": 0}}, "job: train: early_stopping.patience", "more than 0"),
+    ],
+)
+def test_a_mistake_inside_a_section_names_its_place(section: str, content: Any, asked: str, fix: str) -> None:
+    job = {"model": {"architecture": "llama"}, "data": {"synthetic": "tokens"}, section: content}
+    with pytest.raises(InputError) as raised:
+        tightfit.Job.parse(job)
+    assert raised.value.asked == asked
+    assert fix in raised.value.fix

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -185,11 +186,20 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     place = f"{where}: {field}" if field else where
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InputError):
+        kind, _, rest = inner.asked.partition(": ")
+        if path and kind in _names_of_values(Value):  # the error of a value within this one
+            return InputError(f"{place}.{rest}", inner.found, inner.fix)
         named = not path or str(path[-1]) in inner.asked
         return inner if named else InputError(f"{place}: {inner.asked}", inner.found, inner.fix)
     branches = [detail for detail in details if _path(detail) == path]  # a union's types
     fixes = dict.fromkeys(_fix(cls, path, detail) for detail in branches)
     return InputError(place, _found(first), ", or ".join(fixes))
+
+
+def _names_of_values(cls: type[Value]) -> set[str]:
+    """Return the names by which errors call the subclasses of `cls`, such as "loraspec"."""
+    below = cls.__subclasses__()
+    return {one.__name__.lower() for one in below}.union(*map(_names_of_values, below))
 
 
 def _is_sequence(value: Any) -> bool:
@@ -231,7 +241,9 @@ def _found(detail: ErrorDetails) -> str:
         return "unknown field"
     if detail["type"] == "missing":
         return "is required and missing"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = re.sub(
+        "valid dictionary or instance of .*", "mapping of fields", detail["msg"].removeprefix("Value error, ")
+    )
     asked = repr(detail["input"])
     return f"{asked if len(asked) <= 80 else asked[:80] + '...'} is not allowed ({message[0].lower()}{message[1:]})"
 
@@ -258,8 +270,9 @@ def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
         "list": "a list",
         "tuple": "a list",
         "dict": "a mapping",
-        "model": "a mapping",
     }
+    if detail["type"].startswith("model"):
+        return f"give a mapping with some of the fields {', '.join(_fields_at(cls, path))}"
     kind = next((words for name, words in kinds.items() if detail["type"].startswith(name)), "a valid value")
     return f"give {kind}"
 

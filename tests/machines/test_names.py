@@ -113,7 +113,7 @@ def test_a_machine_file_is_a_machine_that_is_not_here(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"memory_bytes": {"value": -1}}, "memory_bytes: figure: value: -1"),
+        ({"memory_bytes": {"value": -1}}, "memory_bytes.value: -1"),
         ({"memory_bytes": {"value": 1e9, "source": "hearsay"}}, "hearsay"),
         ({"memory_bytes": 24}, "memory_bytes"),
         ({"device": "tpu"}, "device"),
