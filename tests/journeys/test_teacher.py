@@ -36,14 +36,12 @@ def test_the_ladder_of_a_small_vit_is_measured(
 ) -> None:
     job = tmp_path / "job.yaml"
     job.write_text(yaml.safe_dump(JOB))
-    assert command(monkeypatch, "ladder", str(job), "--run", "--json", "--set", "plan.compile=none") == 0
+    assert command(monkeypatch, "ladder", str(job), "--run", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    rungs = [*told["rungs"], *told["alone"]]
     assert len(told["rungs"]) > 3
-    measured = [rung["measured"] for rung in rungs]
+    assert len(told["alone"]) > 3
+    measured = [rung["measured"] for rung in told["rungs"]]
     assert not [one["failed"] for one in measured if one["failed"]]
-    losses = [one["loss"] for one in measured]
-    assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-3)  # of the same samples, in fp32
-    for rung in rungs:
-        predicted = rung["memory"]["peak"] - rung["memory"]["runtime"] - rung["memory"].get("allocator", 0)
-        assert predicted == pytest.approx(rung["measured"]["tensor_bytes"], rel=0.05), rung["method"]
+    assert [one["loss"] for one in measured] == pytest.approx([measured[0]["loss"]] * len(measured), rel=1e-4)
+    for rung in told["rungs"]:
+        assert rung["tensor_bytes"] == pytest.approx(rung["measured"]["tensor_bytes"], rel=0.05), rung["method"]
