@@ -4,7 +4,7 @@ machine."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sized
+from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -130,14 +130,48 @@ class ModelSpec(Value):
         return self.preset or self.architecture or self.from_ or self.python or ""
 
 
+class SourceSpec(Value):
+    """One of several sources of text: exactly one of text, jsonl, parquet, dataset.
+
+    weight  how often samples of this source are drawn, in proportion to the weights of the other
+            sources. Example: with the weights 3 and 1, 3 of 4 training samples are of the first
+            source, whatever the sizes of the sources
+    field, target_field, label_field  as in DataSpec, if this source names its fields differently
+    """
+
+    weight: float = Field(1.0, gt=0)
+    text: str | list[str] | None = None
+    jsonl: str | list[str] | None = None
+    parquet: str | list[str] | None = None
+    dataset: str | None = None
+    field: str | None = None
+    target_field: str | None = None
+    label_field: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        _exactly_one("data.sources", {name: getattr(self, name) for name in _SOURCE_NAMES})
+        return self
+
+    def __str__(self) -> str:
+        return str(self.text or self.jsonl or self.parquet or self.dataset)
+
+
 class DataSpec(Value):
-    """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python. The other
-    fields say how samples are made from this source."""
+    """The data: exactly one of text, jsonl, parquet, dataset, sources, images, synthetic, python.
+    The other fields say how samples are made from this source.
+
+    sources  several sources of text, whose samples are drawn in proportion to their weights. All
+             other fields of the data hold for each of the sources
+    """
 
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
     jsonl: str | list[str] | None = None
     parquet: str | list[str] | None = None
     dataset: str | None = Field(None, description="a folder written by datasets.save_to_disk")
+    sources: tuple[SourceSpec, ...] | None = Field(
+        None, description="several sources of text, drawn by weight: [{jsonl: a, weight: 3}, {jsonl: b, weight: 1}]"
+    )
     images: str | None = Field(None, description="a folder with one sub-folder per class, or digits")
     synthetic: Literal["tokens", "images"] | None = None
     python: str | None = None
@@ -161,9 +195,24 @@ class DataSpec(Value):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        names = ("text", "jsonl", "parquet", "dataset", "images", "synthetic", "python")
+        names = ("text", "jsonl", "parquet", "dataset", "sources", "images", "synthetic", "python")
         _exactly_one("data", {name: getattr(self, name) for name in names})
+        for source in self.sources or ():
+            if source.target_field is not None and self.target_field is None:
+                raise InputError(
+                    f"job: data.sources: target_field={source.target_field}",
+                    "the sources without a field of their own have no target text",
+                    f"set data.target_field: {source.target_field}, which holds for all sources",
+                )
         return self
+
+    def parts(self) -> list[DataSpec]:
+        """Return a DataSpec for each of the sources, with the other fields of this one. Without
+        `sources`, return only this DataSpec."""
+        return [
+            self.replace(sources=None, **{n: v for n, v in source if n != "weight" and v is not None})
+            for source in self.sources or ()
+        ] or [self]
 
     def __str__(self) -> str:
         return str(
@@ -171,6 +220,7 @@ class DataSpec(Value):
             or self.jsonl
             or self.parquet
             or self.dataset
+            or ", ".join(map(str, self.sources or ()))
             or self.images
             or self.python
             or f"synthetic {self.synthetic}"
@@ -402,6 +452,7 @@ def _counted(count: float, noun: str) -> str:
     return f"{count:g} {noun}{'' if count == 1 else 's'}"
 
 
+_SOURCE_NAMES = ("text", "jsonl", "parquet", "dataset")  # of a SourceSpec
 _SECTIONS: dict[str, type[Value]] = {
     "model": ModelSpec,
     "data": DataSpec,
@@ -516,13 +567,20 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     def python(text: Any) -> Any:
         return path(text) if isinstance(text, str) and ".py:" in text else text
 
+    def absolute(fields: Any, names: Iterable[str]) -> Any:
+        if not isinstance(fields, dict):
+            return fields  # a wrong value, which parsing refuses
+        return {**fields, **{n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}}
+
     words = {"text": ["python-stdlib"], "images": ["digits"]}
     paths = {"model": ["from"], "data": ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"], "loss": []}
     for section, names in paths.items():
         fields = content.get(section)
         if isinstance(fields, dict):
-            changed = {n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}
+            changed = absolute(fields, names)
             if "python" in fields:
                 changed["python"] = python(fields["python"])
+            if section == "data" and isinstance(fields.get("sources"), list):
+                changed["sources"] = [absolute(source, _SOURCE_NAMES) for source in fields["sources"]]
             content = {**content, section: {**fields, **changed}}
     return content

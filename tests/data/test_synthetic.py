@@ -80,7 +80,7 @@ def test_facts_missing_from_the_model_are_required() -> None:
     assert at(samples, [0, 1, 2])["input_ids"].max() < 9
     shown: Any = open_samples(make_job(make_model, {"synthetic": "images", "samples": 4, "image_size": 16}))
     assert shown[0]["pixel_values"].shape == (3, 16, 16)
-    with pytest.raises(InputError, match="use data.images"):
+    with pytest.raises(InputError, match=r"use data.images"):
         open_samples(make_job(MODELS["images"], data))
     with pytest.raises(InputError, match="positions"):
         tokens(sequence_length=65)

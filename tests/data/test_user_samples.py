@@ -93,7 +93,7 @@ def test_the_error_for_missing_labels_names_the_task_s_form() -> None:
     rows = [{"input_ids": [1, 2, 3]}]
     with pytest.raises(InputError, match="a copy of input_ids, which the task shifts"):
         opened(rows, "causal-lm")
-    with pytest.raises(InputError, match="with model.task: causal-lm, which shifts the copy"):
+    with pytest.raises(InputError, match=r"with model.task: causal-lm, which shifts the copy"):
         opened(rows, {"python": "own.py:model"})
     with pytest.raises(InputError, match="add a field named labels, or"):
         opened(rows, "masked-lm")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tightfit.data.images import open_images
 from tightfit.data.language import open_language, synthetic_language
+from tightfit.data.mixture import MixedOrder, MixedSamples, open_mixture
 from tightfit.data.order import Order
 from tightfit.data.samples import ModelInput, Samples
 from tightfit.data.synthetic import SyntheticImages
@@ -19,7 +20,7 @@ from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job, ModelSpec
 from tightfit.models import model_config, task_of, text_config
 
-__all__ = ["ModelInput", "Order", "Samples", "UserStream", "model_input", "open_samples"]
+__all__ = ["MixedOrder", "ModelInput", "Order", "Samples", "UserStream", "model_input", "open_samples", "order_of"]
 
 
 def open_samples(job: Job) -> Samples | UserStream:
@@ -35,9 +36,20 @@ def open_samples(job: Job) -> Samples | UserStream:
         return open_user(DatasetObject(spec), model, seed)
     if spec.python is not None:
         return open_user(DatasetFunction(spec.python), model, seed)
+    if spec.sources is not None:
+        return open_mixture(spec, model, seed)
     if _are_images(spec, model):
         return _images(spec, model, seed)
     return synthetic_language(spec, model, seed) if spec.synthetic else open_language(spec, model, seed)
+
+
+def order_of(samples: Samples, share: float, seed: int) -> Order | MixedOrder:
+    """Return the order in which training reads samples.
+
+    share  the share of the samples that is held out for evaluation; of each source, if there are
+           several
+    """
+    return samples.order(share, seed) if isinstance(samples, MixedSamples) else Order(len(samples), share, seed)
 
 
 def model_input(job: Job) -> ModelInput:

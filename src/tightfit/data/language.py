@@ -30,11 +30,13 @@ from tightfit.errors import InputError
 from tightfit.job import DataSpec
 
 
-def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
+def open_language(spec: DataSpec, model: ModelInput, seed: int, words: TextSource | None = None) -> Samples:
     """Open a text source as samples of the model's task.
 
-    seed: selects the random masks and spans. Raises InputError if the data, the tokenizer or the
-    model lacks something that the task needs.
+    seed   selects the random masks and spans
+    words  the text that a tokenizer is trained on, if one is; None for the text of the source
+
+    Raises InputError if the data, the tokenizer or the model lacks something that the task needs.
     """
     task = _task(spec, model)
     pairs, labelled = task == "seq2seq-lm" and spec.target_field is not None, task == "classification"
@@ -45,7 +47,9 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     spanned = task == "seq2seq-lm" and not pairs
     length = row_length(spec.sequence_length, spec.mask_probability) if spanned else spec.sequence_length
     spans = corruption(length, spec.mask_probability)[1] if spanned else 0
-    tokenizer = load_tokenizer(spec.tokenizer) if spec.tokenizer else trained_tokenizer(source, spec, model, spans)
+    tokenizer = (
+        load_tokenizer(spec.tokenizer) if spec.tokenizer else trained_tokenizer(words or source, spec, model, spans)
+    )
     asked = f"data: tokenizer={spec.tokenizer}" if spec.tokenizer else f"data: {source.name}"
     special = special_tokens(tokenizer, asked, task)
     model.check_tokenizer(asked, special.vocabulary)

@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tightfit.cost.ledger import Ledger
-from tightfit.data import Order, Samples, UserStream, open_samples
+from tightfit.data import MixedOrder, Order, Samples, UserStream, open_samples, order_of
 from tightfit.data.order import Integers, split_ranges
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
@@ -150,7 +150,7 @@ class OrderedData:
     """
 
     source: Samples
-    order: Order
+    order: Order | MixedOrder
     batch: int
     plan: Plan
     data_rank: tuple[int, int] = (0, 1)
@@ -265,7 +265,7 @@ class StreamedData:
 def _ordered(source: Samples, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
     # no samples are held out from a dataset that the user passes as an object
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
-    order = Order(len(source), share, job.train.seed)
+    order = order_of(source, share, job.train.seed)
     if job.train.evaluate_every and not order.evaluation_count:
         raise InputError(
             f"job: train.evaluate_every={job.train.evaluate_every}",

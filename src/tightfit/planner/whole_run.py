@@ -65,11 +65,11 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
     try:
         if isinstance(spec, DataSpec) and spec.synthetic is not None:
             count = spec.samples
-        elif isinstance(spec, DataSpec) and (spec.text or spec.jsonl):
+        elif isinstance(spec, DataSpec) and all(part.text or part.jsonl for part in spec.parts()):
             if spec.packing == "padded":
                 return None
-            size = open_text(spec, Columns(spec.field)).size_bytes
-            count, about = size // BYTES_PER_TOKEN // spec.sequence_length, "about "
+            sizes = [open_text(part, Columns(part.field)).size_bytes for part in spec.parts()]
+            count, about = sum(size // BYTES_PER_TOKEN // spec.sequence_length for size in sizes), "about "
         elif isinstance(spec, DataSpec) and spec.python is None and spec.images is None:
             return None
         else:
