@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sized
 from pathlib import Path
@@ -541,6 +542,11 @@ def apply_change(content: dict[str, Any], change: str) -> None:
     check_plain(content[last], f"--set {change}")
 
 
+def is_url(text: str) -> bool:
+    """Return whether `text` is a URL such as s3://bucket/file, and not a path."""
+    return re.match(r"[A-Za-z][\w+.-]*://", text) is not None
+
+
 def expand_path(text: str) -> Path:
     """Return `text` as a path, with ~ replaced by the home folder. Raises InputError for the home
     of an unknown user and for text that cannot be a path."""
@@ -562,7 +568,9 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     def path(text: Any) -> Any:
         if isinstance(text, list):
             return [path(item) for item in text]
-        return str(folder / expand_path(text)) if isinstance(text, str) and text else text
+        if not isinstance(text, str) or not text or is_url(text):
+            return text
+        return str(folder / expand_path(text))
 
     def python(text: Any) -> Any:
         return path(text) if isinstance(text, str) and ".py:" in text else text

@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 
 from tightfit.data.cache import stamps
 from tightfit.data.long_records import LONG, LongRecord, incomplete
+from tightfit.data.remote import local_files, local_path
 from tightfit.data.samples import DamagePolicy
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, expand_path
+from tightfit.job import DataSpec, expand_path, is_url
 from tightfit.values import nearest
 
 PYTHON_STDLIB = "python-stdlib"
@@ -133,7 +134,8 @@ def stdlib_files() -> list[Path]:
 
 
 def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that `given` names. It is a file, a folder, a glob or a list of these.
+    """Return the files that `given` names. It is a file, a folder, a glob or a list of these. Of a
+    URL such as s3://bucket/folder, local copies of its files are returned.
 
     field    the data field that has this value, for messages
     endings  from a folder, only files with one of these endings are taken; () takes all
@@ -142,7 +144,9 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
     """
     if isinstance(given, list):
         return [file for one in given for file in find_files(field, one, endings)]
-    path = expand_path(given)
+    if is_url(given) and not given.startswith("file://"):
+        return local_files(field, given, endings)
+    path = expand_path(local_path(given) if is_url(given) else given)
     if path.is_file():
         return [path]
     if path.is_dir():

@@ -14,7 +14,7 @@ from typing import Any
 from tightfit.data import Order, UserStream, open_samples
 from tightfit.data.text import Columns, open_text
 from tightfit.errors import InputError
-from tightfit.job import DataSpec, Job
+from tightfit.job import DataSpec, Job, is_url
 from tightfit.optim.schedule import total_steps
 from tightfit.plan import Plan
 from tightfit.planner.estimate import DEFAULT_STEPS
@@ -66,7 +66,7 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
         if isinstance(spec, DataSpec) and spec.synthetic is not None:
             count = spec.samples
         elif isinstance(spec, DataSpec) and all(part.text or part.jsonl for part in spec.parts()):
-            if spec.packing == "padded":
+            if spec.packing == "padded" or any(map(_is_remote, spec.parts())):
                 return None
             sizes = [open_text(part, Columns(part.field)).size_bytes for part in spec.parts()]
             count, about = sum(size // BYTES_PER_TOKEN // spec.sequence_length for size in sizes), "about "
@@ -81,6 +81,12 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
         return None
     count = Order(count, share, job.train.seed).training_count
     return (count, f"{about}{count:,} samples") if count > 0 else None
+
+
+def _is_remote(spec: DataSpec) -> bool:
+    """Return whether files of a text source are at a URL, so that they would have to be copied."""
+    given = spec.text or spec.jsonl or []
+    return any(is_url(one) for one in ([given] if isinstance(given, str) else given))
 
 
 @dataclass(frozen=True)
