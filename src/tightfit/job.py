@@ -145,6 +145,8 @@ class SourceSpec(Value):
     jsonl: str | list[str] | None = None
     parquet: str | list[str] | None = None
     dataset: str | None = None
+    subset: str | None = None
+    split: str | None = None
     field: str | None = None
     target_field: str | None = None
     label_field: str | None = None
@@ -152,6 +154,7 @@ class SourceSpec(Value):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         _exactly_one("data.sources", {name: getattr(self, name) for name in _SOURCE_NAMES})
+        _check_split("data.sources", self)
         return self
 
     def __str__(self) -> str:
@@ -169,7 +172,12 @@ class DataSpec(Value):
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
     jsonl: str | list[str] | None = None
     parquet: str | list[str] | None = None
-    dataset: str | None = Field(None, description="a folder written by datasets.save_to_disk")
+    dataset: str | None = Field(
+        None,
+        description="a folder written by datasets.save_to_disk, a folder of data files, or a data set of the hub: owner/name",
+    )
+    subset: str | None = Field(None, description="dataset: the name of a subset (config) of the data set")
+    split: str | None = Field(None, description="dataset: the split; the default is train")
     sources: tuple[SourceSpec, ...] | None = Field(
         None, description="several sources of text, drawn by weight: [{jsonl: a, weight: 3}, {jsonl: b, weight: 1}]"
     )
@@ -198,6 +206,7 @@ class DataSpec(Value):
     def _one_source(self) -> Self:
         names = ("text", "jsonl", "parquet", "dataset", "sources", "images", "synthetic", "python")
         _exactly_one("data", {name: getattr(self, name) for name in names})
+        _check_split("data", self)
         for source in self.sources or ():
             if source.target_field is not None and self.target_field is None:
                 raise InputError(
@@ -497,6 +506,14 @@ def _exactly_one(section: str, sources: dict[str, Any]) -> None:
         raise InputError(f"job: {section}", found, f"give exactly one of: {', '.join(sources)}")
 
 
+def _check_split(section: str, data: DataSpec | SourceSpec) -> None:
+    for name in ("subset", "split"):
+        if data.dataset is None and getattr(data, name) is not None:
+            raise InputError(
+                f"job: {section}.{name}", f"is given without {section}.dataset", f"leave out {section}.{name}"
+            )
+
+
 def _flat(model: dict[str, Any]) -> dict[str, Any]:
     """Return a model section with its config keys directly under model, next to architecture or
     preset, as job files write them.
@@ -542,6 +559,11 @@ def apply_change(content: dict[str, Any], change: str) -> None:
     check_plain(content[last], f"--set {change}")
 
 
+def is_hub_name(text: str) -> bool:
+    """Return whether `text` can be the name of a data set of the Hugging Face hub: owner/name."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text) is not None
+
+
 def is_url(text: str) -> bool:
     """Return whether `text` is a URL such as s3://bucket/file, and not a path."""
     return re.match(r"[A-Za-z][\w+.-]*://", text) is not None
@@ -578,7 +600,13 @@ def _absolute(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     def absolute(fields: Any, names: Iterable[str]) -> Any:
         if not isinstance(fields, dict):
             return fields  # a wrong value, which parsing refuses
-        return {**fields, **{n: path(fields[n]) for n in names if n in fields and fields[n] not in words.get(n, [])}}
+        given = {name: fields[name] for name in names if name in fields and fields[name] not in words.get(name, [])}
+        if is_hub_dataset(given.get("dataset")):
+            given.pop("dataset")
+        return {**fields, **{name: path(value) for name, value in given.items()}}
+
+    def is_hub_dataset(text: Any) -> bool:
+        return isinstance(text, str) and is_hub_name(text) and not (folder / text).exists()
 
     words = {"text": ["python-stdlib"], "images": ["digits"]}
     paths = {"model": ["from"], "data": ["text", "jsonl", "parquet", "dataset", "images", "tokenizer"], "loss": []}

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tightfit.data.cache import stamps
+from tightfit.data.datasets_library import DatasetRows, dataset_rows
 from tightfit.data.long_records import LONG, LongRecord, incomplete
 from tightfit.data.remote import local_files, local_path
 from tightfit.data.samples import DamagePolicy
@@ -100,9 +101,9 @@ def open_text(spec: DataSpec, columns: Columns) -> TextSource:
     if spec.parquet is not None:
         files = find_files("parquet", spec.parquet, (".parquet",))
         return _source(str(spec), files, columns, lambda damage: _read_parquet(files, columns, damage))
-    folder = Path(str(spec.dataset))
-    files = find_files("dataset", str(folder))
-    return _source(str(folder), files, columns, lambda damage: _read_dataset(folder, columns, damage))
+    rows = dataset_rows(spec)
+    identity = [rows.identity, columns.names()]
+    return TextSource(str(spec), identity, rows.size_bytes, lambda damage: _read_dataset(rows, columns, damage))
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
@@ -319,42 +320,13 @@ def _read_parquet(files: list[Path], columns: Columns, damage: DamagePolicy) -> 
             damage.report(str(file), f"not readable as parquet after row {number} ({error})")
 
 
-def _read_dataset(folder: Path, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
-    rows = load_dataset(folder)
+def _read_dataset(source: DatasetRows, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
+    rows = source.rows
     missing = [name for name in columns.names() if name not in rows.column_names]
     if missing:
-        raise InputError(
-            f"data: dataset={folder}", f"has no column {missing[0]!r}", nearest(missing[0], rows.column_names)
-        )
+        raise InputError(source.asked, f"has no column {missing[0]!r}", nearest(missing[0], rows.column_names))
     for number, row in enumerate(rows.select_columns(columns.names()), 1):
-        yield from _documents(f"{folder}: row {number}", row, columns, damage)
-
-
-def load_dataset(folder: Path) -> Any:
-    """Load the datasets.Dataset that save_to_disk wrote to a folder. Of several splits, the split
-    named train is loaded.
-
-    Raises InputError if the folder holds no dataset, or splits without one named train.
-    """
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever arrow, json or fsspec raise for a folder that is not a dataset
-        raise InputError(
-            f"data: dataset={folder}",
-            f"not a folder written by datasets.save_to_disk ({error})",
-            "save it with dataset.save_to_disk(folder)",
-        ) from None
-    if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
-            raise InputError(
-                f"data: dataset={folder}",
-                f"has the splits {', '.join(loaded)}, but no split named train",
-                f"name the folder of one split, such as {folder / next(iter(loaded))}",
-            )
-        loaded = loaded["train"]
-    return loaded.with_format(None)
+        yield from _documents(f"{source.name}: row {number}", row, columns, damage)
 
 
 def _documents(place: str, row: Any, columns: Columns, damage: DamagePolicy) -> Iterator[Document]:
