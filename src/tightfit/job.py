@@ -158,6 +158,21 @@ class Job(Value):
             )
         return self
 
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        """Check what a stream of unknown length needs."""
+        if not isinstance(self.data, DataSpec) or not self.data.streaming:
+            return self
+        if self.train.steps is None:
+            raise InputError("job: data.streaming", "gives the data no known length", "set train.steps: 1000")
+        if self.evaluate_every is not None and (self.evaluate is None or self.evaluate.data is None):
+            raise InputError(
+                "job: data.streaming",
+                "holds out no samples for the evaluations that the job asks for",
+                "give evaluate.data, such as {jsonl: evaluation.jsonl}, or leave out train.evaluate_every",
+            )
+        return self
+
     @property
     def evaluate_every(self) -> int | None:
         """The number of steps between evaluations; None if the job never evaluates."""

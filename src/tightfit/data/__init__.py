@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tightfit.data.images import open_images
 from tightfit.data.language import open_language, synthetic_language
-from tightfit.data.order import Order
+from tightfit.data.mixture import MixedOrder, MixedSamples, open_mixture
+from tightfit.data.order import Integers, Order
 from tightfit.data.samples import ModelInput, Samples
+from tightfit.data.streams import TextStream, open_stream
 from tightfit.data.synthetic import SyntheticImages
 from tightfit.data.tokenizer import named_tokenizer
 from tightfit.data.user_samples import DatasetFunction, DatasetObject, UserStream, open_user
@@ -22,20 +26,27 @@ from tightfit.models import model_config, task_of, text_config
 from tightfit.models.pretrained import own_tokenizer
 
 __all__ = [
+    "MixedOrder",
     "ModelInput",
     "Order",
+    "SampleStream",
     "Samples",
+    "TextStream",
     "UserStream",
     "describe_tokenizer",
+    "first_samples",
     "model_input",
     "open_evaluation",
     "open_samples",
+    "order_of",
 ]
 
+SampleStream = UserStream | TextStream  # samples without a length, which are read in order
 
-def open_samples(job: Job) -> Samples | UserStream:
+
+def open_samples(job: Job) -> Samples | SampleStream:
     """Open the samples of a job's data, and prepare the data if the cache does not have it yet.
-    Returns a UserStream if the data is an iterable without a length.
+    Returns a SampleStream if the data is streamed or is an iterable without a length.
 
     Raises InputError for data that is missing, empty or damaged, or that the job's model cannot
     take.
@@ -46,12 +57,16 @@ def open_samples(job: Job) -> Samples | UserStream:
         return open_user(DatasetObject(spec), model, seed)
     if spec.python is not None:
         return open_user(DatasetFunction(spec.python), model, seed)
+    if spec.streaming:
+        return open_stream(spec, model, seed)
+    if spec.sources is not None:
+        return open_mixture(spec, model, seed)
     if _are_images(spec, model):
         return _images(spec, model, seed)
     return synthetic_language(spec, model, seed) if spec.synthetic else open_language(spec, model, seed)
 
 
-def open_evaluation(job: Job, training: Samples | UserStream) -> Samples | None:
+def open_evaluation(job: Job, training: Samples | SampleStream) -> Samples | None:
     """Open the samples of a job's `evaluate.data`; None if the job has none. Text is tokenized with
     the tokenizer of the training data.
 
@@ -66,11 +81,28 @@ def open_evaluation(job: Job, training: Samples | UserStream) -> Samples | None:
         tokenizer = getattr(training, "tokenizer", None)
         data = data if tokenizer is None else data.replace(tokenizer=tokenizer.name_or_path)
     source = open_samples(job.replace(data=data, evaluate=None, train=Train(seed=job.train.seed)))
-    if isinstance(source, UserStream):
+    if isinstance(source, SampleStream):
         raise InputError(
             "job: evaluate.data", "is an iterable without a length", "give a dataset with __len__ and __getitem__"
         )
     return source
+
+
+def order_of(samples: Samples, share: float, seed: int) -> Order | MixedOrder:
+    """Return the order in which training reads samples.
+
+    share  the share of the samples that is held out for evaluation; of each source, if there are
+           several
+    """
+    return samples.order(share, seed) if isinstance(samples, MixedSamples) else Order(len(samples), share, seed)
+
+
+def first_samples(samples: Samples, limit: int | None) -> Integers:
+    """Return the indices of the first `limit` samples; None: of all. Of several sources, they are in
+    proportion to the weights, as far as each source has enough."""
+    if limit is None or limit >= len(samples):
+        return np.arange(len(samples))
+    return samples.first(limit) if isinstance(samples, MixedSamples) else np.arange(limit)
 
 
 def model_input(job: Job) -> ModelInput:

@@ -11,6 +11,7 @@ import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tightfit.data.order import Integers
 from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import TextSource
 from tightfit.data.tokenizer import SpecialTokens
-from tightfit.data.tokens import Mask, TokenFile
+from tightfit.data.tokens import Mask, TokenFile, plain_backend, token_dtype
 from tightfit.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -38,28 +39,22 @@ def conversation_tokens(
     skip_damaged: leave damaged rows out instead of raising InputError. Raises InputError for
     damaged rows, and for a chat template that cannot render them.
     """
-    backend = renderer.tokenizer.backend_tokenizer
-    backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
-    backend.no_padding()
+    backend = plain_backend(renderer.tokenizer)
     identity = ["conversations", source.identity, backend.to_str(), special.end, renderer.identity, skip_damaged]
 
     def make(folder: Path) -> None:
         damage, roles, written = DamagePolicy(skip_damaged), set(), 0.0
-        dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
-        before = _leading_tokens(backend)
+        dtype = token_dtype(special)
         offsets, first_counted = array("q", [0]), array("q")
         with (folder / "text.bin").open("wb") as ids_file, (folder / "counted.bin").open("wb") as counted_file:
-            for batch in _batches(_conversations(source, damage)):
-                roles |= {message["role"] for conversation in batch for message in conversation.messages}
-                rendered = list(_rendered(batch, renderer, damage))
-                encodings = backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
-                for one, encoding in zip(rendered, encodings, strict=True):
-                    ids, counted = _tokens(one, encoding, before, special.end)
-                    np.array(ids, dtype=dtype).tofile(ids_file)
-                    counted.tofile(counted_file)
-                    offsets.append(offsets[-1] + len(ids))
-                    first_counted.append(_first_counted(counted))
-                written += sum(len(one.text) for one in rendered) / 1e6
+            for batch in tokenized_conversations(source, renderer, special, damage):
+                for one in batch:
+                    roles |= one.roles
+                    np.array(one.ids, dtype=dtype).tofile(ids_file)
+                    one.counted.tofile(counted_file)
+                    offsets.append(offsets[-1] + len(one.ids))
+                    first_counted.append(one.first_counted)
+                    written += one.characters / 1e6
                 _log.info("tokenizing %s: %.0f million characters so far", source.name, written)
         np.save(folder / "text-offsets.npy", np.array(offsets, dtype=np.int64))
         np.save(folder / "first-counted.npy", np.array(first_counted, dtype=np.int64))
@@ -69,30 +64,77 @@ def conversation_tokens(
     return TokenFile(cached_folder("tokens", identity, make))
 
 
+@dataclass(frozen=True)
+class TokenizedConversation:
+    """The tokens of a conversation.
+
+    ids            the token ids
+    counted        (tokens,) which of them count in the loss
+    first_counted  the place of the first token after the very first that counts; the number of
+                   tokens if there is none
+    roles          the roles of the messages
+    characters     the length of the rendered text
+    """
+
+    ids: list[int]
+    counted: Mask
+    roles: frozenset[str]
+    characters: int
+
+    @property
+    def first_counted(self) -> int:
+        places = np.flatnonzero(self.counted[1:])
+        return int(places[0]) + 1 if len(places) else len(self.counted)
+
+
+def tokenized_conversations(
+    source: TextSource,
+    renderer: Renderer,
+    special: SpecialTokens,
+    damage: DamagePolicy,
+    characters: int = _BATCH_CHARACTERS,
+) -> Iterator[list[TokenizedConversation]]:
+    """Yield the tokens of a source's conversations in lists of about so many characters. A
+    conversation that the chat template refuses is damaged."""
+    backend = plain_backend(renderer.tokenizer)
+    before = _leading_tokens(backend)
+    for batch in _batches(_conversations(source, damage), characters):
+        pairs = list(_rendered(batch, renderer, damage))
+        encodings = backend.encode_batch([one.text for _, one in pairs], add_special_tokens=False)
+        found = []
+        for (roles, one), encoding in zip(pairs, encodings, strict=True):
+            ids, counted = _tokens(one, encoding, before, special.end)
+            found.append(TokenizedConversation(ids, counted, roles, len(one.text)))
+        yield found
+
+
 def _conversations(source: TextSource, damage: DamagePolicy) -> Iterator[Conversation]:
     for document in source.documents(damage):
         assert isinstance(document, Conversation)
         yield document
 
 
-def _rendered(batch: list[Conversation], renderer: Renderer, damage: DamagePolicy) -> Iterator[Rendered]:
-    """Yield the rendered texts. A conversation that the chat template refuses is damaged."""
+def _rendered(
+    batch: list[Conversation], renderer: Renderer, damage: DamagePolicy
+) -> Iterator[tuple[frozenset[str], Rendered]]:
+    """Yield (the roles of a conversation, its rendered text). A conversation that the chat template
+    refuses is damaged."""
     for conversation in batch:
         try:
-            yield renderer.render(conversation)
+            yield frozenset(message["role"] for message in conversation.messages), renderer.render(conversation)
         except RefusedMessages as error:
             damage.report(conversation.location, str(error))
 
 
-def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    """Yield conversations in lists of about a million characters, whose texts are tokenized in
+def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator[list[Conversation]]:
+    """Yield conversations in lists of about so many characters, whose texts are tokenized in
     parallel."""
     batch: list[Conversation] = []
     size = 0
     for one in conversations:
         batch.append(one)
         size += len(one.text)
-        if size > _BATCH_CHARACTERS:
+        if size > characters:
             yield batch
             batch, size = [], 0
     if batch:
@@ -135,13 +177,6 @@ def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
     return found
 
 
-def _first_counted(counted: Mask) -> int:
-    """Return the place of the first token that counts and that another token precedes, from which
-    it can be predicted; the number of tokens if there is none."""
-    places = np.flatnonzero(counted[1:])
-    return int(places[0]) + 1 if len(places) else len(counted)
-
-
 def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integers, int, int]:
     """Return (indices of the conversations that have a token to train on among their first `length`
     tokens, how many conversations are longer, how many are left out).
@@ -169,4 +204,10 @@ def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integ
     return kept, int((lengths > length).sum()), len(lengths) - len(kept)
 
 
-__all__ = ["conversation_tokens", "kept_conversations", "overlapping"]
+__all__ = [
+    "TokenizedConversation",
+    "conversation_tokens",
+    "kept_conversations",
+    "overlapping",
+    "tokenized_conversations",
+]

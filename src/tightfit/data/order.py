@@ -82,6 +82,17 @@ def permute(places: Integers, count: int, secret: int) -> Integers:
     return found.astype(np.int64)
 
 
+def shuffled_epochs(positions: Integers, count: int, seed: int) -> tuple[Integers, Integers]:
+    """Return (numbers in [0, count), epochs) for positions of a stream of permutations of [0,
+    count), one permutation for each epoch."""
+    epochs, places = np.divmod(positions, count)
+    found = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        found[here] = permute(places[here], count, hash_numbers(seed, epoch))
+    return found, epochs
+
+
 @dataclass(frozen=True)
 class Order:
     """The order of the training samples, and the choice of the held-out samples.
@@ -110,11 +121,12 @@ class Order:
     def training_samples(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Return (indices, epochs) of the training samples at positions start..stop of the stream,
         without stop: two arrays of shape (stop - start,)."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training_count)
-        inner = np.empty_like(places)
-        for epoch in range(start // self.training_count, -(-stop // self.training_count)):
-            here = epochs == epoch
-            inner[here] = permute(places[here], self.training_count, hash_numbers(self.seed, epoch))
+        return self.samples_at(np.arange(start, stop, dtype=np.int64))
+
+    def samples_at(self, positions: Integers) -> tuple[Integers, Integers]:
+        """Return (indices, epochs) of the training samples at any positions of the stream, in the
+        order of `positions`."""
+        inner, epochs = shuffled_epochs(positions, self.training_count, self.seed)
         return self._split(inner), epochs
 
     def held_out(self, limit: int) -> Integers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,21 +66,9 @@ class SegmentRows:
     def read(self, indices: Integers) -> tuple[Integers, Integers, Integers]:
         """Return (token ids, labels, position ids), each (B, L) int64.
 
-        The label of a token is its id if it counts, else IGNORED. The first token of a segment
-        never counts: no token of its segment precedes it. The padding continues as a segment of its
-        own, without labels.
+        The first token of a segment never counts: no token of its segment precedes it.
         """
-        rows = [self._row(index) for index in indices]
-        length = self.length if self.separate else max(len(ids) for ids, _, _ in rows)
-        ids = np.full((len(rows), length), self.pad, dtype=np.int64)
-        labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
-        positions = np.empty((len(rows), length), dtype=np.int64)
-        for number, (row, counted, places) in enumerate(rows):
-            ids[number, : len(row)] = row
-            labels[number, : len(row)] = np.where(counted, row, IGNORED)
-            positions[number, : len(row)] = places
-            positions[number, len(row) :] = np.arange(length - len(row))
-        return ids, labels, positions
+        return stack_segments(map(self._row, indices), self.length if self.separate else None, self.pad)
 
     def _row(self, index: int) -> tuple[Integers, Mask, Integers]:
         chosen = slice(self.firsts[index], self.firsts[index + 1])
@@ -92,6 +81,30 @@ class SegmentRows:
     def _segment_lengths(self, index: int) -> Integers:
         chosen = slice(self.firsts[index], self.firsts[index + 1])
         return self.stops[chosen] - self.starts[chosen]
+
+
+def stack_segments(
+    rows: Iterable[tuple[Integers, Mask, Integers]], length: int | None, pad: int
+) -> tuple[Integers, Integers, Integers]:
+    """Return (token ids, labels, position ids), each (B, L) int64, of rows of different lengths.
+
+    rows    (token ids, which of them count, position ids) of each row
+    length  L; None for that of the longest row
+
+    The label of a token is its id if it counts, else IGNORED. The padding continues as a segment of
+    its own, without labels.
+    """
+    rows = list(rows)
+    length = max(len(ids) for ids, _, _ in rows) if length is None else length
+    ids = np.full((len(rows), length), pad, dtype=np.int64)
+    labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
+    positions = np.empty((len(rows), length), dtype=np.int64)
+    for number, (row, counted, places) in enumerate(rows):
+        ids[number, : len(row)] = row
+        labels[number, : len(row)] = np.where(counted, row, IGNORED)
+        positions[number, : len(row)] = places
+        positions[number, len(row) :] = np.arange(length - len(row))
+    return ids, labels, positions
 
 
 @dataclass(frozen=True)
@@ -191,4 +204,12 @@ def in_separate_segments(position_ids: Any) -> bool:
     return bool((position_ids[:, 1:] - position_ids[:, :-1] != 1).any())
 
 
-__all__ = ["SegmentRows", "SegmentSamples", "in_separate_segments", "pack", "padded_rows", "separate_rows"]
+__all__ = [
+    "SegmentRows",
+    "SegmentSamples",
+    "in_separate_segments",
+    "pack",
+    "padded_rows",
+    "separate_rows",
+    "stack_segments",
+]

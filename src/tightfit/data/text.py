@@ -19,17 +19,20 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from tightfit.data.cache import stamps
+from tightfit.data.datasets_library import DatasetRows, DatasetStream, dataset_rows, dataset_stream, file_stream
 from tightfit.data.long_records import LONG, LongRecord, incomplete
+from tightfit.data.remote import local_files, local_path, remote_files
 from tightfit.data.samples import DamagePolicy
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
-from tightfit.job_sections.paths import expand_path
+from tightfit.job_sections.paths import expand_path, is_url
 from tightfit.values import nearest
 
 PYTHON_STDLIB = "python-stdlib"
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BLOCK_BYTES = 1 << 20
 _PARQUET_ROWS = 256  # rows of a parquet file that are decoded at once
+_JSON_ENDINGS, _PARQUET_ENDINGS = (".jsonl", ".json", ".ndjson"), (".parquet",)
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,9 @@ class TextSource:
     """A source of documents.
 
     name        the source's name in messages
-    identity    JSON-like content that changes when the files or fields change: the key of the cache
-    size_bytes  the size of all files
+    identity    JSON-like content that changes when the files or fields change: the key of the cache;
+                None for a stream, whose content is not known before it is read
+    size_bytes  the size of all files; 0 for a stream
     columns     what is read from each row
     documents   yields the documents from the first one; reports damage to the given DamagePolicy
     """
@@ -139,8 +143,13 @@ class TextSource:
 
 
 def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
-    """Return the source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if
-    its files do not exist."""
+    """Return the source that `spec` names (text, jsonl, parquet or dataset). With `spec.streaming`,
+    nothing is copied into a cache: files at URLs and data sets are read while documents are.
+
+    Raises InputError if its files do not exist.
+    """
+    if spec.streaming and (stream := _open_stream(spec)) is not None:
+        return TextSource(str(spec), None, 0, columns, lambda damage: _read_dataset(stream, columns, damage))
     if spec.text is not None:
         if len(columns.names) > 1:
             raise InputError(
@@ -153,14 +162,58 @@ def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
             _refuse_parquet(file)
         return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
     if spec.jsonl is not None:
-        files = find_files("jsonl", spec.jsonl, (".jsonl", ".json", ".ndjson"))
+        files = find_files("jsonl", spec.jsonl, _JSON_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_jsonl(files, columns, damage))
     if spec.parquet is not None:
-        files = find_files("parquet", spec.parquet, (".parquet",))
+        files = find_files("parquet", spec.parquet, _PARQUET_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_parquet(files, columns, damage))
-    folder = Path(str(spec.dataset))
-    files = find_files("dataset", str(folder))
-    return _source(str(folder), files, columns, lambda damage: _read_dataset(folder, columns, damage))
+    rows = dataset_rows(spec)
+    identity = [rows.identity, columns.identity]
+    return TextSource(
+        str(spec), identity, rows.size_bytes, columns, lambda damage: _read_dataset(rows, columns, damage)
+    )
+
+
+def _open_stream(spec: DataSpec) -> DatasetRows | DatasetStream | None:
+    """Return a stream of the data set or of the files at URLs that `spec` names; None for local
+    files, whose readers hold little memory."""
+    if spec.dataset is not None:
+        return dataset_stream(spec)
+    if spec.text is not None:
+        if any(map(_is_remote, _listed(spec.text))):
+            raise InputError(
+                f"data: text={spec.text}",
+                "plain text at a URL cannot be streamed, because each file would be held in memory",
+                "use data.jsonl or data.parquet, or leave out data.streaming, which copies the files into the cache",
+            )
+        return None
+    name, given, endings = (
+        ("jsonl", spec.jsonl, _JSON_ENDINGS) if spec.jsonl else ("parquet", spec.parquet, _PARQUET_ENDINGS)
+    )
+    if not any(map(_is_remote, _listed(given))):
+        return None
+    files = [file for one in _listed(given) for file in _readable(name, one, endings)]
+    return file_stream(f"data: {name}={given}", "json" if name == "jsonl" else name, files)
+
+
+def _readable(field: str, given: str, endings: tuple[str, ...]) -> list[str]:
+    """Return the URLs or local paths of the files that `given` names."""
+    if _is_remote(given):
+        return remote_files(field, given, endings)
+    return [str(file) for file in find_files(field, given, endings)]
+
+
+def _listed(given: str | list[str] | None) -> list[str]:
+    return [given] if isinstance(given, str) else given or []
+
+
+def _is_remote(given: str) -> bool:
+    return is_url(given) and not given.startswith("file://")
+
+
+def is_remote(spec: DataSpec) -> bool:
+    """Return whether a source of text names files at URLs, which would have to be copied."""
+    return any(map(_is_remote, _listed(spec.text or spec.jsonl or spec.parquet)))
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
@@ -215,7 +268,8 @@ def stdlib_files() -> list[Path]:
 
 
 def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that `given` names. It is a file, a folder, a glob or a list of these.
+    """Return the files that `given` names. It is a file, a folder, a glob or a list of these. Of a
+    URL such as s3://bucket/folder, local copies of its files are returned.
 
     field    the data field that has this value, for messages
     endings  from a folder, only files with one of these endings are taken; () takes all
@@ -224,7 +278,9 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
     """
     if isinstance(given, list):
         return [file for one in given for file in find_files(field, one, endings)]
-    path = expand_path(given)
+    if _is_remote(given):
+        return local_files(field, given, endings)
+    path = expand_path(local_path(given) if is_url(given) else given)
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -400,17 +456,20 @@ def _read_parquet(files: list[Path], columns: RowFormat, damage: DamagePolicy) -
             damage.report(str(file), f"not readable as parquet after row {number} ({error})")
 
 
-def _read_dataset(folder: Path, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
-    rows = load_dataset(folder)
-    missing = [name for name in columns.names if name not in rows.column_names]
-    if missing:
-        raise InputError(
-            f"data: dataset={folder}",
-            f"has no column {missing[0]!r}; it has {', '.join(rows.column_names)}",
-            f"{_field_fix(columns, missing[0])} ({nearest(missing[0], rows.column_names)})",
-        )
-    for number, row in enumerate(rows.select_columns(_present(columns, rows.column_names)), 1):
-        yield from columns.documents(f"{folder}: row {number}", row, damage)
+def _read_dataset(source: DatasetRows | DatasetStream, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
+    rows = source.rows
+    known = rows.column_names  # None for a stream that does not say
+    if known is not None:
+        missing = next((name for name in columns.names if name not in known), None)
+        if missing is not None:
+            raise InputError(
+                source.asked,
+                f"has no column {missing!r}; it has {', '.join(known)}",
+                f"{_field_fix(columns, missing)} ({nearest(missing, known)})",
+            )
+        rows = rows.select_columns(_present(columns, known))
+    for number, row in enumerate(source.read(rows), 1):
+        yield from columns.documents(f"{source.name}: row {number}", row, damage)
 
 
 def _present(columns: RowFormat, known: list[str]) -> list[str]:
@@ -420,33 +479,6 @@ def _present(columns: RowFormat, known: list[str]) -> list[str]:
 
 def _field_fix(columns: RowFormat, missing: str) -> str:
     return f"name an existing field with {columns.names[missing]}"
-
-
-def load_dataset(folder: Path) -> Any:
-    """Load the datasets.Dataset that save_to_disk wrote to a folder. Of several splits, the split
-    named train is loaded.
-
-    Raises InputError if the folder holds no dataset, or splits without one named train.
-    """
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever arrow, json or fsspec raise for a folder that is not a dataset
-        raise InputError(
-            f"data: dataset={folder}",
-            f"not a folder written by datasets.save_to_disk ({error})",
-            "save it with dataset.save_to_disk(folder)",
-        ) from None
-    if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
-            raise InputError(
-                f"data: dataset={folder}",
-                f"has the splits {', '.join(loaded)}, but no split named train",
-                f"name the folder of one split, such as {folder / next(iter(loaded))}",
-            )
-        loaded = loaded["train"]
-    return loaded.with_format(None)
 
 
 def row_damage(row: Any, columns: RowFormat) -> str | None:

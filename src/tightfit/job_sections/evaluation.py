@@ -18,8 +18,9 @@ class Evaluation(Value):
     """When a training is evaluated, on which data, and with which metrics besides the loss.
 
     data     a DataSpec (or its mapping), or a map-style dataset. Fields that its mapping leaves out
-             are those of the job's data, such as sequence_length. If data is left out, the
-             evaluation uses the share `data.held_out` of the job's data
+             are those of the job's data, such as sequence_length; but its split is train by default,
+             and it is not streamed. If data is left out, the evaluation uses the share
+             `data.held_out` of the job's data
     every    evaluate after every so many steps; the same as train.evaluate_every
     samples  how many samples an evaluation uses, at most. If left out: all samples of `data`, or
              train.evaluate_samples of the held-out ones
@@ -47,6 +48,12 @@ class Evaluation(Value):
         content = dict(content)
         if isinstance(content.get("data"), dict):
             content["data"] = DataSpec.parse(content["data"], "job: evaluate.data")
+            if content["data"].streaming:
+                raise InputError(
+                    "job: evaluate.data.streaming",
+                    "is true, and every evaluation reads the same samples",
+                    "leave out evaluate.data.streaming",
+                )
         refuse_plain(content, "data", "{jsonl: evaluation.jsonl}", "evaluate.data")
         metrics = content.get("metrics")
         if metrics is None:
@@ -86,5 +93,8 @@ def with_fields_of(evaluate: Any, data: Any) -> Any:
     own = evaluate.data if isinstance(evaluate, Evaluation) else None
     if not isinstance(own, DataSpec) or not isinstance(data, DataSpec):
         return evaluate
-    shared = {name: value for name, value in data if name not in (*SOURCES, *own.model_fields_set)}
+    left_out = {*SOURCES, *own.model_fields_set, "split", "streaming", "shuffle_buffer"}
+    if own.dataset != data.dataset:
+        left_out.add("subset")
+    shared = {name: value for name, value in data if name not in left_out}
     return evaluate.replace(data=own.replace(**shared))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.job_sections.paths import expand_path, is_hub_id
+from tightfit.job_sections.paths import expand_path, is_hub_id, refuse_mistyped_folder
 
 PRETRAINED_FOLDER_FIX = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config and tokenizer
@@ -31,12 +31,16 @@ def pretrained_folder(source: str, weights: bool = False) -> Path:
     weights  whether the safetensors files are needed, too
 
     A repository that the cache of `huggingface_hub` does not have is downloaded. Raises InputError
-    if there is neither a folder nor a repository of this name, or if the Hub cannot be reached.
+    if there is neither a folder nor a repository of this name, if a local folder has a similar name, or
+    if the Hub cannot be reached.
     """
     folder = expand_path(source)
     if folder.exists() or not is_hub_id(source):
         return folder
-    return _cached(source, weights) or _download(source, weights)
+    if (found := _cached(source, weights)) is not None:
+        return found
+    refuse_mistyped_folder("model.from", source, Path())
+    return _download(source, weights)
 
 
 def own_tokenizer(source: str) -> Path | None:
