@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +25,7 @@ from tightfit.plan import Plan
 from tightfit.planner.whole_run import length_of
 
 GPT = {"architecture": "gpt2", "vocab_size": 300, "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}
+FIELDS = {"prompt": "question", "response": "answer"}
 counts = st.lists(st.tuples(st.integers(2, 60), st.floats(0.5, 4)), min_size=1, max_size=4)
 
 
@@ -175,6 +178,9 @@ def test_epochs_are_predicted_from_all_sources(tmp_path: Path) -> None:
         ({"sources": [{"jsonl": "a", "wieght": 1}]}, "weight"),
         ({"sources": [{"jsonl": "a"}], "text": "b"}, "text and sources"),
         ({"sources": [{"jsonl": "a", "target_field": "b"}]}, "data.target_field: b"),
+        ({"sources": [{"jsonl": "a"}, {"text": "b", "format": "messages"}]}, r"sources\[1\].format"),
+        ({"sources": [{"jsonl": "a", "split": "train"}]}, r"sources\[0\].split"),
+        ({"sources": [{"jsonl": "a"}], "loss_on": "all"}, "data.loss_on"),
     ],
 )
 def test_wrong_sources_are_refused(data: dict[str, Any], words: str) -> None:
@@ -196,3 +202,65 @@ def test_sources_with_different_classes_are_refused(tmp_path: Path) -> None:
     sources = [{"jsonl": str(tmp_path / name)} for name in "ab"]
     with pytest.raises(InputError, match="bad, good and fair, good"):
         padded(sources, {"architecture": "bert", "vocab_size": 300, "task": "classification"})
+
+
+def test_each_source_has_a_format_of_its_own(tmp_path: Path) -> None:
+    """Conversations of two formats and plain text, with one tokenizer."""
+    chats = [{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi 0"}]}]
+    pairs = [{"question": "how many?", "answer": "seven"}]
+    for name, rows in (("chats", chats * 3), ("pairs", pairs * 2), ("texts", [{"text": "some text"}])):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        {"jsonl": str(tmp_path / "chats"), "format": "messages"},
+        {"jsonl": str(tmp_path / "pairs"), "format": "prompt-response", "fields": FIELDS},
+        {"jsonl": str(tmp_path / "texts")},
+    ]
+    spec = {"sources": sources, "sequence_length": 64, "chat_template": "chatml"}
+    samples = open_samples(job(spec))
+    assert isinstance(samples, MixedSamples)
+    said = decoded(samples, range(6))
+    assert [text.strip() for text in said] == ["hi 0"] * 3 + ["seven"] * 2 + ["some text"]
+    packed = open_samples(job({**spec, "packing": "separate"}))
+    assert set(packed.batch(np.array([0, 1]), np.array([0, 0]))) == {"input_ids", "labels", "position_ids"}
+
+
+def test_settings_of_formats_hold_for_sources_with_one() -> None:
+    sources = [
+        {"jsonl": "a", "format": "alpaca"},
+        {"jsonl": "b", "format": "prompt-response", "fields": FIELDS},
+        {"jsonl": "c"},
+    ]
+    spec = DataSpec(sources=sources, loss_on="all")
+    assert spec.packing == "padded"
+    assert [(part.loss_on, part.fields) for part in spec.parts()] == [("all", None), ("all", FIELDS), (None, None)]
+    spec = DataSpec(sources=[{"jsonl": "a"}, {"jsonl": "b"}], format="prompt-response", fields=FIELDS)
+    assert all(part.fields == FIELDS for part in spec.parts())
+
+
+def test_evaluations_of_a_mixture_are_in_proportion(tmp_path: Path) -> None:
+    texts = {name: write(tmp_path / name, [f"{name} text"] * 20) for name in ("red", "blue", "train")}
+    sources = [{"jsonl": texts["red"], "weight": 3}, {"jsonl": texts["blue"]}]
+    data = {"jsonl": texts["train"], "packing": "padded", "sequence_length": 16}
+    wanted = Job(model=GPT, data=data, train={"batch": 8, "steps": 1}, evaluate={"data": {"sources": sources}})
+    run = build(wanted, Plan())
+    for limit, reds in ((8, 6), (40, 20)):
+        rows = [row for batch in run.data.held_out(limit) for row in batch["input_ids"]]
+        assert (len(rows), sum("red" in run.data.tokenizer.decode(row) for row in rows)) == (limit, reds)
+
+
+def test_evaluations_have_their_own_split() -> None:
+    """The split is not that of the training data; the subset is, for the same data set."""
+    data = {"dataset": "a", "subset": "en", "split": "train[:9%]"}
+    evaluate = {"data": {"dataset": "a", "split": "validation"}}
+    same = Job(model=GPT, data=data, train={"steps": 1}, evaluate=evaluate)
+    assert (same.evaluate.data.subset, same.evaluate.data.split) == ("en", "validation")
+    other = Job(model=GPT, data=data, train={"steps": 1}, evaluate={"data": {"jsonl": "b"}})
+    assert (other.evaluate.data.subset, other.evaluate.data.split) == (None, None)
+
+
+def test_the_jobs_of_the_documentation_are_valid() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sources.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    assert len(blocks) == 4
+    for block in blocks:
+        assert isinstance(Job.parse({"model": GPT, "train": {"steps": 1}, **yaml.safe_load(block)}).data, DataSpec)

@@ -43,7 +43,8 @@ def conversation_tokens(
     identity = ["conversations", source.identity, backend.to_str(), special.end, renderer.identity, skip_damaged]
 
     def make(folder: Path) -> None:
-        damage, roles, written = DamagePolicy(skip_damaged), set(), 0.0
+        damage, written = DamagePolicy(skip_damaged), 0.0
+        roles: set[str] = set()
         dtype = token_dtype(special)
         offsets, first_counted = array("q", [0]), array("q")
         with (folder / "text.bin").open("wb") as ids_file, (folder / "counted.bin").open("wb") as counted_file:

@@ -46,7 +46,7 @@ from tightfit.models.objective import Batch
 _CHARACTERS = 100_000  # characters that are tokenized at a time
 _PACKED_AT_ONCE = 64  # packing: separate packs the texts of so many sequences at a time
 _TOKENIZING_BYTES = 32 * 2**20  # memory of the texts that are tokenized at a time
-_OBJECT_BYTES = 400  # memory of a sample in the shuffle buffer, beside its tokens
+_OBJECT_BYTES = 280  # memory of a sample in the shuffle buffer, beside its tokens
 _TIMED = 3  # measurements of the time of tokenizing, of which the fastest counts
 
 

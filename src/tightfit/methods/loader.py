@@ -323,7 +323,7 @@ def _streamed(
     if job.evaluate_every and evaluation is None:
         raise InputError(
             f"job: train.evaluate_every={job.evaluate_every}",
-            "no samples are held out from a stream or an iterable",
+            "a stream or an iterable has no held-out samples",
             "give evaluate.data, or data that has a length, or leave out train.evaluate_every",
         )
     if plan.loader_workers > 1:
