@@ -1,8 +1,8 @@
 """Conversions that the tables of several tools share.
 
-Each conversion returns the value of tightfit's field, or Lacks. It raises ValueError, whose message
-names the accepted values, for a value that the other tool would not accept either. docs/import.md
-prints the docstrings.
+A conversion takes a value from another tool's file. It returns the value of tightfit's field, or
+Lacks if there is no counterpart. For a value that the other tool would not accept either, it raises
+ValueError, whose message names the accepted values. docs/import.md prints the docstrings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tightfit.importers.mapping import Lacks
 
 
 def number(value: Any) -> float:
-    """Keep the number. It may be written as text, as YAML 1.1 reads 1e-5."""
+    """Keep the number. It may also be a text such as "1e-5", because YAML 1.1 reads 1e-5 as
+    text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number")
     try:
@@ -26,7 +27,7 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """Keep the whole number. It may be written like 5e8."""
+    """Keep the whole number. It may also be written like 5e8."""
     try:
         found = number(value)
     except ValueError:
@@ -37,7 +38,7 @@ def whole(value: Any) -> int:
 
 
 def flag(value: Any) -> bool:
-    """Keep true or false. They may be written as yes and no."""
+    """Keep true or false. They may also be written as yes and no."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False, "": False}
     found = words.get(str(value).lower())
     if found is None:
@@ -46,7 +47,7 @@ def flag(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Keep the text."""
+    """Keep the text, which must not be empty."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text")
     return value
@@ -65,15 +66,18 @@ def count(value: Any) -> int | Lacks:
 
 
 def seed(value: Any) -> int | Lacks:
-    """Keep the seed. If it is negative, the tool draws a random seed, and tightfit uses 0."""
+    """Keep the seed. A negative seed makes the tool draw a random one; then tightfit uses its
+    default, 0."""
     found = whole(value)
     return found if found >= 0 else Lacks("the tool draws a seed; tightfit's is 0 if left out", is_lost=False)
 
 
 def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any]:
-    """Return a conversion that looks a word up in `words` (keys in lower case).
+    """Return a conversion that looks a word up in `words`, which maps words in lower case to
+    results.
 
-    otherwise  why other words have no counterpart; if empty, other words raise ValueError
+    otherwise  why words that are not in `words` have no counterpart; if empty, the conversion
+               raises ValueError for them
     """
 
     def convert(value: Any) -> Any:
@@ -103,19 +107,19 @@ def compiled(value: Any) -> str:
 
 
 def packed(value: Any) -> str | Lacks:
-    """Convert true to packed and false to padded. In a packed sequence, tokens attend to the texts
-    before theirs."""
+    """Convert true to packed and false to padded. In a packed sequence, tokens also attend to the
+    earlier texts of the sequence."""
     return "packed" if flag(value) else "padded"
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """What the name of an optimizer in another tool stands for.
+    """The tightfit settings that correspond to an optimizer's name in another tool.
 
     name      tightfit's name of the optimizer
-    states    value of plan.states; empty if the name does not decide it
-    is_fused  value of plan.fused_optimizer; None if the name does not decide it
-    note      a remark for the row of the key
+    states    the value of plan.states; empty if the optimizer's name does not decide it
+    is_fused  the value of plan.fused_optimizer; None if the optimizer's name does not decide it
+    note      a remark about the translation, which is shown to the user
     """
 
     name: str
@@ -161,16 +165,20 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
 
 
 def optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Convert the optimizer and the type of its states: adamw_bnb_8bit becomes adamw with
-    plan.states: 8-bit."""
+    """Convert the optimizer's name, which may include the type of its states: adamw_bnb_8bit
+    becomes adamw with plan.states: 8-bit. Other optimizers have no counterpart."""
     word = text(value).rpartition(".")[2].lower()
     return OPTIMIZERS.get(word) or Lacks(f"tightfit has no optimizer {value}")
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """What the name of a learning-rate schedule in another tool stands for: tightfit's name, and
-    whether the schedule warms up."""
+    """The tightfit settings that correspond to the name of a learning-rate schedule in another
+    tool.
+
+    name      tightfit's name of the schedule
+    warms_up  whether the other tool's schedule has a warm-up
+    """
 
     name: str
     warms_up: bool = True
@@ -195,20 +203,20 @@ SCHEDULES: Mapping[str, ScheduleChoice] = {
 
 
 def schedule(value: Any) -> ScheduleChoice | Lacks:
-    """Convert the learning-rate schedule: constant_with_warmup becomes constant with
-    train.warmup."""
+    """Convert the learning-rate schedule's name: constant_with_warmup becomes constant with
+    train.warmup. Other schedules have no counterpart."""
     return SCHEDULES.get(text(value).rpartition(".")[2].lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def warmup(value: Any) -> int | float:
-    """Return the warmup as tightfit writes it: an int is a number of steps, and a number between 0
-    and 1 is a fraction of all steps."""
+    """Keep the length of the warm-up. A number between 0 and 1 is a fraction of all steps; any
+    other number is a whole number of steps."""
     found = number(value)
     return found if 0 < found < 1 else whole(value)
 
 
 def wide(value: Any) -> str:
-    """Convert the dtype of the weights to bf16, fp16 or fp32."""
+    """Convert the name of the weights' dtype to bf16, fp16 or fp32: torch.bfloat16 becomes bf16."""
     types = {
         "bf16": "bf16",
         "bfloat16": "bf16",
@@ -228,7 +236,8 @@ def wide(value: Any) -> str:
 
 
 def report_to(value: Any) -> list[str] | Lacks:
-    """Keep the trackers that tightfit also has: tensorboard, wandb, mlflow."""
+    """Keep the trackers that tightfit also has: tensorboard, wandb, mlflow. all means these three,
+    and none an empty list. Other trackers have no counterpart."""
     words = [value] if isinstance(value, str) else list(value)
     known = [word for word in ("tensorboard", "wandb", "mlflow") if word in words or words == ["all"]]
     if words in (["none"], []):
@@ -251,8 +260,9 @@ FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # (zero, whether hybrid: re
 
 
 def fsdp_strategy(value: Any) -> tuple[int, bool]:
-    """Convert FULL_SHARD to zero: 3, SHARD_GRAD_OP to zero: 2, NO_SHARD to zero: 0. The HYBRID_
-    strategies also replicate the model over nodes."""
+    """Convert FULL_SHARD to zero: 3, SHARD_GRAD_OP to zero: 2 and NO_SHARD to zero: 0. The HYBRID_
+    strategies shard within a node and replicate the model over nodes; the second element of the
+    result is True for them."""
     word = int(value) if str(value).isdigit() else str(value).lower()
     if word not in FSDP_STRATEGIES:
         raise ValueError("one of: " + ", ".join(str(one).upper() for one in FSDP_STRATEGIES))
@@ -275,7 +285,8 @@ def offload_all(value: Any) -> tuple[str, ...]:
 
 def existing(value: Any, folder: Path) -> Any:
     """Return a path as an absolute path if it exists in `folder` or in the current folder. Any
-    other value, such as a hub id, is returned unchanged. In a list, each path is treated so.
+    other value, such as a hub id, is returned unchanged. For a list, return the list of these
+    results.
 
     folder  the folder of the imported file
     """
