@@ -237,7 +237,7 @@ def wide(value: Any) -> str:
 
 def report_to(value: Any) -> list[str] | Lacks:
     """Keep the trackers that tightfit also has: tensorboard, wandb, mlflow. all means these three,
-    and none an empty list. Other trackers have no counterpart."""
+    and none means an empty list. A list of only other trackers has no counterpart."""
     words = [value] if isinstance(value, str) else list(value)
     known = [word for word in ("tensorboard", "wandb", "mlflow") if word in words or words == ["all"]]
     if words in (["none"], []):
@@ -270,8 +270,9 @@ def fsdp_strategy(value: Any) -> tuple[int, bool]:
 
 
 def reshard(value: Any) -> tuple[int, bool]:
-    """Convert true (reshard after forward) to zero: 3 and false (keep the parameters until
-    backward) to zero: 2."""
+    """Convert true (free the gathered parameters after forward) to zero: 3, and false (keep them
+    until backward) to zero: 2. The name of an FSDP strategy is converted, too: FULL_SHARD to zero:
+    3, SHARD_GRAD_OP to zero: 2. The HYBRID_ strategies also replicate the model over nodes."""
     try:
         return (3 if flag(value) else 2), False
     except ValueError:
@@ -279,7 +280,8 @@ def reshard(value: Any) -> tuple[int, bool]:
 
 
 def offload_all(value: Any) -> tuple[str, ...]:
-    """Convert FSDP's CPU offload: true offloads states, gradients and parameters."""
+    """Convert true to an offload of states, gradients and parameters to the CPU, and false to
+    none."""
     return ("states", "gradients", "parameters") if flag(value) else ()
 
 
