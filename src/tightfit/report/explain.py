@@ -50,11 +50,13 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None, 
 
 
 def explained(estimates: list[Estimate], price: float | None = None) -> dict[str, Any]:
-    """Return the content that `tightfit explain --json` prints, for estimates of which the first is
-    the chosen plan's.
+    """Return the content that `tightfit explain --json` prints. The first of the estimates is that
+    of the chosen plan.
 
-    Its `plans` has one entry for each estimate. Its `chosen` is 0, the index of the chosen plan in
-    `plans`, or None if that plan does not fit. price: price of one device per hour.
+    In the result, `plans` has one entry for each estimate. `chosen` is 0, the index of the chosen
+    plan in `plans`, or None if that plan does not fit.
+
+    price  price of one device per hour; None: no cost
     """
     chosen = estimates[0]
     said = [one.rejected_because or ("" if one.fits else describe_shortages(one)) for one in estimates]
