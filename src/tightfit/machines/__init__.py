@@ -20,8 +20,9 @@ USABLE = 0.985
 
 @cache
 def devices() -> dict[str, dict[str, Any]]:
-    """Return the table of known devices, devices.yaml: device name -> {figure: value}, such as
-    memory and bandwidth of one device."""
+    """Return the table of known devices, devices.yaml, as device name -> {figure: value}. The
+    figures are those of one device, such as its memory; the top of the file explains them and their
+    units."""
     return _table("devices.yaml")
 
 
