@@ -13,8 +13,8 @@ from tightfit.importers.training_arguments import FSDP_KEYS
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the ZeRO stage, 0 to 3. DeepSpeed's stages do not replicate the model over nodes, so
-    hybrid sharding is off (False)."""
+    """Keep the ZeRO stage, 0 to 3. The second element of the result, False, says that the model is
+    not also replicated over nodes."""
     found = whole(value)
     if found not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")

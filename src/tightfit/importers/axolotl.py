@@ -51,9 +51,9 @@ def _recompute(value: Any) -> str | Lacks:
 
 
 def _datasets(value: Any) -> list[dict[str, Any]]:
-    """Keep the list of data sets, each of them a mapping with a path. A single data set becomes
-    data.jsonl, data.parquet, data.text or data.dataset, depending on its files. Several data sets
-    have no counterpart."""
+    """Keep the list of data sets, each of them a mapping with a path. Later, a single data set
+    becomes data.jsonl, data.parquet, data.text or data.dataset, depending on its files. Several
+    data sets have no counterpart."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("a list of data sets, each with a path")
     return value

@@ -11,8 +11,9 @@ from tightfit.importers.mapping import Draft
 
 
 def combine(draft: Draft) -> None:
-    """Set all fields of the draft that depend on several keys. The order of the calls matters: for
-    example, the schedule needs train.steps, and the batch needs the degrees of parallelism."""
+    """Set all fields of the draft (the unfinished job and plan) that depend on several keys. The
+    order of the calls matters: for example, the schedule needs train.steps, and the batch needs the
+    degrees of parallelism."""
     _degrees(draft)
     _batch(draft)
     _sharding(draft)
@@ -26,8 +27,8 @@ def combine(draft: Draft) -> None:
 
 
 def _degrees(draft: Draft) -> None:
-    """Set plan.tp, plan.pp and plan.cp. Also set the part devices, the number of devices on all
-    nodes together, if the file gives the devices of one node.
+    """Set plan.tp, plan.pp and plan.cp. If the file gives the number of devices of one node, also
+    set draft.parts["devices"], the number of devices on all nodes together.
 
     Adds a contradiction if the file gives a different total number of devices.
     """
@@ -242,8 +243,8 @@ def _length(draft: Draft) -> None:
 
 def _schedule(draft: Draft) -> None:
     """Set train.schedule, train.warmup, train.decay and train.final_learning_rate, as far as the
-    file has keys for them. Fractions of the training are converted to steps if the number of steps
-    is known."""
+    file has keys for them. A fraction of the training is converted to a number of steps, or the
+    other way round, if the number of all steps is known."""
     parts, fields = draft.parts, draft.fields
     choice, steps = parts.get("schedule"), fields.get("train.steps")
     if isinstance(choice, ScheduleChoice):
@@ -292,7 +293,7 @@ def _interval(draft: Draft, name: str, field: str, without: str | None) -> None:
     strategy (no, steps or epoch) and its number of steps. A number below 1 is a fraction of all
     steps.
 
-    name     save or eval, the first word of the parts' names, such as save_steps
+    name     save or eval, the first word of the names in `draft.parts`, such as save_steps
     without  the value of the field if the strategy is no; None leaves the field out
     """
     parts = draft.parts

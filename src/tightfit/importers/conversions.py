@@ -73,11 +73,11 @@ def seed(value: Any) -> int | Lacks:
 
 
 def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any]:
-    """Return a conversion that looks a word up in `words`, which maps words in lower case to
-    results.
+    """Return a conversion that looks a word up in `words`, a mapping from words in lower case to
+    the results of the conversion.
 
-    otherwise  why words that are not in `words` have no counterpart; if empty, the conversion
-               raises ValueError for them
+    otherwise  why all other words have no counterpart; if empty, the conversion raises ValueError
+               for them
     """
 
     def convert(value: Any) -> Any:
@@ -260,9 +260,12 @@ FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # (zero, whether hybrid: re
 
 
 def fsdp_strategy(value: Any) -> tuple[int, bool]:
-    """Convert FULL_SHARD to zero: 3, SHARD_GRAD_OP to zero: 2 and NO_SHARD to zero: 0. The HYBRID_
-    strategies shard within a node and replicate the model over nodes; the second element of the
-    result is True for them."""
+    """Return (ZeRO stage, whether the model is also replicated over nodes) for the name or number
+    of an FSDP strategy.
+
+    FULL_SHARD is stage 3, SHARD_GRAD_OP stage 2 and NO_SHARD stage 0. The HYBRID_ strategies shard
+    within a node and replicate the model over nodes. Raises ValueError for another name or number.
+    """
     word = int(value) if str(value).isdigit() else str(value).lower()
     if word not in FSDP_STRATEGIES:
         raise ValueError("one of: " + ", ".join(str(one).upper() for one in FSDP_STRATEGIES))
@@ -270,9 +273,10 @@ def fsdp_strategy(value: Any) -> tuple[int, bool]:
 
 
 def reshard(value: Any) -> tuple[int, bool]:
-    """Convert true (free the gathered parameters after forward) to zero: 3, and false (keep them
-    until backward) to zero: 2. The name of an FSDP strategy is converted, too: FULL_SHARD to zero:
-    3, SHARD_GRAD_OP to zero: 2. The HYBRID_ strategies also replicate the model over nodes."""
+    """Return the ZeRO stage, and whether the model is also replicated over nodes. true (free the
+    gathered parameters after forward) is stage 3, and false (keep them until backward) is stage 2.
+    Names of FSDP strategies are accepted, too: FULL_SHARD is stage 3, SHARD_GRAD_OP is stage 2, and
+    the HYBRID_ strategies replicate the model over nodes."""
     try:
         return (3 if flag(value) else 2), False
     except ValueError:

@@ -21,8 +21,8 @@ from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needl
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the ZeRO stage, 0 to 3. DeepSpeed's stages do not replicate the model over nodes, so
-    hybrid sharding is off (False)."""
+    """Keep the ZeRO stage, 0 to 3. The second element of the result, False, says that the model is
+    not also replicated over nodes."""
     stage = whole(value)
     if stage not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -68,8 +68,8 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """Set no field: tightfit also warms up from 0. A warm-up from another rate has no
-    counterpart."""
+    """The key sets no field, because tightfit also warms up from 0. A warm-up from another rate has
+    no counterpart."""
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 

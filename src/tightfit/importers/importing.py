@@ -202,8 +202,8 @@ def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
 
 
 def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
-    """Return whether the file has another key for the same part and field as `key`, such as an
-    older name of it. A key whose value is auto counts, too.
+    """Return whether the file has another key with the same meaning as `key` (the same `part` and
+    `field`), such as an older name of it. A key whose value is auto counts, too.
 
     said  the names of all keys in the file
     """
@@ -217,8 +217,8 @@ def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
 
 
 def _finish_rows(draft: Draft) -> None:
-    """Fill the final value of its field into each row. If a row's field was never set, the row's
-    outcome becomes "left open"."""
+    """Set the result of each row to the final value of the row's field. If that field was never
+    set, the row's outcome becomes "left open": the file does not decide the field."""
     for row in draft.rows:
         if row.field and row.field in draft.fields:
             row.result = draft.fields[row.field]
@@ -248,7 +248,8 @@ def _validated(importer: Importer, draft: Draft) -> Imported:
 
 def _add_permissions(job: dict[str, Any], plan: Plan, is_pinned: bool) -> None:
     """Set the job's `allow`, the list of changes of numerics that a plan may make, to those that
-    this plan needs. If the file does not give the precision, also allow bf16.
+    this plan needs. If the file does not give the precision, bf16 is added. If this makes bf16 the
+    only entry, `allow` is left out, because its default allows bf16.
 
     is_pinned  whether the file gives the precision
     """

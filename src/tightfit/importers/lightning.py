@@ -61,9 +61,9 @@ def _precision(value: Any) -> str | Lacks:
 
 
 def _strategy(value: Any) -> tuple[int, bool] | Lacks:
-    """Convert ddp to zero: 0, fsdp to zero: 3, and deepspeed_stage_1, _2 and _3 to zero: 1, 2 and
-    3. Hybrid sharding (replicas of the sharded model) is off (False). Other strategies have no
-    counterpart."""
+    """Convert the strategy to a ZeRO stage: ddp to 0, fsdp to 3, and deepspeed_stage_1, _2 and _3
+    to 1, 2 and 3. The second element of the result, False, says that the model is not also
+    replicated over nodes. Other strategies have no counterpart."""
     word = str(value).rpartition(".")[2].lower()
     return STRATEGIES.get(word) or Lacks(f"tightfit has no strategy {value}")
 
@@ -104,7 +104,8 @@ def _epochs(value: Any) -> float | Lacks:
 
 
 def _clip_by(value: Any) -> Lacks:
-    """Set no field: tightfit also clips by norm. Clipping by value has no counterpart."""
+    """The key sets no field, because tightfit also clips by norm. Clipping by value has no
+    counterpart."""
     return (
         Lacks("as in tightfit", False)
         if str(value) == "norm"

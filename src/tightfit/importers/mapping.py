@@ -261,7 +261,8 @@ class Importer:
         {fp16: {enabled: true}} yields ("fp16.enabled", True).
 
         A mapping is yielded whole if the table has an entry for it and none for the keys inside.
-        section: the prefix of all names, such as "fp16."
+
+        section  a prefix for all names, such as "fp16."
         """
         for name, value in content.items():
             path = f"{section}{name}"

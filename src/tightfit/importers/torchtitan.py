@@ -60,7 +60,8 @@ def _shard(value: Any) -> int:
 
 
 def _mode(value: Any) -> str | Lacks:
-    """Keep none, selective or full. memory_budget has no counterpart."""
+    """Keep the mode of activation checkpointing: none, selective or full. memory_budget has no
+    counterpart."""
     word = str(value).lower()
     if word == "memory_budget":
         return Lacks("tightfit has none, selective and full; search chooses by memory")
@@ -88,7 +89,8 @@ def _converters(value: Any) -> str | Lacks:
 
 
 def _recipe(value: Any) -> str:
-    """Convert recipes that begin with rowwise to rowwise, and all others to tensorwise."""
+    """Convert the name of a float8 recipe to rowwise if it begins with rowwise, and to tensorwise
+    otherwise."""
     return "rowwise" if str(value).startswith("rowwise") else "tensorwise"
 
 
@@ -384,8 +386,8 @@ def _model(draft: Draft) -> None:
 
 
 def _split_batch(draft: Draft) -> None:
-    """Set the parts micro_batch (samples of one forward) and accumulation (forwards of a step) from
-    local_batch_size.
+    """Set two of the draft's parts from local_batch_size: micro_batch (samples of one forward) and
+    accumulation (forwards of a step).
 
     Without a pipeline, one forward takes all local_batch_size samples. In a pipeline, the samples
     are divided into forwards of pipeline_parallel_microbatch_size samples each; if that leaves a

@@ -36,8 +36,8 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """Set no field: config.json in the folder of the weights describes the model. A model builder
-    with lora in its name has no counterpart, because adapters are not imported."""
+    """The key sets no field, because config.json in the folder of the weights describes the model.
+    A model builder with lora in its name has no counterpart, because adapters are not imported."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 

@@ -59,8 +59,8 @@ def _epochs(value: Any) -> float | Lacks:
 
 
 def _warmup(value: Any) -> int | float:
-    """Keep the number of warm-up steps. A number between 0 and 1 is a fraction of all steps,
-    rounded up."""
+    """Keep the number of warm-up steps. A number between 0 and 1 is a fraction of all steps; later
+    it becomes a number of steps, rounded up."""
     return warmup(value)
 
 
@@ -92,7 +92,8 @@ def fsdp(value: Any) -> tuple[int, bool] | Lacks:
 
 
 def _version(value: Any) -> Lacks:
-    """Set no field: tightfit chooses how it shards, and uses neither version of FSDP."""
+    """The key sets no field, because tightfit chooses how it shards and uses neither version of
+    FSDP."""
     return Lacks("tightfit shards by itself, neither with FSDP 1 nor 2", is_lost=False)
 
 

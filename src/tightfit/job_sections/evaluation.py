@@ -32,10 +32,10 @@ class Evaluation(Value):
     or a dict of numbers. Evaluations weight this mean by the number of samples, so that every
     sample has the same weight.
 
-    A Metric gets `update(predictions, targets)`. For the default loss of a task, these are the
-    logits, shape (items, classes), and the labels, shape (items,), of the items that count in the
-    loss. For other losses, they are the model's output and the batch's labels. In a pair, the
-    Metric gets `update(*function(outputs, batch))` instead.
+    For a Metric, tightfit calls `update(predictions, targets)`. For the default loss of a task,
+    these are the logits, shape (items, classes), and the labels, shape (items,), of the items that
+    count in the loss. For other losses, they are the model's output and the batch's labels. For a
+    pair, tightfit calls the Metric's `update(*function(outputs, batch))` instead.
     """
 
     data: DataSpec | PythonObject = None
@@ -87,12 +87,11 @@ def _metric(name: str, metric: Any) -> Any:
 
 
 def with_fields_of(evaluate: Any, data: Any) -> Any:
-    """Return a copy of the Evaluation in which the fields that its data does not set, such as
-    sequence_length, have the values of the job's data.
+    """Return a copy of the job's `evaluate` in which the fields that its data does not set, such as
+    sequence_length, are filled in from the job's `data`.
 
-    evaluate  the job's `evaluate`; returned unchanged unless it is an Evaluation whose data is a
-              DataSpec
-    data      the job's `data`; unless it is a DataSpec, `evaluate` is returned unchanged
+    Returns `evaluate` unchanged unless it is an Evaluation, its data is a DataSpec, and the job's
+    `data` is a DataSpec.
     """
     own = evaluate.data if isinstance(evaluate, Evaluation) else None
     if not isinstance(own, DataSpec) or not isinstance(data, DataSpec):

@@ -49,7 +49,7 @@ class LoraSpec(Value):
 
 class ModelSpec(Value):
     """Describes the model. Exactly one of preset, architecture, from and python must be given. With
-    preset or architecture, all keys that are no fields of this class are keys of the model's
+    preset or architecture, all keys that are not fields of this class are keys of the model's
     transformers config.
 
     preset        a name in `tightfit.models.presets`; its sizes are those of the paper or of the

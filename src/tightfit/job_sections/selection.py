@@ -31,13 +31,13 @@ class Criterion(Value):
         return self
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Return whether the metric's value `value` is better than the value `than` by more than
-        `by`. False if one of them is NaN."""
+        """Return whether `value` is better than `than` by more than `by`: larger if `mode` is max,
+        else smaller. Returns False if one of the two values is NaN."""
         return value > than + by if self.mode == "max" else value < than - by
 
 
 class KeepBest(Criterion):
-    """Asks tightfit to keep the checkpoint with the best value of an evaluation metric."""
+    """Keeps the checkpoint with the best value of an evaluation metric, besides the newest ones."""
 
 
 class EarlyStopping(Criterion):

@@ -142,9 +142,8 @@ def multiplies_float8(architecture: str, rowwise: bool = False) -> bool:
     """Return whether torch's kernels can multiply in float8 on devices of an architecture, such as
     "sm_90".
 
-    rowwise  True asks for products with one scale per row: Hopper (9.0) and later, AMD's MI300
-             (gfx94) and MI350 (gfx95). False asks for one scale per tensor: the same devices and
-             Ada (8.9)
+    rowwise  if True, with one scale for each row: Hopper (9.0) and later, AMD's MI300 (gfx94) and
+             MI350 (gfx95) can. If False, with one scale for each tensor: Ada (8.9) can, too
     """
     if architecture.startswith("gfx"):
         return architecture.startswith(("gfx94", "gfx95"))

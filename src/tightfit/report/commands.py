@@ -216,10 +216,11 @@ def decide(
 
 
 def tensor_bytes_of(predicted: dict[str, Any]) -> float:
-    """Return the predicted bytes of tensors at the peak: the sum of all rows except runtime and
-    allocator.
+    """Return the predicted bytes of tensors at the peak: the sum over all kinds of memory except
+    runtime and allocator.
 
-    predicted  a plan's prediction; its "memory" maps the ledger's rows to bytes
+    predicted  a plan's prediction; its "memory" has the bytes of each kind, such as parameters and
+               activations
     """
     return sum(size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator"))
 

@@ -152,8 +152,8 @@ def _trained(estimate: Estimate) -> str:
 
 
 def _made_up_for(chosen: Estimate, stages: list[WaterfallRow]) -> str:
-    """Return, as text, the number of steps after which the time that compiling took is saved again
-    by faster steps. Returns an empty text if the plan does not compile or if compiled steps are not
+    """Return, as text, after how many steps the faster compiled steps have saved as much time as
+    compiling took. Returns an empty text if the plan does not compile or if compiled steps are not
     faster.
 
     stages  estimates of the plan as its methods are added one after another
@@ -266,8 +266,8 @@ def _signed_bytes(size: float) -> str:
 
 
 def rows_table(estimate: Estimate) -> Table:
-    """Return a table with the bytes of each row of the ledger at the peak and, beside them, the
-    largest times of a step."""
+    """Return a table with the bytes of each row of the ledger (parameters, gradients, ...) at the
+    peak and, beside them, the largest times of a step."""
     peak, time = estimate.peak, estimate.time
     table = _table(f"at the peak ({peak.phase}, {peak.part})", "bytes", "in a step", "time")
     bytes_rows = [(row, format_bytes(peak.rows[row])) for row in ROWS if peak.rows.get(row)]
@@ -357,8 +357,8 @@ def slow_attention(record: Record) -> str:
 
 
 def logical_rows(estimate: Estimate) -> dict[str, float]:
-    """Return the predicted bytes of tensors at the peak, by row of the ledger. The rows runtime and
-    allocator, which hold no tensors, are left out.
+    """Return the predicted bytes of tensors at the peak, by row of the ledger (parameters,
+    gradients, ...). The rows runtime and allocator, which have no tensors, are left out.
 
     On CUDA, torch allocates the workspaces of libraries such as cuBLAS, and measurements count them
     as temporaries. So this function adds them to the row temporaries.

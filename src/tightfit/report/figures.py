@@ -49,8 +49,9 @@ def check_picture(option: str, file: Path) -> None:
 
 
 def draw_memory(estimate: Estimate, file: Path) -> None:
-    """Draw the memory over one step into a file, with one coloured area for each row of the ledger.
-    A line shows the memory limit if it is less than 1.6 times the peak."""
+    """Draw the memory over one step into a file, with one coloured area for each row of the ledger
+    (parameters, gradients, ...). A line shows the memory limit if it is less than 1.6 times the
+    peak."""
     instants = list(estimate.ledger.instants())
     shown = [row for row in _COLOURS if any(rows.get(row) for _, _, rows in instants)]
     bytes_of = [[max(rows.get(row, 0.0), 0.0) for _, _, rows in instants] for row in shown]

@@ -123,8 +123,8 @@ def rungs_table(ladder: Ladder, measured: Sequence[Measured]) -> Table:
     """Return a table with a line for each rung: its predicted memory and step time, and their
     ratios to the plain loop. If there are measurements, the table shows them, too.
 
-    The column "tensors, predicted" can be compared with the measured column "tensors". The column
-    "memory" is larger than both, because it also counts memory outside of tensors.
+    The columns "tensors, predicted" and "tensors" (measured) can be compared. The column "memory"
+    also counts memory outside of tensors.
 
     measured  the measurements of the rungs, in their order; empty if nothing was measured
     """

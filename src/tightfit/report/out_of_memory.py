@@ -40,8 +40,8 @@ def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out. It may come from Python, torch, CUDA,
-    oneDNN or the operating system."""
+    """Return whether an error of Python, torch, CUDA, oneDNN or the operating system means that
+    memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):

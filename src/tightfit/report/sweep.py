@@ -50,8 +50,8 @@ class Row:
     """The prediction for one combination of a sweep's values.
 
     values     the varied values as text, by the names in --over: {"train.batch": "8"}
-    predicted  the prediction for the fastest plan that fits; if none fits, for the plan that needs
-               the least memory; None if no plan could be predicted
+    predicted  the prediction (the content of an Estimate) for the fastest plan that fits; if none
+               fits, for the plan that needs the least memory; None if no plan could be predicted
     limit      bytes of device memory that a plan may use; None if no plan could be predicted
     run        time and cost of the whole training; None if no plan could be predicted
     why_not    why no plan fits or works; empty if the plan fits
@@ -286,8 +286,8 @@ def _unit(rows: Sequence[Row]) -> str:
 
 
 def plan_fields(rows: Sequence[Row]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return (common, own): the plan fields with the same value in all rows, and for each row, its
-    other plan fields. Both are dicts from names to values.
+    """Return (common, own). `common` has the plan fields that are equal in all rows, {name: value}.
+    `own` has one such dict for each row, with the other plan fields of this row.
 
     Fields with the value of the reference plan and fields that the sweep varies are left out.
     """
