@@ -16,8 +16,8 @@ from tightfit.importers.mapping import Lacks
 
 
 def number(value: Any) -> float:
-    """Keep the number. It may also be a text such as "1e-5", because YAML 1.1 reads 1e-5 as
-    text."""
+    """Keep the value, a number. It may also be a text such as "1e-5", because YAML 1.1 reads 1e-5
+    as text. Any other value is an error."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number")
     try:
@@ -27,7 +27,8 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """Keep the whole number. It may also be written like 5e8."""
+    """Keep the value, a whole number. It may also be written like 5e8. Any other value is an
+    error."""
     try:
         found = number(value)
     except ValueError:
@@ -38,7 +39,8 @@ def whole(value: Any) -> int:
 
 
 def flag(value: Any) -> bool:
-    """Keep true or false. They may also be written as yes and no."""
+    """Keep the value, true or false. It may also be written as yes or no. Any other value is an
+    error."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False, "": False}
     found = words.get(str(value).lower())
     if found is None:
@@ -47,20 +49,22 @@ def flag(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Keep the text, which must not be empty."""
+    """Keep the value, a text that must not be empty."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text")
     return value
 
 
 def positive(value: Any) -> float | Lacks:
-    """Keep the number. With 0 or less, the field is left out."""
+    """Keep the value, a number. 0 or less switches the feature off in the other tool; then
+    tightfit's field is left out."""
     found = number(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def count(value: Any) -> int | Lacks:
-    """Keep the whole number. With 0 or less, the field is left out."""
+    """Keep the value, a whole number. 0 or less switches the feature off in the other tool; then
+    tightfit's field is left out."""
     found = whole(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
@@ -216,7 +220,8 @@ def warmup(value: Any) -> int | float:
 
 
 def wide(value: Any) -> str:
-    """Convert the name of the weights' dtype to bf16, fp16 or fp32: torch.bfloat16 becomes bf16."""
+    """Convert the name of the weights' dtype to bf16, fp16 or fp32: torch.bfloat16 becomes bf16.
+    Other dtypes are an error."""
     types = {
         "bf16": "bf16",
         "bfloat16": "bf16",

@@ -162,10 +162,10 @@ class Draft:
                 row.note = row.note or "see the contradictions"
 
     def imply(self, part: str, value: Any, source: str) -> None:
-        """Set a part to a value that follows from another part, `source`. A part that is already
-        set keeps its value.
+        """Set the part `part` to a value that follows from another part, `source`. If `part` is
+        already set, it keeps its value.
 
-        Messages about `part` then name the key that gave `source`.
+        Messages about `part` then name the key whose value was stored as `source`.
         """
         if part not in self.parts:
             self.parts[part] = value
@@ -181,28 +181,37 @@ class Draft:
             self.fields.pop(name, None)
 
     def remark(self, part: str, note: str) -> None:
-        """Add a note to the row of the key that gave the part or field named `part`."""
+        """Add a note to one row: that of the key whose value was stored as the part or field
+        `part`."""
         for row in self.rows:
             if row.key == self._givers.get(part) and note not in row.note:
                 row.note = f"{row.note}; {note}" if row.note else note
 
     def settle(self, part: str, outcome: Outcome, note: str) -> None:
-        """Give the row of the key that gave the part or field named `part` a new outcome and a new
-        note. The row then names no field."""
+        """Change the outcome and the note of one row: that of the key whose value was stored as the
+        part or field `part`. The row then names no field.
+
+        Example: the number of epochs becomes "not needed" if the file also gives the number of
+        steps.
+        """
         for row in self.rows:
             if row.key == self._givers.get(part):
                 row.outcome, row.note, row.field = outcome, note, ""
 
     def point(self, part: str, field: str) -> None:
-        """In the row of the key that gave the part named `part`, replace the field by `field`. A
-        row without a field stays unchanged."""
+        """Change the field that one row names to `field`. The row is that of the key whose value
+        was stored as the part `part`. A row that names no field stays unchanged.
+
+        Example: a number of devices sets plan.dp_shard if the model is sharded, and
+        plan.dp_replicate otherwise.
+        """
         for row in self.rows:
             if row.key == self._givers.get(part) and row.field:
                 row.field = field
 
     def giver(self, part: str) -> str:
-        """Return the name of the file's key that gave the part or field named `part`; return `part`
-        itself if no key gave it."""
+        """Return the name of the file's key whose value was stored as the part or field `part`.
+        Returns `part` itself if there is no such key."""
         return self._givers.get(part, part)
 
 
