@@ -214,8 +214,9 @@ def coming(
     before it begins the action. To request an input is to post a receive for it. An input is named
     by the action that reads it.
 
-    schedule, micro_batches  as in `make_schedule`
+    schedule         a plan's `schedule`, such as "1f1b"
     devices, chunks  ranks of the pipeline, and stages on each rank
+    micro_batches    micro-batches in one step
     device           the rank
     stops            whether the device may stop in the middle of an action, for example to free
                      memory or to load a kernel, and then waits for all messages that it requested
@@ -227,7 +228,7 @@ def coming(
     - does not exist: a W action receives nothing, nor does the first stage's forward or the last
       stage's backward;
     - belongs to pipedream's next step, whose samples are not known before the update;
-    - is one of those that `late` returns, if the device `stops`.
+    - must not be requested early (see `late`), if the device `stops`.
 
     Under pipedream, a round is the forwards of a step followed by the backwards of an earlier step.
     A device that stops requests all gradients of the round before the round's first forward.
@@ -272,12 +273,13 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
 
 @cache
 def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
-    """Return the actions whose input must not be requested early, on devices that may stop and wait
-    for their messages. Such an input is requested only when the action itself begins, instead of
-    during the action before it.
+    """Return the actions whose input must not be requested early (by posting a receive), on devices
+    that may stop in the middle of an action and wait for their messages. Such an input is requested
+    only when the action itself begins, instead of during the action before it.
 
-    schedule, micro_batches  as in `make_schedule`
+    schedule         a plan's `schedule`, such as "1f1b"
     devices, chunks  ranks of the pipeline, and stages on each rank
+    micro_batches    micro-batches in one step
 
     Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, while
     rank 1 computes the backward that rank 0 needs next. If both requested these messages early and
@@ -307,8 +309,9 @@ def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -
     """Put all actions of a step into one order. Return action -> its position in this order, from
     0.
 
-    schedule, micro_batches  as in `make_schedule`
+    schedule         a plan's `schedule`, such as "1f1b"
     devices, chunks  ranks of the pipeline, and stages on each rank
+    micro_batches    micro-batches in one step
 
     The order is that of a run in which every action takes equally long. Among actions that run at
     the same time, forwards come first, by increasing stage, then backwards, by decreasing stage:
@@ -453,9 +456,9 @@ def simulate(
 
 
 def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each pipeline stage, as equal as possible: 10 blocks in 4
-    stages are (2, 3, 3, 2). If the numbers differ, the first and the last stage get fewer blocks,
-    because they also hold the embedding and the output head."""
+    """Return the number of blocks of each pipeline stage, as equal as possible. If the numbers
+    differ, the first and the last stage get fewer blocks, because they also hold the embedding and
+    the output head. Example: 10 blocks in 4 stages are (2, 3, 3, 2)."""
     each, more = divmod(blocks, stages)
     inner = sorted(range(stages), key=lambda chunk: (chunk in (0, stages - 1), chunk))
     return tuple(each + (chunk in inner[:more]) for chunk in range(stages))

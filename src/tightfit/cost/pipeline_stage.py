@@ -2,8 +2,8 @@
 
 `rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is that of the whole
 model, as a list of segments, such as the forward of one block. This module groups the segments into
-sections: section n contains the segments of block n and of the code between block n and block n +
-1. A stage takes the sections of its blocks.
+sections: section n contains the segments of block n and of the code that follows, up to the next
+block. A stage takes the sections of its blocks.
 
 The main task is to find the lifetime of each buffer within the stage. Example: 4 blocks, a stage
 with the blocks 2 and 3, and hidden states of 16 MiB. In the whole model, section 1 allocates the
@@ -98,9 +98,9 @@ class Sections:
                     self.freed[buffer].add(section)
 
     def freed_by_next(self, buffer: Buffer) -> bool:
-        """Return whether the section that runs after the allocating section frees the buffer. In
-        forward, that is the section of the following block, in backward that of the preceding
-        block.
+        """Return whether `buffer` is freed by the section that runs right after the section that
+        allocates it. A section is one block with the code up to the next block. In forward, the
+        sections of the blocks run in ascending order, in backward in descending order.
 
         Equal blocks share their segments, so it is enough that this holds for the first or the last
         of the sections that allocate the buffer.
@@ -139,7 +139,7 @@ class Sections:
 
     def unfreed(self, section: int, whole: bool = True) -> Iterator[Buffer]:
         """Yield the buffers that a section allocates and does not free, except gradients of
-        parameters.
+        parameters. A section is one block with the code up to the next block.
 
         whole  True: of the section's forward and backward together; False: of its forward alone
         """
@@ -153,8 +153,11 @@ class Sections:
 
 
 def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[int, Segment]]:
-    """Yield (number of the section that it belongs to, segment) for each segment of the recorded
-    step `training`, in order. `blocks` is the number of blocks."""
+    """Yield (section, segment) for each segment of the recorded step `training`, in order. Section
+    n is block n with the code up to the next block; section -1 is the code before the blocks.
+
+    blocks  number of blocks of the model
+    """
     here = {FORWARD: BEFORE, BACKWARD: blocks}
     last = blocks - 1
     for segment in training:
@@ -170,8 +173,8 @@ def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[i
 
 @lru_cache(16)
 def sections_of(training: tuple[Segment, ...], blocks: int, deferred: bool) -> Sections:
-    """Return the `Sections` of the recorded step `training`. They are cached, because all stages
-    and many plans use the same ones.
+    """Return the `Sections` of the recorded step `training`: its segments grouped by block. They
+    are cached, because all stages and many plans use the same ones.
 
     blocks    number of blocks of the model
     deferred  whether weight gradients of linear layers are computed in a phase of their own (zero

@@ -74,9 +74,10 @@ def with_recomputation(
     selective: int,
     compiled: bool = False,
 ) -> tuple[Segment, ...]:
-    """Return the recorded step in which groups of blocks are recomputed in backward.
+    """Return the recorded step of a micro-batch in which groups of blocks are recomputed in
+    backward.
 
-    training   the recorded step without recomputation
+    training   the recorded step without recomputation, as segments
     inference  the recorded forward of an evaluation, which saves nothing for backward
     segments   the groups, each as a range of block numbers. All blocks of a group are recomputed
                together
@@ -179,8 +180,8 @@ class _RecomputationEdit:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
     def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
-        """Return {buffer: its copy} for the buffers that both this block and the next segment save,
-        such as the result of a ReLU at the end of the block.
+        """Return {buffer: its copy} for the buffers that are saved both for this block's backward
+        and for that of the next segment, such as the result of a ReLU at the end of the block.
 
         The first forward allocates the copy, which the next segment saves. The second forward
         allocates the buffer itself again, for this block's backward.
@@ -195,13 +196,14 @@ class _RecomputationEdit:
         self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
     ) -> None:
         """Replace the block's first forward in the recorded step. As recorded, it saves everything
-        for backward. The new one is the forward of an evaluation, which saves only the buffers that
-        are named by the arguments below and, with `selective`, the results of products.
+        for backward. The new one is the forward of an evaluation. It saves only the block's
+        outputs, the copies in `handed_on`, with `keep_input` the block's input, and with
+        `selective` the results of products.
 
         call        the block and the number of its call
         before      the first forward as recorded, without recomputation
         saved       the buffers that the block's backward frees
-        handed_on   the result of `_left_to_others`
+        handed_on   the result of `_left_to_others`: buffer -> its copy
         keep_input  whether the block's input is saved
         """
         kept = {*_outputs_of(before, saved), *handed_on}
@@ -244,13 +246,13 @@ class _RecomputationEdit:
         return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
 
     def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
-        """Return whether the buffer is freed in the forward pass, after the block's forward,
-        because no segment saves it for backward."""
+        """Return whether the buffer is freed in the forward pass, after the forward of the block's
+        call `call`, because no segment saves it for backward."""
         return any(buffer in self.training[place].timeline.freed for place in self._after(call))
 
     def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
-        """Remove the event that frees the buffer in the forward pass after the block's forward.
-        Return whether there was such an event."""
+        """Remove the event that frees the buffer in the forward pass after the forward of the
+        block's call `call`. Return whether there was such an event."""
         for place in self._after(call):
             timeline = self.training[place].timeline
             if buffer in timeline.freed:

@@ -46,10 +46,12 @@ def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -
     """Return the data-parallel layouts to try, each as a dict of the plan fields dp_replicate,
     dp_shard and zero. A layout uses all devices that tp, pp and cp do not use.
 
-    The layouts are that of `start`, plain replicas, and each ZeRO stage over all devices or over
-    the devices of one node (hybrid sharding). With a pipeline, ZeRO-3 is left out, because it would
-    gather the parameters for every micro-batch. So are layouts that contradict `pins`, the plan
-    fields that the user fixed.
+    start  the plan with the tp, pp and cp to use; its own layout is tried, too
+    pins   plan fields that the user fixed: layouts with other values are left out
+
+    The other layouts are plain replicas, and each ZeRO stage over all devices or over the devices
+    of one node (hybrid sharding). With a pipeline, ZeRO-3 is left out, because it would gather the
+    parameters for every micro-batch.
 
     Example: 2 nodes of 8 devices give 16 replicas; ZeRO-1, -2 and -3 over 16 devices; and ZeRO-1,
     -2 and -3 over 8 devices with 2 replicas.
@@ -70,9 +72,12 @@ def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -
 
 
 def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the values to try for each plan field, by field name. They are the values that the
-    methods propose, or only the value of `start` if the user pinned the field (`pins`: field ->
-    value)."""
+    """Return plan field -> values to try. They are the values that the methods (techniques such as
+    recompute) propose, or only the value of `start` if the user pinned the field.
+
+    start  the plan with all defaults
+    pins   plan fields that the user fixed, with their values
+    """
     narrow_pays = lambda: "precision" not in pins and _narrow_parameters_pay(estimator, start)  # noqa: E731
     facts = SearchFacts(estimator.profiler.is_complex, narrow_pays)
     options = methods_candidates(METHODS, start, estimator.job, facts)

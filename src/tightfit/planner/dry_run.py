@@ -1,7 +1,8 @@
 """Dry run: execute training steps on fake tensors, with the engine that would train.
 
-The dry run builds the same run as training does and takes steps with it, while a tracker adds up
-the bytes of all live storages. Fake tensors have shapes and no memory, so nothing is allocated.
+The dry run builds the same model, optimizer and data pipeline as training does, and takes steps
+with them, while a tracker adds up the bytes of all live storages. Fake tensors have shapes and no
+memory, so nothing is allocated.
 
 In this package, only this module and `loop_dry_run.py` use the engine.
 """
@@ -55,12 +56,12 @@ def _micro_batch_count(plan: Plan) -> int | None:
 
 @dataclass(frozen=True)
 class DryRunData:
-    """Yields the micro-batches of a dry run: zeros with the shapes of the job's samples. It takes
+    """Provides the micro-batches of a dry run: zeros with the shapes of the job's samples. It takes
     the place of the `Data` that reads real samples.
 
     batch     an example batch: the micro-batches have its fields, dtypes and lengths
-    job       sets the number of samples in a batch
-    plan      sets the size and number of the micro-batches
+    job       gives the number of samples in a batch
+    plan      gives the size and number of the micro-batches
     labelled  the number of labels that the loss does not ignore; only set for a plan with a chunked
               loss
     ragged, damaged, tokenizer  attributes that the engine reads from every `Data`; a dry run has no
@@ -196,13 +197,13 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
 
 
 def _with_other_batches(peak: Peak, shapes: DryRunData, device: str, ahead: bool) -> Peak:
-    """Return `peak` plus the bytes of the inputs that training has in device memory and the dry run
-    had not, because it runs only some of a step's micro-batches.
+    """Return `peak`, the peak that a dry run found, plus the bytes of inputs that only training has
+    in device memory. A dry run has fewer inputs in memory, because it runs only some of a step's
+    micro-batches.
 
-    On a CPU, the inputs of all micro-batches of a step are in memory. On a GPU, only the inputs of
-    the current micro-batch are in memory, and with `ahead` also those of the next one.
+    On a CPU, training has the inputs of all micro-batches of a step in memory. On a GPU, it has
+    only those of the current micro-batch, and with `ahead` also those of the next one.
 
-    peak    the peak that the dry run found
     shapes  the micro-batches of the dry run
     device  kind of device, "cpu" or "cuda"
     ahead   whether the plan copies the next micro-batch to the device during the current one

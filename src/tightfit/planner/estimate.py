@@ -70,13 +70,14 @@ class Estimate:
     row is a use of memory, such as "parameters", "activations" or "runtime".
 
     job, plan, machine  what is trained, how, and on which devices
-    ledger              the ledger of a device; in a pipeline, of the rank with the highest peak
+    ledger              the ledger (buffers and operations of a step) of a device; in a pipeline, of
+                        the rank with the highest peak
     peak                the instant of a step with the most memory: its phase and its bytes by row
     limit_bytes         device memory that the plan may use
     time                seconds of one step, by kind of work
     compile_s           seconds that torch.compile takes before the first step
-    samples_per_s, tokens_per_s  of all devices together; tokens_per_s is None if the job's samples
-                        are not counted in tokens
+    samples_per_s       throughput of all devices together
+    tokens_per_s        the same in tokens; None if the job's samples are not counted in tokens
     dry_run_bytes       the peak that a dry run on fake tensors found, plus the bytes of the
                         estimate's runtime and allocator rows; None before the dry run
     includes_allocator  whether the peak includes what the allocator reserves beyond the tensors
@@ -502,9 +503,9 @@ class Estimator:
 
     @cached_property
     def _runtime_after_tracing(self) -> float:
-        """Bytes of the runtime row on a CPU: the memory of this process, read after the model was
-        traced, and of kernel libraries. The value is read only once, so that all compared plans
-        have the same."""
+        """Bytes of the runtime row (memory of the process that belongs to no tensor) on a CPU. It
+        is the memory of this process after the model was traced, plus that of kernel libraries. It
+        is read only once, so that all compared plans have the same value."""
         return float(max(self.runtime_bytes, psutil.Process().memory_info().rss) + KERNELS_BYTES)
 
     def include_allocator(self, estimate: Estimate) -> Estimate:

@@ -41,10 +41,13 @@ class TimedRun:
 
 
 def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
-    """Return `machine` with the efficiencies with which the predicted seconds per step are closest
-    to the measured ones. Coordinate descent on the logarithms of the efficiencies finds them.
+    """Return `machine` with the four efficiencies with which the predicted seconds per step are
+    closest to the measured ones. An efficiency is the share of one of the machine's rates that
+    entire training steps reach.
 
     seen  the timed runs, at least one
+
+    The efficiencies are found by coordinate descent on their logarithms.
     """
     best = dict.fromkeys(EFFICIENCIES, 0.0)
     error = _objective(seen, best)
@@ -65,10 +68,12 @@ def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
 
 
 def fit_machine(machine: Machine, records: Sequence[Record]) -> Machine:
-    """Return `machine` with the efficiencies that fit the recorded runs on this machine best.
+    """Return `machine` with the efficiencies that fit the recorded runs on this machine best. An
+    efficiency is the share of one of the machine's rates that entire training steps reach.
 
-    Records of other machines are ignored, and so are runs with a pipeline, whose bubble tells
-    nothing about rates. If no record is left, the machine is returned unchanged.
+    records  recorded runs. Runs on other machines are ignored, and so are runs with a pipeline,
+             whose idle time says nothing about rates. If no run is left, the machine is returned
+             unchanged
 
     Raises InputError if a job cannot be traced.
     """

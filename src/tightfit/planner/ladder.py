@@ -240,8 +240,9 @@ def _obstacle(estimator: Estimator, plan: Plan, option: Option) -> str:
 
 
 def options_of(estimator: Estimator) -> Iterator[list[Option]]:
-    """Yield, for each rung, the list of options to choose from: the ways to use one method. The
-    rungs come in the order of ORDER. Options that need several devices are left out."""
+    """Yield, for each rung of the ladder, the list of options to choose from: the ways to use one
+    method. The rungs come in the order of ORDER, a constant of this module. Options that need
+    several devices are left out."""
     found: dict[str, list[Option]] = {}
     for method in METHODS:
         for option in _options(method, estimator):
@@ -253,12 +254,12 @@ def options_of(estimator: Estimator) -> Iterator[list[Option]]:
 
 
 def _options(method: ModuleType, estimator: Estimator) -> Iterator[Option]:
-    """Yield the options of a method (a module of METHODS) for the estimator's job and machine.
-    Values that the reference plan `Plan()` already has are left out.
+    """Yield the options of a method (a module of METHODS): the ways to use it for the estimator's
+    job and machine. Values that the reference plan `Plan()` already has are left out.
 
-    The options are what the method proposes (`defaults`, `candidates`), then its VARIANTS. The
-    numbers in VARIANTS are chosen for tests, so a number is used only if nothing is proposed for
-    its field.
+    The options are what the method proposes (`defaults`, `candidates`), then its VARIANTS: the plan
+    fields with which tests use the method. The numbers in VARIANTS are chosen for tests, so a
+    number is used only if nothing is proposed for its field.
     """
     proposed = _proposed(method, estimator)
     seen: list[dict[str, Any]] = []

@@ -83,8 +83,9 @@ def _values(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
 
 
 def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return the values to try for the micro-batch and for the fields KERNELS, by field name. Each
-    value of these fields needs a new trace of the model."""
+    """Return the values to try, by field name, for the micro-batch and for the plan fields that
+    choose kernels (KERNELS), such as attention. Each value of these fields needs a new trace of the
+    model."""
     values = _values(estimator, start)
     return {
         **{name: values[name] for name in KERNELS if name in values},

@@ -136,8 +136,8 @@ def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, An
 
 
 def _fits(estimator: Estimator, plan: Plan) -> bool:
-    """Return whether the estimate of a plan fits. The plan is not estimated, which may need a
-    trace, if its parameters, gradients and optimizer states alone do not fit."""
+    """Return whether the estimate of a plan fits. To save a trace, the plan is not estimated if its
+    parameters, gradients and optimizer states alone do not fit."""
     return estimator.memory_lower_bound(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
 
 

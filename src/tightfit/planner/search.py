@@ -76,7 +76,7 @@ def search(
     estimator: Estimator | None = None,
     choices: list[Plan] | None = None,
 ) -> list[Estimate]:
-    """Search for the fastest plan that fits, among the plans with the fields of `pins`.
+    """Search for the fastest plan that fits on the machine and has the plan fields in `pins`.
 
     job        what to train
     machine    the devices; None: the machine that runs this process
@@ -337,13 +337,14 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
 
 
 def _largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
-    """Return the micro-batch above which memory-saving options stop being useful: the largest one
-    that fits even if the allocator reserves 15 % more than the tensors need; 0 if none does.
+    """Return the largest micro-batch that fits even if the allocator reserves 15 % more than the
+    tensors need; 0 if none does. Options that only save memory are then tried only with larger
+    micro-batches.
 
-    If a smaller micro-batch that fits is faster, return the job's full batch instead: larger
-    micro-batches are then not useful.
+    If a smaller micro-batch that fits is faster, larger micro-batches do not help. Return the job's
+    full batch in this case.
 
-    seen   estimates of plans that differ only in the micro-batch
+    seen   estimates of plans without such options. They differ only in the micro-batch
     batch  the job's samples per step
     """
     fitting = [one for one in seen if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
@@ -511,9 +512,9 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
 
 
 def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Result:
-    """Return `find(plan)` for the first of `plans` for which it raises no InputError, which means
-    that the model supports the plan. If it raises for all, raise the InputError of the last
-    plan."""
+    """Call `find` with one plan after the other until a call raises no InputError, and return its
+    result. An InputError means that the model does not support the plan. If all calls raise one,
+    the last one is raised."""
     for plan in plans[:-1]:
         try:
             return find(plan)
@@ -526,9 +527,11 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     """Choose the kernels (attention, loss, compile, precision) with which the job is predicted to
     finish first. Each kernel option of `start` is changed only if the job is then faster.
 
-    Returns (plan, leaner): the plan with the fastest kernels, and the fields of `start` that were
-    changed although they need less memory, such as {"chunked_loss": 1024}. If memory is short, the
-    search uses the values in `leaner` after all.
+    pins  plan fields that the user fixed: they are not changed
+
+    Returns (plan, leaner): the plan with the fastest kernels, and plan fields that would need less
+    memory, such as {"chunked_loss": 1024}. These are values of `start` that were changed because
+    others are faster. If memory is short, the search tries them again.
 
     Compile is decided late and only once, because traces with compile take longest. It is not tried
     if the job is so short that compiling takes longer than it could save.

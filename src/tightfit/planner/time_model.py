@@ -384,8 +384,8 @@ class CostModel:
         return self._timelines[key]
 
     def operation_s(self, operation: Operation, samples: int) -> float:
-        """Return the seconds of one operation without its launch, at the machine's rate for its
-        kind, dtype and size."""
+        """Return the seconds of one operation in a micro-batch of `samples` samples, without its
+        launch. They follow from the machine's rate for the operation's kind, dtype and size."""
         kind = KIND.get(operation.name, "elementwise")
         flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:

@@ -48,7 +48,8 @@ class Peak:
 
 @dataclass(eq=False, slots=True)
 class _LiveStorage:
-    """A live storage: the row that it was assigned to last, and its bytes."""
+    """What the tracker knows of a live storage: the row to which it was assigned last, and its
+    bytes."""
 
     row: str = "temporaries"
     size: int = 0
@@ -61,10 +62,10 @@ class StorageTracker(StorageMode[_LiveStorage]):
     The purpose of a storage is often known only after its allocation. For its whole life, a storage
     therefore counts in the row to which it was assigned last:
 
-    parameters   the model's parameters, and what else `assign` was told to count as parameters
-    gradients    became the .grad of one of `parameters`
-    optimizer    passed to `assign` before the step, and again after it, because each update
-                 allocates 8-bit and 4-bit states again
+    parameters   the model's parameters, and other tensors that `assign` was told to count here
+    gradients    tensors that became the .grad of one of `parameters`
+    optimizer    optimizer states: `assign` gets them before the step, and again after it, because
+                 each update allocates 8-bit and 4-bit states anew
     activations  the batch, and what the forward allocated and saved for backward
     temporaries  all other storages, including recomputed activations
 
@@ -207,7 +208,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
         return without
 
     def _record(self, storage: torch.UntypedStorage) -> _LiveStorage:
-        """Return the record of a storage. Adds an event if the storage is new or was resized."""
+        """Return what is known of a storage. If the storage is new or was resized, first add an
+        event: the change of its bytes in the current phase."""
         size = storage.nbytes()
         if id(storage) in self._live:
             seen = self._live[id(storage)][0]

@@ -461,8 +461,8 @@ class Profiler:
         return self._updates[key]
 
     def _in_groups(self, model: nn.Module, depth: BlockMap, updates: dict[str, Update]) -> dict[str, Update]:
-        """Return parameter name -> update for the full-depth model, each update with the index of
-        its parameter group.
+        """Return parameter name -> update for the full-depth model (with all of its blocks), each
+        update with the index of its parameter group.
 
         model    the model, perhaps without its repeated blocks
         depth    maps the model's blocks to those of the full-depth model
@@ -498,7 +498,8 @@ class Profiler:
 
 
 def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[Parameter, ...]:
-    """Return a description of each parameter and buffer of the full-depth model.
+    """Return a description of each parameter and buffer of the full-depth model (with all of its
+    blocks).
 
     model   the model, perhaps without its repeated blocks
     blocks  name of the list that holds the blocks, from the job; None to find it

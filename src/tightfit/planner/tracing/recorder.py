@@ -502,8 +502,8 @@ def trace(
 
 def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
     """Convert recorded segments to `Segment` objects, in the same order. A segment of a skipped
-    block gets the timeline of the block that it copies. Segments without events and operations are
-    dropped."""
+    block gets the timeline (allocations, frees and operations) of the block that it copies.
+    Segments without events and operations are dropped."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
     closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in program:

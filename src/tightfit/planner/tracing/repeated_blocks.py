@@ -89,7 +89,8 @@ class BlockMap:
         another  function of (value, new name, number of the removed block) that returns the value
                  for the removed block
 
-        Example: "layers.1.weight" also gives the values of "layers.2.weight" to "layers.30.weight".
+        Example: if layers 2 to 30 were removed and repeat layer 1, the value of "layers.1.weight"
+        also gives the values of "layers.2.weight" to "layers.30.weight".
         """
         if not self.removed:
             return named
@@ -217,7 +218,7 @@ def record_blocks(
     recorder  its methods are called when a segment begins and when a block's inputs are known
     removed   number of each block that was removed from the model -> number of the block that it
               repeats; segments are recorded for removed blocks as well
-    run_all   whether to skip no block
+    run_all   True: run repeated blocks as well, instead of skipping them
     """
     absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
