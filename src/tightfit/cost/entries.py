@@ -229,7 +229,7 @@ class StageBoundary:
     backward  bytes of each gradient that the next stage sends back. A tensor that needs no gradient
               has none
     saved     bytes of the sent tensors that the sender has also saved for its own backward. They
-              already count as the sender's activations, and so not as its messages
+              count as the sender's activations, so they are not counted again as messages
     """
 
     forward: tuple[BatchLinear, ...] = ()

@@ -220,13 +220,13 @@ class _StageBuilder:
     here     the sections whose forward and backward the stage runs
     run      the sections whose forward the stage runs: `here` and the code before the blocks, which
              every rank runs
-    alive    buffer -> how often the stage allocates it without it being freed by its own section or
-             the next one
+    alive    buffer -> how often the stage allocates it, if neither its own section nor the next one
+             frees it
     operand  phase -> whether the tensors received in this phase are still needed to compute weight
              gradients
     kept     buffers that the forward saves for the backward
-    early    section -> events of parameter gradients that the loss computes during its forward.
-             They are moved to the section's backward
+    early    section -> events (allocations and frees) of parameter gradients that the loss computes
+             during its forward. They are moved to the section's backward
     becomes  buffer -> the buffer that replaces it in this stage, or None if the stage does not
              allocate it at all
     """
@@ -291,8 +291,9 @@ class _StageBuilder:
         )
 
     def _count_unfreed(self) -> None:
-        """Set `alive`: count the buffers that the stage allocates and that neither their own
-        section nor the next one frees."""
+        """Set `alive`: count how often the stage allocates each buffer that neither the allocating
+        section nor the next one frees. A section is one block with the code up to the next
+        block."""
         for section in self.run:
             for buffer in self.sections.unfreed(section, whole=section in self.here):
                 if buffer in self.becomes:

@@ -97,15 +97,16 @@ Call = tuple[int, int]  # (block, number of its call in the forward, from 0)
 
 class _RecomputationEdit:
     """Edits a recorded training step for recomputation, one group of blocks at a time. The result
-    is in `training`, a list of segments.
+    is in `training`, a list of segments. A call below is (block, number of the block's call in the
+    forward, from 0).
 
     passing   buffers that an evaluation frees before its end
-    forward   call of a block -> position of its forward in `training`
-    backward  call of a block -> positions of its backward in `training`
+    forward   call -> position of its forward in `training`
+    backward  call -> positions of its backward in `training`
     copies    block -> casts of its weights that autocast makes in the block's first call
     calls     block -> its calls that have a backward, in order
-    kept      buffers that are saved for the backward of another segment than the one that allocates
-              them, and all inputs of recomputed blocks
+    kept      buffers that one segment allocates and another one saves for backward, and all inputs
+              of recomputed blocks
     end       position of the forward's last segment in `training`
     """
 
@@ -328,12 +329,12 @@ def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) ->
     allocated at its end, and so that it does not free its inputs.
 
     An evaluation allocates other `Buffer` objects than training does. So each buffer of `kept`
-    replaces the buffer of the evaluation that the same operation allocates with the same size. A
-    compiled forward allocates its results by other operations than an evaluation; there the size
-    alone decides.
+    replaces a buffer of the evaluation that has the same size and was allocated by the same
+    operation. A compiled forward allocates its results by other operations than an evaluation;
+    there the size alone decides.
 
     timeline   the evaluation's forward of the block
-    kept       buffers of training
+    kept       buffers that training allocates
     selective  whether results of products may be among `kept`
     """
     born, gone = timeline.allocated, timeline.freed

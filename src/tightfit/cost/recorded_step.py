@@ -137,7 +137,8 @@ class Timeline:
     block_inputs: tuple[BlockInput, ...] = ()
 
     def then(self, other: Timeline) -> Timeline:
-        """Return one timeline for two that follow each other: first this one, then `other`."""
+        """Return a timeline in which `other` follows this timeline: the events and operations of
+        both, in order."""
         events, operations = other.recompute_end
         needed = (len(self.events) + events, len(self.operations) + operations) if events else self.recompute_end
         return Timeline(
@@ -223,8 +224,8 @@ def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
 def edit_backward(
     recorded_step: tuple[Segment, ...], edits: list[Callable[[Timeline], Timeline]]
 ) -> tuple[Segment, ...]:
-    """Return `recorded_step` with each of its backward timelines changed by all functions in
-    `edits`, in order.
+    """Return `recorded_step` with the timeline (allocations, frees and operations) of each backward
+    segment changed by all functions in `edits`, in order.
 
     Equal blocks share one timeline. It is edited only once, so that they also share the result.
     """
@@ -257,9 +258,9 @@ def free_completed_gradients(timeline: Timeline) -> Timeline:
 
 
 def accumulate_gradients(timeline: Timeline) -> Timeline:
-    """Return the timeline of a backward in a later micro-batch, made from that in the first one.
-    Each new gradient becomes a temporary, which is freed after it is added to the gradient of the
-    earlier micro-batches."""
+    """Return the backward of a later micro-batch, made from `timeline`, the backward of the first
+    one. In the later one, each new gradient is a temporary: it is added to the gradient of the
+    earlier micro-batches and then freed."""
     events: list[tuple[Buffer, int]] = []
     passing: dict[Buffer, Buffer] = {}
     for buffer, sign in timeline.events:

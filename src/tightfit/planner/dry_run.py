@@ -1,8 +1,8 @@
 """Dry run: execute training steps on fake tensors, with the engine that would train.
 
-The dry run builds the same model, optimizer and data pipeline as training does, and takes steps
-with them, while a tracker adds up the bytes of all live storages. Fake tensors have shapes and no
-memory, so nothing is allocated.
+The dry run builds the model, the optimizer and everything that the plan adds to them as training
+does. It then takes steps on batches of zeros, while a tracker adds up the bytes of all live
+storages. Fake tensors have shapes and no memory, so nothing is allocated.
 
 In this package, only this module and `loop_dry_run.py` use the engine.
 """
@@ -42,7 +42,7 @@ MICRO_BATCHES = 2
 
 
 def _micro_batch_count(plan: Plan) -> int | None:
-    """Return the number of micro-batches that a dry run takes of each step; None for all
+    """Return the number of micro-batches that a dry run executes in each step; None for all
     micro-batches of the plan's step.
 
     Without a pipeline, 2 run. With a pipeline, as many run as are needed to reach the steady state.

@@ -1,5 +1,5 @@
-"""Dry-run the fastest plans of a search until one fits in device memory, including the bytes that
-the allocator reserves beyond the tensors.
+"""Dry-run the fastest plans of a search until one fits in device memory. The bytes that the
+allocator reserves beyond the tensors are counted, too.
 
 An estimate is a sum over a ledger. A dry run executes training steps on fake tensors with the
 engine that would train. It therefore confirms the estimate of the plan that `search` returns.
@@ -61,8 +61,9 @@ class DryRunResults:
 
 
 def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> DryRunResults:
-    """Dry-run plans in the given order until one fits, with the bytes that the allocator reserves
-    beyond the tensors. Return the results of all these dry runs; `chosen` is the plan that fits.
+    """Dry-run plans in the given order until one fits. The bytes that the allocator reserves beyond
+    the tensors are counted, too. Return the results of all these dry runs; `chosen` is the plan
+    that fits.
 
     estimator  adds the allocator's bytes to an estimate
     fitting    estimates of plans that fit without the allocator's bytes, the fastest first

@@ -22,10 +22,11 @@ WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubbl
 
 def limited_to_batch(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
     """Return the machine with at most as many devices as data parallelism can use: one for each
-    sample of a step, times the degrees of tp, pp and cp that the user pinned.
+    sample of a step, times the degrees of tp, pp and cp in `pins`, the plan fields that the user
+    fixed.
 
-    Only tensor, pipeline or context parallelism can use more devices. If no such parallelism is
-    possible because of `pins` (field -> value), the machine is returned unchanged.
+    Only tensor, pipeline or context parallelism can use more devices. If the pins permit no such
+    parallelism in addition, the machine is returned unchanged.
 
     Example: 16 devices and a batch of 8 samples without pins give a machine with 8 devices.
     """

@@ -28,8 +28,8 @@ def fit_batch_scaling(
     only three things of the segment are kept: the bytes at its peak, the buffers that it shares
     with other segments, and the number of operations of each kind.
 
-    Returns None if the traces have different segments, or if a segment shares different buffers
-    with the other segments in the two traces.
+    Returns None if the traces have different segments, or if the buffers that a segment shares with
+    other segments are not the same in both traces.
     """
     if [one.key for one in small] != [one.key for one in large]:
         return None
@@ -96,8 +96,8 @@ class _BatchScaling:
 
         They are the events of the buffers that this segment does not both allocate and free,
         because other segments use these buffers. All other buffers are replaced by one buffer per
-        row, with the row's bytes at the segment's peak. Raises _TracesDiffer if the segment shares
-        different buffers with other segments in the two traces.
+        row, with the row's bytes at the segment's peak. Raises _TracesDiffer if the buffers that
+        the segment shares with other segments are not the same in both traces.
         """
         one, other = _Outline(small), _Outline(large)
         common = Counter(map(_event_key, one.outside)) & Counter(map(_event_key, other.outside))
@@ -132,7 +132,8 @@ NEGLIGIBLE = 1e-3
 
 
 class _TracesDiffer(Exception):
-    """Raised if a segment shares different buffers with other segments in the two traces."""
+    """Raised if two traces cannot be combined, because the buffers that a segment shares with other
+    segments are not the same in both traces."""
 
 
 class _Outline:

@@ -275,9 +275,12 @@ class Recorder(StorageMode[_Storage]):
             self.program[-1].events.append((seen, 0))
 
     def _enter_backward(self, position: int) -> None:
-        """Begin to record the backward of the forward segment with index `position` in `segments`;
-        -1 ends the backward. First add the backward segments of the skipped blocks that come after
-        this segment in the forward."""
+        """Begin to record a backward segment: the backward of the forward segment
+        `segments[position]`. With -1, end the backward.
+
+        Skipped blocks run no backward of their own. So first add the backward segments of the
+        skipped blocks between this segment and the last one that was begun.
+        """
         for between in range(self._lowest - 1, position, -1):
             passed = self.segments[between]
             if passed.copy_of is not None:

@@ -136,9 +136,9 @@ def create_without_repeated_blocks(
 
 
 def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> BlockMap | None:
-    """Reduce a model that was created with FEW_BLOCKS blocks to three blocks, so that it represents
-    the model with `count` blocks. Return the BlockMap of these three blocks among the `count`
-    blocks.
+    """Reduce a model that was created with only FEW_BLOCKS (4) blocks to three blocks: the first
+    two and the last of a model with `count` blocks. Return the BlockMap, which says that the second
+    one also represents all blocks in between.
 
     name  name of the list that contains the blocks; None to find it
 
