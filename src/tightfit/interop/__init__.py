@@ -1,0 +1,1 @@
+"""Advice for users of other training loops."""
