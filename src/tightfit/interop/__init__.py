@@ -1,1 +1,1 @@
-"""Advice for users of other training loops."""
+"""Advice for users of other tools' training loops."""

@@ -73,22 +73,31 @@ BEYOND: dict[str, Callable[[Any], str]] = {  # plan field -> what the Trainer ca
 class TrainerAdvice:
     """What `for_trainer` returns. `str` gives a text for the user.
 
-    arguments  the user's TrainingArguments with `changes`; give them to the Trainer
-    changes    the fields that differ from the user's arguments, by name
-    given      the estimate of the arguments as the user gave them
-    estimate   the estimate of `arguments`
+    before     the user's TrainingArguments
+    changes    the fields in which the advised arguments differ from `before`, by name
+    given      the estimate of `before`
+    estimate   the estimate of the advised arguments
     fastest    the estimate of tightfit's fastest plan for the same job
     cannot     what `fastest` does and the Trainer cannot, one phrase each
     ignored    fields of the user's arguments that the estimates do not consider, with the reason
     """
 
-    arguments: Any
+    before: Any
     changes: dict[str, Any]
     given: Estimate
     estimate: Estimate
     fastest: Estimate
     cannot: tuple[str, ...]
     ignored: tuple[str, ...]
+
+    @property
+    def arguments(self) -> Any:
+        """The advised TrainingArguments: `before` with `changes`. Give them to the Trainer.
+
+        transformers raises ValueError if the machine that asks for them does not support them, such
+        as bf16 on a machine without a GPU, unless use_cpu is set.
+        """
+        return dataclasses.replace(self.before, **self.changes)
 
     def __str__(self) -> str:
         lines = [
@@ -164,7 +173,7 @@ def for_trainer(
         if row.outcome in ("no counterpart", "unknown", "contradiction") and row.value not in (None, False, "", [], {})
     )
     return TrainerAdvice(
-        arguments=dataclasses.replace(args, **changes),
+        before=args,
         changes=changes,
         given=given,
         estimate=best,
@@ -188,20 +197,25 @@ def _shapes_of(model: nn.Module) -> Callable[[], nn.Module]:
         import torch
 
         copies: dict[int, Any] = {}
-        for one in model.parameters():
-            empty = torch.empty(one.shape, dtype=one.dtype)
-            copies[id(one)] = torch.nn.Parameter(empty, requires_grad=one.requires_grad)
-        for one in model.buffers():
-            copies[id(one)] = torch.empty(one.shape, dtype=one.dtype)
+        for weight in model.parameters():
+            empty = torch.empty(weight.shape, dtype=weight.dtype)
+            copies[id(weight)] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
+        for buffer in model.buffers():
+            copies[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
         return copy.deepcopy(model, copies)
 
     return create
 
 
+def _without_adapters(model: Any) -> nn.Module:
+    """Return the model that peft has wrapped, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def _objective(model: nn.Module) -> Objective:
     """Return the loss that the Trainer trains: the cross entropy of the model's task, if its class
     has a usual one, or else the `loss` of its output."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+    inner = _without_adapters(model)
     task = task_of_class(type(inner).__name__)
     if task is not None and getattr(getattr(inner, "config", None), "problem_type", None) is None:
         return TASKS[task]
@@ -249,8 +263,7 @@ def _samples(model: nn.Module, args: Any, dataset: Any, collator: Callable[[list
         return dataset
     kept = None
     if args.remove_unused_columns:
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        kept = {*inspect.signature(inner.forward).parameters, "label", "label_ids", "labels"}
+        kept = {*inspect.signature(_without_adapters(model).forward).parameters, "label", "label_ids", "labels"}
     return _Samples(dataset, collator, kept)
 
 
@@ -355,7 +368,7 @@ def _plain(value: Any) -> Any:
 def _cannot(fastest: Plan, best: Plan) -> Iterator[str]:
     """Yield what the fastest plan does and no TrainingArguments can say, one phrase for each
     field."""
-    expressible = {
+    expressible: dict[str, set[Any]] = {
         "precision": set(PRECISION_FLAGS),
         "recompute": {"none", "full"},
         "compile": {"none", "model"},

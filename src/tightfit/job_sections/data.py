@@ -1,4 +1,4 @@
-"""The section `data` of a job: where samples come from, and how they are made."""
+"""Defines the section `data` of a job: where samples come from, and how they are made."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ SOURCES = ("text", "jsonl", "parquet", "dataset", "images", "synthetic", "python
 
 
 class DataSpec(Value):
-    """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python. The other
-    fields say how samples are made from this source.
+    """Describes the data of a training. Exactly one source must be given: text, jsonl, parquet,
+    dataset, images, synthetic or python. The other fields say how samples are made from this
+    source.
 
-    With a `format`, rows are conversations for fine-tuning, and only the response counts in the
-    loss. Each sequence then holds one conversation (packing: padded), or several that do not attend
-    to one another (packing: separate).
+    With a `format`, the rows of the source are conversations for fine-tuning, and by default only
+    the responses count in the loss. Each sequence then has one conversation (packing: padded), or
+    several that do not attend to one another (packing: separate).
     """
 
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
@@ -82,7 +83,7 @@ class DataSpec(Value):
     @model_validator(mode="before")
     @classmethod
     def _pad_conversations(cls, content: Any) -> Any:
-        """With a format, the default of `packing` is padded."""
+        """Set packing to padded if the section has a format and no packing."""
         if isinstance(content, dict) and content.get("format") is not None and content.get("packing") is None:
             return {**content, "packing": "padded"}
         return content

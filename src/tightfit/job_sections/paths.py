@@ -1,4 +1,4 @@
-"""Paths in a job file, which start at the folder of the file."""
+"""Makes the paths in a job file absolute. Relative paths start at the folder of the file."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tightfit.errors import InputError
 
 
 def expand_path(text: str) -> Path:
-    """Return `text` as a path, with ~ replaced by the home folder. Raises InputError for the home
-    of an unknown user and for text that cannot be a path."""
+    """Return `text` as a path in which ~ is replaced by the home folder. Raises InputError if the
+    text cannot be a path, or if it names the home of an unknown user."""
     try:
         path = Path(text).expanduser()
         path.exists()
@@ -28,8 +28,9 @@ def is_hub_id(text: str) -> bool:
 
 
 def with_absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a copy of a job file's content whose relative paths are absolute. A name that no file
-    has, and that can be the id of a model on the Hub, stays as it is.
+    """Return a copy of a job file's content in which relative paths are absolute. Left unchanged
+    are words that have a meaning of their own, such as `text: python-stdlib`, and names that can be
+    ids of a model on the Hugging Face Hub, unless a file with this name exists.
 
     folder  the folder of the job file, where relative paths start
     """
