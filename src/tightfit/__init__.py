@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tightfit.engine.loop import train
     from tightfit.engine.step import Step
     from tightfit.errors import DoesNotFit, InputError, TightfitError
+    from tightfit.interop.trainer import TrainerAdvice, for_trainer
     from tightfit.job import DataSpec, Evaluation, Job, Limits, ModelSpec, ParameterGroup, Train
     from tightfit.machine import Machine
     from tightfit.measure.verify import verify
@@ -56,6 +57,7 @@ _MODULES = {
     "Step": "engine.step",
     "TightfitError": "errors",
     "Train": "job",
+    "TrainerAdvice": "interop.trainer",
     "build": "engine.build",
     "complete": "planner.defaults",
     "dry_run": "planner.dry_run",
@@ -64,6 +66,7 @@ _MODULES = {
     "evaluate_metrics": "engine.evaluation",
     "explain": "report.explain",
     "explain_loop": "planner.loop_dry_run",
+    "for_trainer": "interop.trainer",
     "measure_loop": "planner.loop_dry_run",
     "prepare": "engine.custom_loop",
     "profile": "planner.tracing.profiler",
@@ -96,6 +99,7 @@ __all__ = [
     "Step",
     "TightfitError",
     "Train",
+    "TrainerAdvice",
     "build",
     "complete",
     "dry_run",
@@ -104,6 +108,7 @@ __all__ = [
     "evaluate_metrics",
     "explain",
     "explain_loop",
+    "for_trainer",
     "measure_loop",
     "prepare",
     "profile",

@@ -102,10 +102,16 @@ def task_of(model: Any) -> str | None:
         return _task_of_architecture(_architecture(model))
     content = read_config(model.from_)
     for name in content.get("architectures") or []:
-        for ending, task in _TASK_OF_CLASS.items():
-            if name.endswith(ending):
-                return task
+        task = task_of_class(name)
+        if task is not None:
+            return task
     return _task_of_architecture(content.get("model_type", ""))
+
+
+def task_of_class(name: str) -> str | None:
+    """Return the task of a class of transformers, such as causal-lm for "LlamaForCausalLM". None if
+    the name does not say it."""
+    return next((task for ending, task in _TASK_OF_CLASS.items() if name.endswith(ending)), None)
 
 
 def model_config(spec: ModelSpec) -> Any:

@@ -64,7 +64,7 @@ def workspace_bytes(architecture: str) -> int:
     return 2 * handle + 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
     """What a plan costs on a machine, per device: bytes by row at the peak, and seconds per step. A
     row is a use of memory, such as "parameters", "activations" or "runtime".
@@ -234,6 +234,12 @@ class Estimate:
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
             hints.append("float8 is none: float8 needs the package torchao")
         return hints
+
+    def __repr__(self) -> str:
+        """Return one line with the main figures: the ledger alone would fill pages."""
+        verdict = "" if self.fits else " (does not fit)"
+        figures = f"{format_bytes(self.peak_bytes)}{verdict}, {format_seconds(self.time.step_s)} a step"
+        return f"Estimate({figures}, {self.plan})"
 
     def explain(self) -> str:
         """Return three or four lines of text: the plan, its memory by row at the peak, its time by

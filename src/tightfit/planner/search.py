@@ -572,7 +572,7 @@ def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dic
     distributed = start.tp * start.pp * start.cp > 1
     if "chunked_loss" not in pins and start.chunked_loss is not None and not distributed:
         tried.append({"chunked_loss": None})
-    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _max_compile_saving_s(best):
+    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < max_compile_saving_s(best):
         tried.append({"compile": start.compile})
     return tried
 
@@ -607,7 +607,7 @@ def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> boo
     return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
 
 
-def _max_compile_saving_s(one: Estimate) -> float:
+def max_compile_saving_s(one: Estimate) -> float:
     """Return an upper bound on the seconds that compile can save in the entire job, whose estimate
     without compile is `one`.
 
