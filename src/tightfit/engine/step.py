@@ -431,11 +431,10 @@ def _begin_max(run: Run, number: int) -> Reading:
 
 
 class StopPoll:
-    """Computes, once in each step, the largest of the numbers that the devices pass to `largest`. A
-    device passes a number above 0 to ask for a stop, so all devices learn of it and stop after the
-    same step.
+    """Computes the largest of the numbers that all devices pass to `largest`. A device passes a
+    number above 0 to ask for a stop, so all devices learn of it and stop after the same step.
 
-    On several CUDA devices, `largest` returns the result for the numbers of the previous step (0 at
+    On several CUDA devices, `largest` returns the result for the numbers of the previous call (0 at
     first), so that no device has to wait.
     """
 
