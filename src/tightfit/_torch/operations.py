@@ -28,7 +28,8 @@ scaled_mm = torch._scaled_mm
 
 
 def schema_of(operation: Any) -> torch.FunctionSchema:
-    """An operation's schema: its name, its arguments, and which of them it writes to."""
+    """Return the schema of an operation: its name, its arguments, and which of the arguments it
+    writes to."""
     schema: torch.FunctionSchema = operation._schema
     return schema
 
