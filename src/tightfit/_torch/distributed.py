@@ -1,4 +1,4 @@
-"""Private functions of torch for process groups and DTensor."""
+"""Functions for process groups and DTensor that use private names of torch."""
 
 from __future__ import annotations
 

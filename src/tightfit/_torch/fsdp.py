@@ -137,7 +137,7 @@ def has_gradient(record: ParameterRecord) -> bool:
 
 
 def gathered_buffers(record: ParameterRecord) -> Sequence[Tensor]:
-    """Return the buffers into which fully_shard all-gathers a parameter."""
+    """Return the buffers into which fully_shard all-gathers the shards of a parameter."""
     return record.all_gather_outputs
 
 

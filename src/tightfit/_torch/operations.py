@@ -1,4 +1,5 @@
-"""Operations of torch that have no public name, and the schema of an operation."""
+"""Operations of torch that have no public name, and a function that returns the schema of an
+operation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Storages, version counters, hooks and the autograd graph of tensors."""
+"""Functions that read private properties of tensors: storages, version counters, hooks, and the
+autograd graph."""
 
 from __future__ import annotations
 

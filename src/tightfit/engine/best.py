@@ -19,7 +19,12 @@ from tightfit.values import nearest
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The evaluation with the best value of `metric` so far, made after `step` steps."""
+    """The best evaluation of a training so far.
+
+    step    how many training steps had been done
+    metric  name of the metric by which evaluations are compared
+    value   the value of this metric
+    """
 
     step: int
     metric: str

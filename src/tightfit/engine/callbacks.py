@@ -83,8 +83,8 @@ class CallbackCalls:
                 callback.on_end(record)
 
     def raise_failure(self, run: Run) -> None:
-        """Raise InputError on all devices if a callback has failed on any of them. All devices must
-        call this method."""
+        """Raise InputError on all devices if a callback has failed on one of them. The error of
+        another device names its rank. All devices must call this method."""
         failure = self._failure
         said = None if failure is None else (failure.asked, failure.found, failure.fix)
         for number, one in enumerate(all_gather_values(run, said) if self else []):

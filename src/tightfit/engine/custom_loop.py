@@ -214,7 +214,9 @@ class Prepared:
         return norm
 
     def _reduce(self) -> None:
-        """Complete the sum of the gradients over the data-parallel processes."""
+        """Sum the gradients over the data-parallel processes. ZeRO-2 has reduced some of them
+        during backward; then only the rest is reduced here. Afterwards the optimizer can read the
+        complete gradients."""
         run, reduction = self.run, self.run.reduction
         if reduction is None:
             return

@@ -192,7 +192,8 @@ def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
     timeline: list[tuple[str, int]] = []
 
     def mark(phase: str) -> None:
-        """Record the peak of `phase`, which ends now, and reset the allocator's peak."""
+        """Record the allocator's peak since the last call as that of `phase`, which ends now, and
+        reset the peak."""
         timeline.append((phase, torch.cuda.max_memory_allocated(run.device)))
         torch.cuda.reset_peak_memory_stats(run.device)
 

@@ -85,7 +85,7 @@ class Observer:
 
     @property
     def timed_from(self) -> int:
-        """The number of steps before the first timed step."""
+        """The number of steps of this run before the first timed step."""
         return SAMPLED + (self.sample.steps if self.sample is not None else 1)
 
     @property

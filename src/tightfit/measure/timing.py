@@ -1,4 +1,4 @@
-"""Times a function on a CPU or a GPU."""
+"""Times a function on a CPU or a GPU, in seconds."""
 
 from __future__ import annotations
 

@@ -61,11 +61,12 @@ class BatchPrefetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def prefetch(self, batches: Sequence[Batch], place: Callable[[Batch, Copy], Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches of a step, each on the device.
+        """Yield the micro-batches of a step, in order, each copied to the device. While the caller
+        computes with one, the next one is being copied.
 
         batches  the step's micro-batches, on the host
-        place    (a batch on the host, a function that copies one tensor to the device) -> the batch
-                 on the device
+        place    a function that copies a batch to the device: it gets the batch and a function that
+                 copies one tensor, and returns the batch on the device
         """
         reserved, self._reserved = self._reserved, None
         shapes: list[Tensor] = []  # meta tensors like those of the step's first micro-batch

@@ -70,10 +70,11 @@ def can_generate_kernels() -> bool:
 
 
 def _importing_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that imports the lowerings of torch's code generator and then calls
-    `decomposition`, which looks up in them what they support.
+    """Return a function that computes the same as `decomposition`, but first imports the lowerings
+    of torch's code generator.
 
-    Nothing else in a dry run needs that slow import.
+    Some decompositions ask the lowerings which cases they support. In a dry run, nothing else
+    imports the lowerings.
     """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
@@ -89,8 +90,8 @@ class _BufferPlan:
     time.
 
     kernels  node that becomes a generated kernel -> the nodes whose buffers this kernel reads
-    inlined  nodes without a buffer. The kernels that use their values compute them
-    last     node -> the nodes whose buffers are not used after it
+    inlined  nodes without a buffer. Each kernel that uses their values computes them itself
+    last     node -> the nodes whose buffers it uses and no later node uses
     """
 
     kernels: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -247,9 +248,9 @@ def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
 
 
 def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes of `fused` whose values must be in memory nevertheless, because an operation
-    that is not fused or the graph's output reads them, or because they need a kernel of their own
-    (see `_needs_full_read`).
+    """Return those nodes of `fused` whose values must be written to memory. An operation that is
+    not fused or the graph's output reads them, or they need a kernel of their own (see
+    `_needs_full_read`).
 
     nodes  all nodes of the graph, in order
     fused  nodes that generated kernels can compute

@@ -82,8 +82,8 @@ def traced_fields(methods: Iterable[ModuleType]) -> tuple[str, ...]:
 
 
 def defaults(methods: Iterable[ModuleType], job: Job, machine: Machine) -> Iterator[Default]:
-    """Yield the default values that the methods choose for plan fields, in the order of the
-    methods."""
+    """Yield a `Default` (field, value, reason) for each plan field for which a method chooses a
+    default value, in the order of the methods."""
     for method in methods:
         if hasattr(method, "defaults"):
             yield from method.defaults(job, machine)
@@ -94,15 +94,18 @@ def candidates(methods: Iterable[ModuleType], start: Plan, job: Job, facts: Sear
     proposes the values of its own fields.
 
     start  the plan with all defaults
+    job    the job to plan for
+    facts  what is known about the job's model and about which options are worth trying
     """
     return _proposed(methods, "candidates", start, job, facts)
 
 
 def leanest(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
     """Return plan field -> the values that may take the least memory. Each method proposes the
-    values of its own fields. Search combines them if no plan made of the `candidates` fits.
+    values of its own fields. Search combines them if no plan made of the `candidates` fits into
+    memory.
 
-    start  the plan with all defaults
+    The arguments are the same as those of `candidates`.
     """
     return _proposed(methods, "leanest", start, job, facts)
 

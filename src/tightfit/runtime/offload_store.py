@@ -162,12 +162,12 @@ class Store:
         return (coming or self.begin_fetch(value)).wait()
 
     def next_update(self) -> None:
-        """Free device memory whose copies to the store have ended. Call it before the update of
-        each parameter. It frees the states that the update before the last one has copied to the
-        store.
+        """Free the device memory of the states that the update before the last one has sent to the
+        store. Call it before the update of each parameter.
 
-        The compute stream waits for these copies; the host does not. Example: called before update
-        5, it frees the states of update 3, while those of update 4 are still being copied.
+        The compute stream first waits until these states have been copied; the host does not wait.
+        Example: called before update 5, it frees the states of update 3, while those of update 4
+        are still being copied.
         """
         before, last = self._pending_sends
         if before and before[-1].done is not None:  # copies end in order, so the last one is enough
@@ -266,7 +266,8 @@ class Store:
             value.record_stream(self._out_stream)
 
     def release(self, kept: Tensor) -> None:
-        """Subtract a stored tensor that is not needed any more from `stored_bytes`."""
+        """Subtract the bytes of a stored tensor from `stored_bytes`. Call it when the tensor is not
+        needed any more."""
         self.stored_bytes -= kept.nbytes
         self._copies_out.pop(_storage_key(kept)[0], None)
 
@@ -494,7 +495,7 @@ def max_prefetch_bytes(largest: float) -> float:
 
 def is_dense(value: Tensor) -> bool:
     """Return whether a tensor's elements fill its memory without gaps or overlaps, in any order of
-    its dimensions.
+    its dimensions. Examples: True for the transpose of a contiguous matrix x, False for x[:, ::2].
     """
     count = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):

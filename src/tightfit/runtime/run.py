@@ -245,8 +245,8 @@ class Run:
                        backwards
     store              the memory outside of the device; None if the plan does not offload
     blocks             set by `pipeline`: the model's blocks on this rank
-    dataflow           set by `boundaries`: a record of the full model's forward, such as which blocks use
-                       which parameters
+    dataflow           set by `boundaries`: a record of the full model's forward, such as which
+                       blocks use which parameters
     count_labels       set by `loss`: a batch on the host -> how many of its labels count in the
                        loss; None if the labels have no values
     prefetcher         set by `loader` if each micro-batch is copied to the device while the
@@ -403,7 +403,8 @@ def shard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
 
 
 def shard_axes_of(run: Run, weight: Tensor) -> tuple[str, ...]:
-    """Return the names of the mesh axes along which devices hold different shards of `weight`."""
+    """Return the names of the mesh axes along which devices have different shards of `weight`, a
+    tensor that the optimizer updates. Empty if every device has the full weight."""
     divided = run.reduction.shard_axes if run.reduction is not None else ()
     return (*divided, "tp") if weight in tp_shards_of(run) else divided  # type: ignore[operator]
 

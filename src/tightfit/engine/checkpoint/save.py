@@ -249,7 +249,8 @@ def _describe(run: Run, folder: Path) -> None:
 
 
 def _write_adapters(run: Run, folder: Path) -> None:
-    """If the model has adapters (LoRA), write them into the subfolder "adapter" in peft's format.
+    """If the model has adapters (LoRA), write them in peft's format into the subfolder "adapter" of
+    the checkpoint `folder`.
 
     The adapters' tensors are read from the checkpoint's own files, which contain them unsharded.
     peft finds adapters by the layers of the model, but a pipeline rank has only the layers of its
@@ -285,7 +286,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """Return the folders of the complete checkpoints under `folder`, oldest first."""
+    """Return the paths of the complete checkpoints under `folder`, oldest first."""
     files = (STATE, CHECKSUMS, EARLIER)  # one of them is enough: resume reports files that are missing
     return sorted(path for path in Path(folder).glob("step-*") if any((path / name).exists() for name in files))
 
