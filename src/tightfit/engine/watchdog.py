@@ -65,8 +65,9 @@ class Watch:
     rank       rank of this process
     world      number of processes
     progress   the current step and operation of this process's training
-    timeout_s  how many seconds one operation may take once training steps are running. The first
-               operations, such as loading and compiling, may take longer
+    timeout_s  how many seconds one operation may take once training steps are running; five times
+               the longest operation so far, if that is more. The first operations, such as loading
+               and compiling, may take longer
     """
 
     def __init__(

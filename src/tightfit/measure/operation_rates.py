@@ -55,9 +55,11 @@ def measure_rates(
     device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool = False
 ) -> dict[str, dict[int, float]]:
     """Measure the rate of every kind of operation at several sizes. Return {"kind/dtype": {size:
-    rate}}, such as {"product/float32": {64: ..., 128: ...}}.
+    rate}}, such as {"product/float32": {102: ..., 203: ...}}.
 
-    A rate is the number of FLOPs (or bytes accessed) that the operation achieves in the time of one
+    A size is the cube root of the product of the three dimensions for matrix products and
+    attention, the number of FLOPs for convolutions, and the bytes accessed for all other kinds. A
+    rate is the number of FLOPs (or bytes accessed) that the operation achieves in the time of one
     run of the control, a fixed workload (see `measure/clock_drift.py`). To get FLOPs or bytes per
     second, the caller divides it by the control's usual seconds.
 

@@ -67,8 +67,8 @@ class Tolerances:
                    smallest gradients, steps in an arbitrary direction. The relative error of the
                    whole step is then sqrt(e), and e is about sqrt(u). Measured: up to 1.1 u^(1/4) d
 
-    Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. With fp32 states and d = 1
-    %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
+    Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. With fp32 states and
+    d = 1 %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
     """
 
     gradients: float
