@@ -29,8 +29,8 @@ def without_truncated_normal() -> Iterator[None]:
 @contextmanager
 def formatting_as_numbers() -> Iterator[None]:
     """Context manager in which an f-string shows a fake tensor without dimensions as the number
-    that its `item` returns. Real tensors always behave so, and some models use it to name a module
-    by a number that they have computed. A fake tensor with an unknown value is shown as usual."""
+    that its `item` returns. Real tensors are shown in this way, too, and some models put such a
+    number into the name of a module. A fake tensor whose value is unknown is shown as usual."""
     before = FakeTensor.__format__
 
     def show(tensor: torch.Tensor, specification: str) -> str:

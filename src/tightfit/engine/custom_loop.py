@@ -323,10 +323,10 @@ def _factory_of(model: Any) -> Any:
 
 
 def _function_of(optimizer: Any) -> Callable[[Any], Optimizer]:
-    """Return a function that gets the parameters and returns the optimizer.
+    """Return a function that gets the parameters and returns the optimizer. Raises InputError if
+    `optimizer` is not a torch optimizer and cannot be called.
 
-    optimizer  a torch optimizer, or a function that creates one. Raises InputError for anything
-               else
+    optimizer  a torch optimizer, or a function that gets the parameters and creates one
     """
     if isinstance(optimizer, Optimizer):
         return ExistingOptimizer(optimizer)

@@ -120,10 +120,11 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: i
     """Run a step on a CPU under torch's profiler, and return (the result of `take`, the peak
     memory).
 
-    The bytes in memory when the step begins are known. The profiler reports every allocation and
-    free of the step, and the peak is the largest sum.
+    The bytes in memory when the step begins are counted. The profiler reports every later
+    allocation and free; added in order of time, they give the bytes in use at each moment. The
+    largest of these numbers is the peak.
 
-    take    runs the step of the Run that it gets, and returns any result
+    take    runs a step of the Run that it gets. Its result is returned unchanged
     beside  bytes that are still in flight from earlier steps, such as activations with the
             pipedream schedule
     """
@@ -184,10 +185,10 @@ def _silent_profiler() -> Iterator[None]:
 
 
 def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
-    """Run a step on CUDA, and return (the result of `take`, the peak memory). For each forward,
-    each backward and the update, the peak is read from torch's allocator, which is then reset.
+    """Run a step on CUDA, and return (the result of `take`, the peak memory). After each forward,
+    each backward and the update, the peak is read from torch's allocator and then reset.
 
-    take  runs the step of the Run that it gets, and returns any result
+    take  runs a step of the Run that it gets. Its result is returned unchanged
     """
     timeline: list[tuple[str, int]] = []
 
