@@ -62,8 +62,8 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def import_inductor_lowerings() -> None:
-    """Import inductor's lowerings. Some of inductor's decompositions look up in them what they
-    support, and otherwise only inductor itself imports them."""
+    """Import inductor's lowerings. Some of inductor's decompositions ask the lowerings which cases
+    they support. If inductor itself does not run, nothing else imports them."""
     importlib.import_module("torch._inductor.lowering")
 
 

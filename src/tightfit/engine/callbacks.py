@@ -55,8 +55,8 @@ class Callback:
 
 
 class CallbackCalls:
-    """Calls all callbacks of a job. If a callback fails, its error is stored, and the callbacks are
-    not called again until `on_end`.
+    """Calls all callbacks of a job. If a callback fails, its error is stored for `raise_failure`,
+    and no callback is called after further steps and evaluations.
 
     asks  what the callbacks of this process ask all processes to do: 0 (continue), STOP, or FAILED
           (stop because a callback failed)

@@ -127,6 +127,8 @@ def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dic
 def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
     """Time all-reduces between two processes on this machine's devices. Return bytes of the tensor
     -> seconds. Return None if there is only one GPU, or, with a warning, if the all-reduces fail.
+
+    say  called with a line of text if there is only one GPU
     """
     if machine.device == "cuda" and machine.devices_per_node < 2:
         say("links between GPUs are not measured, because there is one GPU: their published figures are kept")

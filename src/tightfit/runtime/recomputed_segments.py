@@ -155,8 +155,9 @@ _METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device
 
 
 def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Run the model once without gradients. Raise InputError if its own code uses the output of a
-    block that is not the last of its segment. The model's blocks may pass it on to the next block.
+    """Run the model once without gradients. Raise InputError if the model's own code, outside its
+    blocks, uses the output of a block that is not the last of its segment. Passing this output on
+    to the next block is allowed.
 
     segments  the blocks of each segment, in order
     forward   a function that calls the model
@@ -189,8 +190,8 @@ def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: C
 
 
 def ending_segments(ends: list[Callable[[], None]], forward: Callable[[], Result]) -> Result:
-    """Run a model's forward and return its result. Then raise InputError if the model did not call
-    all blocks of its segments.
+    """Run a model's forward and return its result. Raise InputError if the forward did not call all
+    blocks of its segments, or if it failed for this reason.
 
     ends     the functions that `recompute_segment` returned, one for each segment
     forward  a function that calls the model
