@@ -32,9 +32,9 @@ def pretrained_folder(source: str, weights: bool = False) -> Path:
     weights  whether the folder must also have the weights (safetensors files), not only the config
              and the tokenizer
 
-    A repository that the cache of `huggingface_hub` does not have is downloaded. If `source` is a
-    path, it is returned even if it does not exist. Raises InputError if the Hub has no such
-    repository or cannot be reached, or if weights are missing in the download.
+    A repository that the cache of `huggingface_hub` does not have is downloaded. If `source` cannot
+    be an id on the Hub, it is returned as a path, whether it exists or not. Raises InputError if
+    the Hub has no such repository or cannot be reached, or if weights are missing in the download.
     """
     folder = expand_path(source)
     if folder.exists() or not is_hub_id(source):
