@@ -70,8 +70,8 @@ def tensors_in(sample: Any) -> list[Tensor]:
 
 
 def items_in(sample: Any) -> int:
-    """Return how many items a sample counts for: its number of tokens if it is a dict with
-    `input_ids`, else 1."""
+    """Return the number of tokens of a sample if it is a dict with `input_ids`. Return 1 for any
+    other sample."""
     return sample["input_ids"].numel() if isinstance(sample, dict) and "input_ids" in sample else 1
 
 
@@ -149,7 +149,7 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
 
 def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any]]:
     """Return the samples with their rows (1-D tensors) padded on the right to the longest row of
-    the same field: labels with IGNORED, other fields with 0.
+    the same field: labels with IGNORED (-100), other fields with 0.
 
     If input_ids were padded and the samples have no attention mask, each sample gets one, except
     for causal-lm, which needs none. Example: input_ids of 3 and 5 tokens both become 5 long; the

@@ -238,7 +238,8 @@ class Renderer:
 
     @property
     def identity(self) -> Any:
-        """JSON-like content that changes when the rendered texts change."""
+        """JSON-like content that changes when the same conversations would be rendered differently:
+        a part of the key of the cache."""
         names = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         return [self.template, self.roles, names if self.template else None]
 

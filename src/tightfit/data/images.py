@@ -42,9 +42,12 @@ class ImageSource(Protocol):
     """Interface of a source of images, which are numbered from 0.
 
     location  returns where image `index` is, for messages: its file, or its row of a dataset
-    open      reads only the header of image `index`; raises one of _BROKEN if it is damaged
+    open      reads only the header of image `index`
     image     returns image `index`, decoded, at its own size. Only a JPEG may be smaller, but each
-              side then has at least `size` pixels. Raises one of _BROKEN if the image is damaged
+              side then has at least `size` pixels
+
+    If the image is damaged, both `open` and `image` raise one of _BROKEN, PIL's errors for a broken
+    file.
     """
 
     def __len__(self) -> int: ...
@@ -307,9 +310,8 @@ def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
 def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
     """Return (height and width of the images in pixels, their number of channels).
 
-    The model's config gives both. If it has no image size, `data.image_size` gives the size. If
-    that is not set either, the size is the argument `size`. If the config has no number of
-    channels, it is the argument `channels`.
+    Both are those of the model's config if it has them. Otherwise the size is `data.image_size` or,
+    if this is not set, the argument `size`; and the number of channels is the argument `channels`.
 
     Raises InputError if the config and `data.image_size` give different sizes, or if the number of
     channels is not 1, 3 or 4.

@@ -66,8 +66,8 @@ def uniform(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def permute(places: Integers, count: int, secret: int) -> Integers:
-    """Return where a random permutation of the integers in [0, count) maps each of `places`, which
-    are such integers. `secret` selects the permutation, as a seed does.
+    """Apply a random permutation of the integers 0 to count - 1 to each element of `places`, an
+    array of such integers, and return the result. `secret` selects the permutation, as a seed does.
 
     Example: permute([0, 1, 2], 3, secret) is [1, 2, 0] for some `secret`.
     """
@@ -113,9 +113,12 @@ class Order:
         return self.count - self.evaluation_count
 
     def training_samples(self, start: int, stop: int) -> tuple[Integers, Integers]:
-        """Return the training samples at positions `start` to `stop` of the stream, without `stop`,
-        as (the index of each sample in the data, the epoch of each): two arrays of shape
-        (stop - start,)."""
+        """Return which training samples are read at positions `start` to `stop` (without `stop`) of
+        the run, counted from 0 over all epochs.
+
+        The result is (indices, epochs), two arrays of shape (stop - start,): the index of each
+        sample in the data, and the epoch in which it is read.
+        """
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training_count)
         inner = np.empty_like(places)
         for epoch in range(start // self.training_count, -(-stop // self.training_count)):

@@ -1,7 +1,7 @@
 """Lets the user's datasets draw random numbers from Python, NumPy and torch without changing the
 random numbers of the training.
 
-The states of the global generators are exchanged before a dataset is called, and restored
+The states of the global generators are replaced before a dataset is called, and restored
 afterwards.
 """
 

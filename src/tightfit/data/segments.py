@@ -70,9 +70,9 @@ class SegmentRows:
         """Return (token ids, labels, position ids) of the sequences at `indices`, each (B, L)
         int64.
 
-        The label of a token is its own id if the token counts in the loss, else IGNORED. The first
-        token of a segment never counts, because no earlier token of the segment predicts it. The
-        position ids start at 0 in each segment. Padding is like a last segment without labels.
+        The label of a token is its own id if the token counts in the loss, else IGNORED (-100). The
+        first token of a segment never counts, because no earlier token of the segment predicts it.
+        The position ids start at 0 in each segment. Padding is like a last segment without labels.
         """
         rows = [self._row(index) for index in indices]
         length = self.length if self.separate else max(len(ids) for ids, _, _ in rows)
@@ -103,7 +103,7 @@ class SegmentRows:
 class SegmentSamples(CausalSamples):
     """Samples for causal-lm from segments. A batch is {"input_ids", "labels"} and, if sequences may
     hold several segments, "position_ids", all (B, L) int64. The labels are the input ids, not
-    shifted, and IGNORED where a token does not count in the loss."""
+    shifted, and IGNORED (-100) where a token does not count in the loss."""
 
     rows: SegmentRows  # type: ignore[assignment]
 

@@ -27,7 +27,7 @@ _MEAN_SPAN = 3  # mean length of a corrupted span, in tokens
 @dataclass(frozen=True)
 class CausalSamples:
     """Samples for causal-lm. A batch is {"input_ids", "labels"}, both (B, L) int64. The labels are
-    the input ids, not shifted, and IGNORED at padding.
+    the input ids, not shifted, and IGNORED (-100) at padding.
 
     A batch needs no attention mask: padding is on the right, so no token before it attends to it,
     and it has no labels.
@@ -70,9 +70,9 @@ class MaskedSamples(CausalSamples):
     "attention_mask", all (B, L) int64.
 
     Each token that is not a special token is chosen with probability `probability`. A chosen token
-    gets its id as label; the labels of all other tokens are IGNORED. In the input, 80 % of the
-    chosen tokens are replaced by the mask token, 10 % by a random token, and 10 % are unchanged.
-    The choice depends only on the seed, the sample and the epoch.
+    gets its id as label; the labels of all other tokens are IGNORED (-100). In the input, 80 % of
+    the chosen tokens are replaced by the mask token, 10 % by a random token, and 10 % are
+    unchanged. The choice depends only on the seed, the sample and the epoch.
     """
 
     special: SpecialTokens
@@ -106,8 +106,9 @@ class LabelledSamples(CausalSamples):
 @dataclass(frozen=True, kw_only=True)
 class PairSamples(CausalSamples):
     """Samples for seq2seq-lm from pairs of a text and a target text. A batch is {"input_ids",
-    "attention_mask", "labels"} of shapes (B, L), (B, L) and (B, M), all int64. The labels are the
-    ids of the target texts, and IGNORED at padding.
+    "attention_mask", "labels"} of shapes (B, L), (B, L) and (B, M), all int64: L and M are the
+    padded lengths of the texts and of the target texts. The labels are the token ids of the target
+    texts, and IGNORED (-100) at padding.
 
     targets: the token sequences of the target texts, in the order of the texts in `rows`
     """

@@ -52,8 +52,8 @@ class Document:
 
 
 class RowFormat(Protocol):
-    """Interface of a description of rows (of JSON lines, parquet or a saved dataset), which says
-    how to read documents from them.
+    """Interface of a format of rows. It says which fields a row of JSON lines, parquet or a saved
+    dataset must have, and reads documents from such rows.
 
     identity   JSON-like content that changes if the same rows would give other documents: a part of
                the key of the cache
@@ -186,7 +186,7 @@ def first_document(source: TextSource, skip_damaged: bool) -> Document:
     """Return the first document of a source that is not damaged.
 
     Raises InputError if there is none, or if a damaged one comes first and `skip_damaged` is False.
-    The message recommends to skip damaged samples only if some sample is not damaged.
+    The message recommends skipping damaged samples only if some sample is not damaged.
     """
     damage = DamagePolicy(skip_damaged)
     try:

@@ -137,8 +137,9 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
 def _special_names(task: str | None, sentinels: int) -> list[str]:
     """Return the names of a new tokenizer's special tokens, in the order of their ids.
 
-    For causal-lm this is only the end-of-text token. For other tasks the padding token comes first,
-    as in BERT and T5, and `sentinels` sentinel tokens come last.
+    For causal-lm or a task of None, this is only the end-of-text token. For other tasks, the order
+    is: the padding token, as in BERT and T5, the end-of-text token, the mask token (for masked-lm),
+    and `sentinels` sentinel tokens.
     """
     if task in (None, "causal-lm"):
         return [END]

@@ -50,7 +50,7 @@ class TokenFile:
     first_counted  (documents,) int64: in each conversation, the position of the first token to
                    train on. That is the first token that counts, except position 0, which no
                    earlier token can predict. If there is no such token, the conversation's length
-    facts          "roles" lists the roles that occur in the messages
+    facts          also has "roles", the list of the roles that occur in the messages
 
     Only the folder's path and the field are pickled: each worker process maps the files itself.
     """

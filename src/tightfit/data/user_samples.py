@@ -32,7 +32,7 @@ _END = object()  # marks the end of an iterator
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A dataset whose samples are accessed by index."""
+    """Interface of a dataset whose samples are read by index: it has __len__ and __getitem__."""
 
     def __len__(self) -> int: ...
 
@@ -218,8 +218,8 @@ class UserStream:
 
 
 def open_user(make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> UserSamples | UserStream:
-    """Return the samples of a user's dataset: UserSamples if it has a length and an index, such as
-    a list or a map-style Dataset; a UserStream if it is another iterable.
+    """Return the samples of a user's dataset: UserSamples if it has a length and can be indexed,
+    such as a list or a map-style Dataset; a UserStream if it is any other iterable.
 
     make   returns the dataset
     model  the inputs that the model takes

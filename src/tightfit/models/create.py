@@ -192,11 +192,11 @@ def text_config(config: Any) -> Any:
 
 def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     """Return the spec of the same transformers model with only `blocks` blocks (transformer
-    layers). Return None if the number of blocks cannot be reduced to this number.
+    layers).
 
-    This is so if the model is the user's own or pretrained, if its config lists types of layers
-    (layer_types) or has no num_hidden_layers, if its adapters are for named layers only, or if it
-    has no more than `blocks` blocks.
+    Return None if this is not possible: if the model is the user's own or pretrained, if its config
+    lists types of layers (layer_types) or has no num_hidden_layers, if its adapters are for named
+    layers only, or if it has no more than `blocks` blocks.
     """
     if not isinstance(model, ModelSpec) or model.python or model.from_:
         return None

@@ -38,8 +38,11 @@ PathTo = tuple[Any, ...]  # to a leaf in (args, kwargs): (0, 2) is args[2], (1, 
 
 
 class TensorId(NamedTuple):
-    """The identity of a tensor: a number for the Python object and a number for its storage. No
-    number is used twice."""
+    """Identifies a tensor in a record of a forward.
+
+    tensor   the number of the Python object; another object has another number
+    storage  the number of its storage, which a tensor and its views share
+    """
 
     tensor: int
     storage: int
@@ -228,8 +231,8 @@ def blocks_out_of_order() -> InputError:
 
 
 def innermost_model_line(error: Exception) -> tuple[str, int] | None:
-    """Return the innermost line of the model's own code in an error's traceback, as (file, number).
-    Return None if the traceback has no such line."""
+    """Return the innermost line of an error's traceback that is not in torch's or tightfit's code,
+    as (file, number). Return None if the traceback has no such line."""
     found, here = None, error.__traceback__
     while here is not None:
         name = here.tb_frame.f_code.co_filename

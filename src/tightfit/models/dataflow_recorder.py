@@ -157,11 +157,10 @@ class Recorder(TorchDispatchMode):
 
     def _update_hooks(self) -> None:
         """Read the blocks' hooks again, because some models register hooks in their first forward.
-        Raise InputError if the model registered a hook on a block that is not one of transformers'.
+        Raise InputError if a new hook is a function from any package but transformers.
 
-        In a pipeline, such a model may register its hook on the stub that replaces a block of
-        another stage, where it does not belong. transformers does not: it finds blocks by their
-        class, and so skips stubs.
+        In a pipeline, a model may register such a hook on a stub, which replaces a block of another
+        stage. transformers does not do this: it finds blocks by their class, and so skips stubs.
         """
         before, self.hooks = self.hooks, tuple(hooks_of(block) for _, block in self.blocks)
         for (name, _), old, new in zip(self.blocks, before, self.hooks, strict=True):

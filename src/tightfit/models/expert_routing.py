@@ -203,8 +203,8 @@ def spread_over_experts(
     chosen     number of experts that each token chooses
     keeps_dim  whether the result has dimension `dim`, of size `chosen`; otherwise `chosen` is 1
     imbalance  the number of tokens of the busiest expert, which is the last one, divided by the
-               mean over all experts. 1 spreads the tokens evenly. No expert gets more than all
-               tokens
+               mean over all experts. 1 spreads the tokens evenly. If it is too large, the busiest
+               expert gets all tokens
     begin      the first expert that the first token chooses, if the tokens are spread evenly
 
     Example: shape (3, 4), dim 1, chosen 2 gives [[0, 1], [2, 3], [0, 1]].

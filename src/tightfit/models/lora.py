@@ -143,8 +143,9 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Add the product of each adapter's matrices to the weight that it adapts, and remove the
-    adapters, in place. Return the model, without the wrapper of peft if it has one."""
+    """Merge each adapter into the weight that it adapts, so that the layer computes the same
+    without the adapter, and remove the adapters, in place. Return the model, without the wrapper of
+    peft if it has one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     plain = plain_model(model)

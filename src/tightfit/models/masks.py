@@ -153,12 +153,13 @@ def without_mask_checks(
 
 
 def _hides_nothing(check: Any, padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
-    """Return False, without reading the mask: every mask in the batches hides something. If there
-    is no mask, or if it is a fake tensor, return the result of `check` instead.
+    """Stand in for a function of transformers that checks whether a mask hides nothing.
 
-    check         the function of transformers that this function replaces, which checks whether a
-                  mask hides nothing
-    padding_mask  the mask, or None; the other arguments are passed on to `check`
+    Return False without reading the mask, because every mask in the batches hides something. If
+    there is no mask, or if it is a fake tensor, return the result of the original check instead.
+
+    check         the original check, a function of transformers
+    padding_mask  the mask, or None; this and all other arguments are those of `check`
     """
     known = padding_mask is not None and not is_fake(padding_mask)
     return False if known else check(padding_mask, *more, **named)

@@ -34,8 +34,8 @@ LABEL_COUNT_KEY = "tightfit: labelled"  # the key of a batch's LabelCount, once 
 
 
 class LabelCount:
-    """Holds how many labels of a batch count in the loss: `count` of `total` labels are not
-    IGNORED. The argument `of` becomes the attribute `total`.
+    """Holds how many labels of a batch count in the loss: `count` of `total` labels are not IGNORED
+    (-100). The argument `of` becomes the attribute `total`.
 
     The host counts the labels before it copies the batch to the device, because reading the count
     from the device would make the host wait.
@@ -48,8 +48,8 @@ class LabelCount:
         self.count, self.total = count, of
 
     def scaled_to(self, labels: int) -> int:
-        """Return how many of another number of labels, `labels`, count if the proportion is the
-        same. The result is rounded up.
+        """Return how many of `labels` labels would count if their share were the same as in this
+        batch, rounded up.
 
         Example: if 3 of 4 labels count, scaled_to(10) is 8.
         """
@@ -69,7 +69,7 @@ class Objective:
     unit     what an item is, in messages and logs: "tokens" or "samples"
     logits   (model, batch) -> logits of shape (..., classes); None if the loss is not a cross
              entropy
-    targets  batch -> labels of shape (...), IGNORED where a position does not count; None if
+    targets  batch -> labels of shape (...), IGNORED (-100) where a position does not count; None if
              `logits` is None
 
     The method that computes the loss in chunks needs `logits` and `targets`; it does not use
@@ -125,7 +125,7 @@ def cross_entropy_objective(
     logits: Callable[[nn.Module, Batch], Tensor], targets: Callable[[Batch], Tensor], unit: str
 ) -> Objective:
     """Return the objective of a cross entropy. Its sum and its count are over the labels that are
-    not IGNORED.
+    not IGNORED (-100).
 
     logits   (model, batch) -> logits of shape (..., classes)
     targets  batch -> labels of shape (...)
@@ -163,7 +163,8 @@ def cross_entropy_objective(
 
 def next_token_targets(batch: Batch) -> Tensor:
     """Return the labels of a batch, (batch, sequence), shifted left by one: position t gets the
-    label of position t + 1. Example: [5, 6, 7] becomes [6, 7, IGNORED]."""
+    label of position t + 1, and the last position gets IGNORED (-100), which does not count in the
+    loss. Example: [5, 6, 7] becomes [6, 7, IGNORED]."""
     return functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 

@@ -128,7 +128,8 @@ def _only_tensors(value: Any) -> bool:
 def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
     """Inside this context, a forward may change the attributes of the model's modules and draw
     random numbers. On exit, the attributes and the states of the random generators are restored.
-    The context gives an `_Attributes` object, which tells the attributes that have changed."""
+    The context manager yields an `_Attributes` object, whose method `changed` returns the names of
+    the attributes that a forward has changed."""
     saved = []
     for module in model.modules():
         own = dict(vars(module))
