@@ -153,8 +153,8 @@ def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
 
 
 def _first_counted(counted: Mask) -> int:
-    """Return the position of the first token to train on: the first that counts, except position 0,
-    which no earlier token can predict. Return the number of tokens if there is none.
+    """Return the position, from 1 on, of the first token that counts in the loss. Position 0 is
+    left out, because no earlier token predicts it. Return the number of tokens if there is none.
 
     counted: (tokens,) bool, which tokens count. Example: [True, False, True] gives 2.
     """

@@ -288,15 +288,17 @@ class Renderer:
     def _span(self, messages: list[Message], at: int, whole: str, place: str) -> Span:
         """Return the span of message number `at` (from 0) in the rendered text.
 
-        The span is found by rendering the conversation twice: up to message `at`, and without it.
-        The first text is longer by this message. For an assistant's message, the second text ends
-        with the generation prompt, so the header of the message (such as "<|im_start|>assistant")
-        is not in the span. The span of message 0 begins at the beginning of the text.
+        The span is found by rendering two parts of the conversation: the messages before message
+        `at`, and the messages up to it, with it. The first text ends where the span begins, and the
+        second text ends where the span ends. For an assistant's message, the first text includes
+        the generation prompt, so the header of the message (such as "<|im_start|>assistant") is not
+        in the span. The span of message 0 begins at the beginning of the text.
 
         whole  the rendered text of the whole conversation
         place  the file and row of the conversation, for the message
 
-        Raises InputError if the two texts do not agree with `whole`.
+        Raises InputError if the first text is not the beginning of the second, or the second not
+        that of `whole`.
         """
         prompts = messages[at]["role"] == ASSISTANT
         try:

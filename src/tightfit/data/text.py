@@ -208,7 +208,8 @@ def first_document(source: TextSource, skip_damaged: bool) -> Document:
 
 
 def _damage_fix(source: TextSource, found: str) -> str:
-    """Return the remedy that an error message gives for a source whose samples are all damaged.
+    """Return the remedy that an error message gives for a source whose samples are all damaged: to
+    name another field if `found` says that a field is missing, else to correct the samples.
 
     found: what is wrong with the first sample
     """

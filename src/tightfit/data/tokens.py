@@ -47,9 +47,9 @@ class TokenFile:
     Only a token file of conversations has these:
 
     counted        (tokens,) bool: whether a token counts in the loss
-    first_counted  (documents,) int64: in each conversation, the position of the first token to
-                   train on. That is the first token that counts, except position 0, which no
-                   earlier token can predict. If there is no such token, the conversation's length
+    first_counted  (documents,) int64: in each conversation, the position, from 1 on, of the first
+                   token that counts in the loss. Position 0 is left out, because no earlier token
+                   predicts it. If there is no such token, the conversation's length
     facts          also has "roles", the list of the roles that occur in the messages
 
     Only the folder's path and the field are pickled: each worker process maps the files itself.

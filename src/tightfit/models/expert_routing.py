@@ -229,7 +229,8 @@ def spread_over_experts(
 
 def forget_values(tensor: Tensor) -> Tensor:
     """Forget the known values of a fake tensor, and of the tensor of which it is a view. Return the
-    tensor. This is used for a batch of zeros, whose zeros must not be taken for its real values."""
+    tensor. Example: the planner makes a batch of zeros, but the values of a real batch differ, so
+    it forgets the zeros."""
     value = vars(tensor).pop(_NOTE, None)
     base = None if value is None or value.base is None else value.base()
     if base is not None:
