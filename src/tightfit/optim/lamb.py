@@ -29,9 +29,9 @@ class LAMB(OneByOne):
     decay_vectors  whether `weight_decay` also applies to parameters with fewer than two dims
 
     Parameters with fewer than two dims (norms, biases) take Adam's step without the trust ratio
-    and, unless `decay_vectors`, without weight decay, as in the authors' code. The ratio is 1 if the weight or its update is
-    zero, so that weights that start at zero can move. State: 8 bytes for each element of an fp32
-    parameter.
+    and, unless `decay_vectors`, without weight decay, as in the authors' code. The ratio is 1 if
+    the weight or its update is zero, so that weights that start at zero can move. State: 8 bytes
+    for each element of an fp32 parameter.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ class LARS(OneByOne):
     decay_vectors  whether `weight_decay` also applies to parameters with fewer than two dims
 
     The momentum v includes the learning rate, as in the paper. Parameters with fewer than two dims
-    (norms, biases) take plain momentum SGD, without the layer's rate and, unless `decay_vectors`,
-    without weight decay. The rate is 1 if the weight or its gradient is zero. State: 4 bytes for each element of an fp32
-    parameter.
+    (norms, biases) are updated by plain momentum SGD, with rate = 1 and, unless `decay_vectors`,
+    without weight decay. The rate is also 1 if the weight or its gradient is zero. State: 4 bytes
+    for each element of an fp32 parameter.
     """
 
     def __init__(
