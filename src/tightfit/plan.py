@@ -179,12 +179,13 @@ class Plan(Value):
     non_blocking: bool = False
 
     def content(self) -> dict[str, Any]:
-        """Return all fields as JSON types, also those that are None, because a written plan pins
-        every field."""
+        """Return all fields as JSON types, also those that are None, because a plan that is written
+        to a file fixes every field."""
         return self.model_dump(mode="json")
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields that differ from the reference plan, by name."""
+        """Return a dict with the fields that differ from the reference plan `Plan()`: name ->
+        value."""
         reference = Plan()
         return {name: value for name, value in self if value != getattr(reference, name)}
 
@@ -206,18 +207,19 @@ class Plan(Value):
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel degree: over how many parts the samples of a step are divided. Each part
-        goes to one group of tp x cp x pp ranks."""
+        """The data-parallel degree: the number of parts into which the samples of a step are
+        divided. Each part goes to one group of tp x cp x pp ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model's states exist on all devices together."""
+        """The number of copies of the model's states (parameters, gradients and optimizer states)
+        on all devices together."""
         return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
     def shards(self) -> int:
-        """Over how many ranks the states that `zero` selects are sharded."""
+        """The number of ranks over which the states that `zero` selects are sharded."""
         return self.dp_shard * (self.cp if self.zero else 1)
 
     @property
@@ -237,8 +239,8 @@ class Plan(Value):
         return self.pp * self.virtual_stages
 
     def share_of(self, batch: int) -> int:
-        """Return the largest number of samples that one device gets in a step of `batch`
-        samples."""
+        """Return the largest number of samples that one data-parallel rank gets in a step of
+        `batch` samples. Example: batch = 30 on 4 data-parallel ranks gives 8."""
         return math.ceil(batch / self.data_parallel)
 
     def micro_batch_of(self, batch: int) -> int:
@@ -254,10 +256,10 @@ class Plan(Value):
 
 
 def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | None) -> dict[str, Any]:
-    """Return the plan fields that `source` fixes (pins), by name.
+    """Return the plan fields that the user has fixed (pinned), as a dict: name -> value.
 
-    source  a plan file, a mapping, the word reference (all fields of Plan()) or None (no fields). A
-            plan may be partial: search decides the fields that it leaves out
+    source  a plan file, a mapping of plan fields, the word reference (all fields of Plan()) or None
+            (no fields). A file or mapping may leave out fields, which search then chooses
 
     Raises InputError for a file or mapping that is not a plan.
     """
