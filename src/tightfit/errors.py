@@ -29,7 +29,9 @@ class TightfitError(Exception):
 class InputError(TightfitError, ValueError):
     """The job, plan, data or command is wrong. Exit code 2.
 
-    asked: what the user wrote. found: what is wrong with it. fix: the smallest change that works.
+    asked  what the user wrote
+    found  what is wrong with it
+    fix    the smallest change that works
     """
 
     exit_code = 2

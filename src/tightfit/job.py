@@ -41,13 +41,14 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 class LossSpec(PythonSpec):
-    """The job's own loss: "file.py:function" or "package.module:function". The function takes and
-    returns what `Job.loss` describes."""
+    """Names the user's own loss function: "file.py:function" or "package.module:function". The
+    function takes the model's output and the batch, and returns the mean loss over the batch's
+    samples. The name may also be that of a `tightfit.Objective`."""
 
 
 class Limits(Value):
-    """The most that a run may use of device memory, host memory and disk, in bytes or as text such
-    as '24GiB'."""
+    """The most that a run may use: of the memory of each device (memory), of host memory and of
+    disk. Each limit is a number of bytes or a text such as '24GiB'; None sets no limit."""
 
     memory: Bytes | None = None
     host_memory: Bytes | None = None
@@ -217,8 +218,8 @@ class Job(Value):
 
     @property
     def blocks_name(self) -> str | None:
-        """`model.blocks`, the name of the list of repeated blocks; None if the job does not give
-        it."""
+        """The name of the model's list of repeated blocks, such as "encoder.layers", as
+        `model.blocks` gives it; None if the job does not give it."""
         return self.model.blocks if isinstance(self.model, ModelSpec) else None
 
     def content(self) -> dict[str, Any]:

@@ -46,8 +46,8 @@ Offloaded = Literal["states", "gradients", "parameters", "activations"]
 
 
 def _in_order(value: Any) -> Any:
-    """Return the words of an offload field as a tuple, without duplicates and in the order of
-    `Offloaded`.
+    """Return the words of the plan's field `offload` as a tuple, without duplicates and in the
+    order of `Offloaded`.
 
     value  one word or a list of words. "none" and None give (); a value with an unknown word is
            returned unchanged, and pydantic refuses it

@@ -393,7 +393,9 @@ RULES = (
 
 
 def needed_permissions(plan: Plan) -> set[str]:
-    """Return the words that the job's `allow` must contain for this plan, such as {"bf16"}."""
+    """Return the words that the job's `allow` must contain so that this plan may be used, such as
+    {"bf16"}. Each word permits a change of the numerics, except "offload", which permits the use of
+    host memory or disk."""
     needed = set()
     for word in ("tf32", "bf16", "fp16"):
         if plan.precision.startswith(word):

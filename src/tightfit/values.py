@@ -205,7 +205,8 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
 
 
 def _names_of_values(cls: type[Value]) -> set[str]:
-    """Return the names by which errors call the subclasses of `cls`, such as "loraspec"."""
+    """Return the names that error messages use for the subclasses of `cls` and for their own
+    subclasses: the class names in lower case, such as "loraspec"."""
     below = cls.__subclasses__()
     return {one.__name__.lower() for one in below}.union(*map(_names_of_values, below))
 

@@ -71,8 +71,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Return the run with ring attention in its model, and with data of which each device gets its
-    chunks of the positions.
+    """Return the run with ring attention in its model, and with data that gives each device its own
+    chunks of every sequence.
 
     Raises InputError if the model mixes positions outside of attention, if its attention is of a
     kind that the ring does not support, or if the job has no loss for each position.

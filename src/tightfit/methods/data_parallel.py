@@ -164,7 +164,8 @@ class ReplicaReduction(UnshardedReduction):
 
 class PowerSGD:
     """Reduces gradients by PowerSGD: for each gradient matrix M, only the factors P = M Q and
-    Q = M'P are all-reduced, which have `rank` columns each. The result is P Q'.
+    Q = M'P are all-reduced, which have `rank` columns each. The result is P Q', where Q' is the
+    transpose of Q.
 
     The error M - P Q' is added to the next step's gradient (error feedback). Vectors, and matrices
     that P and Q would not make smaller, are all-reduced in full.

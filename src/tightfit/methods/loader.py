@@ -160,8 +160,9 @@ class OrderedData:
     order       the order of the training samples, and which samples are held out for evaluations.
                 It does not depend on the number of workers
     batch       samples in a step, on all devices
-    data_rank   (rank, count): the number of this process among the `count` processes that share
-                each step's samples
+    plan        its fields set the size of micro-batches and the number of worker processes
+    data_rank   (rank, count): the samples of each step are divided into `count` shares, and this
+                process reads share number `rank`
     evaluation  the samples of the job's `evaluate.data`; None: the held-out samples of `order`
     """
 
@@ -252,8 +253,9 @@ class StreamedData:
     source        the iterable
     batch         samples in a step, on all devices
     sample_items  tokens in a full sample; 1 for images
-    data_rank     (rank, count): the number of this process among the `count` processes that share
-                  each step's samples
+    plan          its fields set the size of micro-batches and the number of worker processes
+    data_rank     (rank, count): the samples of each step are divided into `count` shares, and this
+                  process reads share number `rank`
     evaluation    the samples of the job's `evaluate.data`; None: there are no evaluation samples,
                   because none are held out from an iterable
     """

@@ -311,8 +311,11 @@ class _Staging(TorchFunctionMode):
     initialised, matrices 1 to 6 are on the GPU with 20 MB each, and host memory holds only matrix
     7.
 
-    The arguments are those of `create_on_device`, where divided, own and put are called mesh, owned
-    and store_values.
+    divided  the mesh over which each parameter is sharded, as in ZeRO-3; None: no sharding
+    own      numbers of the parameters whose values are kept, counted from 0 in the order of their
+             creation. All other parameters keep only their shape. None: all values are kept
+    put      a function that moves a parameter's values to other memory, such as a mapped file, and
+             returns them as a tensor in that memory. None: values stay on `device`
     """
 
     def __init__(

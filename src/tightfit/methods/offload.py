@@ -351,8 +351,8 @@ class _Prefetch:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Move the offloaded parameters to the run's store (host memory or files), and return the run
-    set up so that gradients and activations go there, too.
+    """Return the run set up to keep parameters, gradients and activations in the run's store (host
+    memory or files), as far as the plan's field `offload` names them.
 
     On a GPU, parameters are copied from the store for each block's forward and backward. With
     ZeRO-3, `zero` offloads parameters and gradients. `optimizer_states` offloads the states.

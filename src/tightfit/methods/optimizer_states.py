@@ -92,9 +92,10 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger (the predicted memory and time of a step) with the time of the updates in
-    the step (after or in backward), and with the number of parameters that are updated together.
-    It already has the states, the temporaries and the operations of each update.
+    """Return the ledger (the predicted memory and time of a step) with the plan's way to update:
+    whether in backward or after it, and whether one parameter, a batch of parameters or all
+    parameters at once. The ledger already has the states, the temporaries and the operations of
+    each update.
 
     On CUDA, torch's default (foreach) kernels update all parameters together, and the temporaries
     of all updates exist at the same time. Separate updates, of one parameter or of one batch of

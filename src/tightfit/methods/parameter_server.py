@@ -52,7 +52,7 @@ def enabled(plan: Plan) -> bool:
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Return the ledger (the predicted memory and time of a step) of a worker: without optimizer
     states, and with the communication over the server's link, which does not overlap with the
-    computation. The memory of the server is added as a separate phase, "server".
+    computation. The memory of the server process is added as a separate peak, "server".
     """
     size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)

@@ -38,7 +38,7 @@ QuantizedState = dict[str, Tensor]
 
 
 def block_size(bits: Bits) -> int:
-    """Return the number of elements in a block."""
+    """Return the number of elements in a block, which have one scale: 256 in 8 bits, 128 in 4."""
     return {8: 256, 4: 128}[bits]
 
 

@@ -32,8 +32,8 @@ MOST_NAMES = 5  # parameters that an error names
 
 
 def kind_of_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> WithoutDecay | None:
-    """Return the word of the job's setting `train.no_decay` (which exempts parameters from weight
-    decay) that covers a parameter; None if no word does.
+    """Return the kind of a parameter, by which a job may exempt it from weight decay
+    (`train.no_decay`). Return None for all other parameters, such as the matrices of nn.Linear.
 
     embeddings  the weight of an nn.Embedding or nn.EmbeddingBag
     biases      a parameter whose name ends with "bias"
@@ -228,8 +228,9 @@ def _set_base(group: dict[str, Any], base: float) -> None:
 
 
 def _note_change(group: dict[str, Any]) -> None:
-    """If the user has changed the group's `lr`, store the change as `lr_factor`. A change of a rate
-    that the schedule has set to zero is not kept, because it has no ratio to zero."""
+    """If the user has changed the `lr` of a parameter group since the schedule set it, store the
+    ratio of the two rates as the group's `lr_factor`. If the schedule has set the rate to zero, the
+    change is lost, because there is no ratio to zero."""
     if group["lr"] != group["base_lr"] * group["lr_factor"] and group["base_lr"]:
         group["lr_factor"] = float(group["lr"]) / group["base_lr"]
 

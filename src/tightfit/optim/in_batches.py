@@ -122,13 +122,12 @@ class MultiTensor(PerParameter):
 
     def _widen_weights(self, here: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
         """Return a flat fp32 copy of 16-bit weights, and views of this copy, one for each weight,
-        with fp32 gradients.
+        with fp32 gradients. If the update does not need fp32 copies, return None and the weights
+        unchanged.
 
         here     the weights on the device
-        carried  the rounding error of each weight from its last update (kahan), which is added to
-                 the copy; other values are not read
-
-        Weights that are not widened are returned unchanged, with None instead of the copy.
+        carried  with kahan rounding, the rounding error of each weight from its last update, which
+                 is added to the copy; other values are not read
         """
         if not self._is_widened(here[0]):
             return None, here

@@ -72,10 +72,11 @@ class WeightStore(Protocol):
 
     device       the device that updates the weights
     bring_ahead  start an asynchronous copy of a weight to the device, before it is updated
-    bring        return the weight and its gradient on the device, for the update
-    take_back    copy the updated weight back to the store
-
-    The other methods are those of StateStore.
+    bring        return the weight on the device, with its gradient in `grad`, for the update
+    take_back    copy the updated weight `here` on the device back to the store
+    next_update  must be called before the update of each parameter
+    end_updates  must be called after the last update of a step
+    settle       make the host wait until all copies to the store have ended
     """
 
     device: torch.device
@@ -191,7 +192,7 @@ class PerParameter(Optimizer):
         return loss
 
     def can_leave_out(self) -> bool:
-        """Return whether `leave_out` may be called now.
+        """Return whether `leave_out`, which skips the next step, may be called now.
 
         Every parameter with a gradient must have states already, because the first update of a
         parameter creates its states, and this cannot be undone.
@@ -214,7 +215,8 @@ class PerParameter(Optimizer):
         self._skip_step, self._was_skipped = found_inf, asks
 
     def _restore_counters(self) -> None:
-        """Restore the counters on the host if the last step was skipped."""
+        """Restore the counters on the host, such as Adam's step count, if the last step was
+        skipped."""
         counters, self._host_counters = self._host_counters, []
         if counters and self._was_skipped is not None and self._was_skipped():
             for parameter, backup in counters:
@@ -361,8 +363,11 @@ class PerParameter(Optimizer):
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _narrow(self, name: str, value: Any) -> Any:
-        """Return a state in the width in which it is saved. Counters (numbers, tensors without
-        dims) are returned unchanged."""
+        """Return an updated state in the form in which it is saved: in fp32 or bf16, or quantized
+        to 8 or 4 bits. Counters (numbers, tensors without dims) are returned unchanged.
+
+        name  the state's name, such as exp_avg
+        """
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return value
         if self._blocks is None:
@@ -370,8 +375,8 @@ class PerParameter(Optimizer):
         return self._blocks.quantize(name, value) if self._blocks.can_quantize(value) else value
 
     def _put(self, parameter: Tensor, name: str, value: Any) -> Any:
-        """Store a narrowed state in the state store and return the stored tensor. Without a state
-        store, and for counters, return the state itself."""
+        """Store the state `name` of a parameter in the state store, and return the stored tensor.
+        Without a state store, and for counters, return `value` itself."""
         if self._state_store is None:
             return value
         if isinstance(value, dict):
@@ -386,7 +391,11 @@ class PerParameter(Optimizer):
 
     def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
         """Return a saved state as the wrapped optimizer needs it: dequantized, in the type of
-        `weight`. `value` is already on the device. Counters are returned unchanged."""
+        `weight`. Counters are returned unchanged.
+
+        name   the state's name, such as exp_avg
+        value  the saved state, on the device
+        """
         if isinstance(value, dict):
             assert self._blocks is not None
             return self._blocks.dequantize(name, value, weight)
