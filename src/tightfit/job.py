@@ -179,7 +179,7 @@ class Job(Value):
 
     @property
     def has_metrics(self) -> bool:
-        """Whether evaluations compute metrics from the model's outputs, besides the loss."""
+        """True if evaluations compute metrics from the model's outputs, besides the loss."""
         return self.evaluate is not None and bool(self.evaluate.metrics)
 
     @classmethod
@@ -213,7 +213,7 @@ class Job(Value):
 
     @property
     def of_transformers(self) -> bool:
-        """Whether transformers creates the model. False if the user's own function creates it."""
+        """True if transformers creates the model, False if the user's own function creates it."""
         return isinstance(self.model, ModelSpec) and self.model.python is None
 
     @property

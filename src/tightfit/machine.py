@@ -235,12 +235,13 @@ class Machine(Value):
 
     @property
     def is_here(self) -> bool:
-        """Whether this object describes the machine on which this process runs. False for a machine
+        """True if this object describes the machine on which this process runs, False for a machine
         of the device table or of a file."""
         return self.memory_bytes.source == "system"
 
     def rate(self, precision: str) -> float | None:
-        """Return the achieved rate of matrix products, FLOP/s per device; None if it is unknown.
+        """Return the rate that large matrix products achieve in this precision, in FLOP/s per
+        device; None if it is unknown.
 
         precision  a plan's precision, such as bf16-mixed
         """
@@ -248,7 +249,8 @@ class Machine(Value):
         return figure.value if figure else None
 
     def peak(self, precision: str) -> float | None:
-        """Return the published dense peak, FLOP/s per device; None if it is unknown.
+        """Return the peak rate of matrix products in this precision that the maker publishes,
+        without sparsity, in FLOP/s per device; None if it is unknown.
 
         precision  a plan's precision, such as bf16-mixed
         """
@@ -289,8 +291,8 @@ class Machine(Value):
         return self.bandwidth(size)
 
     def _share_of_products(self, kind: str) -> float:
-        """Return the assumed rate of a kind of arithmetic, as a fraction of the rate of large
-        matrix products: 0.6 for a convolution, for example."""
+        """Return the assumed rate of a kind of arithmetic that was not measured, as a fraction of
+        the rate of large matrix products. Example: 0.6 for the kind "convolution"."""
         causal = kind.startswith("causal ")
         plain = kind.removeprefix("causal ")
         share = _FUSED_ATTENTION.get(self.architecture, {}).get(plain) or _SHARE_OF_PRODUCTS.get(plain, 1.0)
@@ -480,8 +482,8 @@ def _interpolated(table: Mapping[int, float], size: float) -> float:
 
 
 def cache_folder() -> Path:
-    """Return the folder for data that can be computed again: calibrations, profiles, tokenizers,
-    token files."""
+    """Return the user's folder for data that can be computed again, such as calibrations and token
+    files: $XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit if this variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tightfit"
 

@@ -34,7 +34,8 @@ def _recompute(value: Any) -> Any:
 
 
 def _compile(value: Any) -> Any:
-    """Return "model" for true, "none" for false, and any other value unchanged."""
+    """Return the plan's field `compile` as a word: "model" for True, "none" for False, and any
+    other value unchanged."""
     return {True: "model", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -197,12 +198,12 @@ class Plan(Value):
 
     @property
     def is_half(self) -> bool:
-        """Whether the arithmetic runs in 16 bits."""
+        """True if the arithmetic runs in 16 bits (bf16 or fp16)."""
         return self.precision.startswith(("bf16", "fp16"))
 
     @property
     def is_true(self) -> bool:
-        """Whether weights, gradients and arithmetic are all in 16 bits."""
+        """True if weights, gradients and arithmetic are all in 16 bits."""
         return self.precision.endswith("-true")
 
     @property

@@ -258,9 +258,11 @@ def blocked_attention_backward(
     """Return the gradients of query, key, value and bias, computed from the saved probabilities.
 
     gradient             gradient of the output, (batch, heads, length, width)
-    query, key, value    the arguments of `blocked_attention`
-    output               the first result of `blocked_attention`
-    saved_probabilities  the second result of `blocked_attention`
+    query, key, value    the inputs of the forward, (batch, heads, length, width); the query is
+                         already scaled
+    output               the output of the forward, (batch, heads, length, width)
+    saved_probabilities  the probabilities of all blocks of queries, which the forward returned
+    causal               whether a query sees only the keys up to its own position
     bias                 the shape of the bias; None if there is no bias, or if its gradient is not
                          needed
 

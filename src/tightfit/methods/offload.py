@@ -407,8 +407,9 @@ def with_offloaded_activations(
 
 
 class OffloadedReduction(UnshardedReduction):
-    """Completes a step's gradients on one device that accumulates them in the store (host memory or
-    files). It implements the interface `Reduction` (see `runtime/run.py`)."""
+    """Accumulates the gradients of one device in the store (host memory or files). `end`, which
+    is called after each micro-batch, completes them after the last one. It implements the interface
+    `Reduction` (see `runtime/run.py`)."""
 
     def __init__(self, gradients: OffloadedGradients) -> None:
         self.gradients = gradients

@@ -65,8 +65,9 @@ class LAMB(OneByOne):
 
 
 def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:
-    """Return phi(|weight|) / |update| as a scalar tensor; 1 if either norm is zero. The host does
-    not wait for the value."""
+    """Return LAMB's trust ratio as a scalar tensor: the norm of `weight`, clamped to the range
+    `clamp`, divided by the norm of `update`. It is 1 if either of these is zero. The host does not
+    wait for the value."""
     weight_norm, update_norm = full_norms(weight, weight, update)
     weight_norm = weight_norm.clamp(*clamp)
     usable = (weight_norm > 0) & (update_norm > 0)

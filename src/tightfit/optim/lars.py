@@ -61,8 +61,8 @@ class LARS(OneByOne):
 
 
 def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:
-    """Return trust * |w| / (|g| + weight_decay * |w|) as a scalar tensor; 1 if either norm is
-    zero."""
+    """Return LARS's rate of a layer as a scalar tensor: trust * |w| / (|g| + weight_decay * |w|),
+    where w is the weight and g its gradient. It is 1 if either norm is zero."""
     weight_norm, gradient_norm = full_norms(weight, weight, gradient)
     usable = (weight_norm > 0) & (gradient_norm > 0)
     rate = trust * weight_norm / (gradient_norm + weight_decay * weight_norm)

@@ -21,7 +21,8 @@ def mark_shard(weight: Tensor, total: Sum) -> None:
 
 
 def copy_shard_mark(copy: Tensor, weight: Tensor) -> Tensor:
-    """Mark `copy` as a shard if `weight` is marked as a shard. Return `copy`."""
+    """Mark `copy` as a shard of a parameter, as `mark_shard` does, if `weight` is marked as one.
+    Return `copy`, which is a tensor that takes the place of `weight` during an update."""
     if hasattr(weight, "all_reduce_over_shards"):
         mark_shard(copy, weight.all_reduce_over_shards)
     return copy

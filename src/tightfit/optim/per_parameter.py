@@ -492,8 +492,14 @@ def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
-    """Add `noise`, one int32 in [0, 2**16) for each fp32 value, to the bits of `values`, in place,
-    and clear the lower 16 bits."""
+    """Round fp32 `values`, in place, up or down to a bf16 value, and return them.
+
+    noise  an int32 in [0, 2**16) for each value. It is added to the bits of the value, and then the
+           lower 16 bits, which bf16 does not have, are cleared
+
+    Example: the lower 16 bits of 1.0 + 2**-9 are 2**14. It is rounded up, to 1.0 + 2**-7, if the
+    noise is at least 2**16 - 2**14, and otherwise down to 1.0.
+    """
     values.view(torch.int32).add_(noise).bitwise_and_(-(1 << 16))
     return values
 
