@@ -1,6 +1,8 @@
-"""tightfit: train models that barely fit, as fast as the hardware allows, and know both before you start.
+"""tightfit: train models that barely fit, as fast as the hardware allows, and know both before you
+start.
 
-Importing it is cheap; torch and transformers are imported when something needs them.
+Importing tightfit is cheap, because torch and transformers are imported only when a name that needs
+them is used.
 """
 
 from __future__ import annotations
