@@ -14,6 +14,7 @@ a view of h instead, its input is TensorId(10, 6): another object, but the same 
 
 from __future__ import annotations
 
+import functools
 import linecache
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,6 +208,7 @@ def leaf_at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
     return value
 
 
+@functools.cache
 def describe_line(line: tuple[str, int] | None) -> str:
     """Return a text for messages that shows a line of the model's code, such as "model.py, line 12
     (h = h + x)". Return "the loss" if `line` is None.
