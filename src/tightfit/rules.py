@@ -20,9 +20,10 @@ class Rule:
     """A condition that a plan must meet.
 
     text   the condition and its reason, as the error prints them
-    holds  (plan, job, kind of device: cpu or cuda) -> whether the plan meets the condition
-    fix    the smallest change with which the condition holds; {plan.x}, {job.x} and {train.x} are
-           replaced by values
+    holds  a function (plan, job, kind of device: cpu or cuda) that returns whether the plan meets
+           the condition
+    fix    the smallest change with which the condition holds, as text, in which {plan.x}, {job.x}
+           and {train.x} are replaced by values
     """
 
     text: str
@@ -39,7 +40,8 @@ BY_MATRIX = ("adafactor", "muon")  # their update needs full rows and columns, o
 
 
 def _brings(plan: Plan, device: str) -> bool:
-    """Whether the plan offloads weights or gradients that are copied to a GPU for the update."""
+    """Return whether the plan offloads weights or gradients that are copied to a GPU for the
+    update. `device` is "cpu" or "cuda"."""
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 
 
@@ -48,8 +50,8 @@ def _has_lora(job: Job) -> bool:
 
 
 def _gathers(plan: Plan, device: str) -> bool:
-    """Whether each block's parameters are gathered, or copied from host memory, only while the
-    block computes."""
+    """Return whether each block's parameters are in device memory only while the block computes:
+    gathered by ZeRO-3, or copied from host memory. `device` is "cpu" or "cuda"."""
     return plan.zero == 3 or (device == "cuda" and "parameters" in plan.offload)
 
 
@@ -391,7 +393,9 @@ RULES = (
 
 
 def needed_permissions(plan: Plan) -> set[str]:
-    """Return the words that the job's `allow` must contain for this plan, such as {"bf16"}."""
+    """Return the words that the job's `allow` must contain so that this plan may be used, such as
+    {"bf16"}. Each word permits a change of the numerics, except "offload", which permits the use of
+    host memory or disk."""
     needed = set()
     for word in ("tf32", "bf16", "fp16"):
         if plan.precision.startswith(word):
@@ -414,9 +418,10 @@ def needed_permissions(plan: Plan) -> set[str]:
 
 
 def check(plan: Plan, job: Job, device: str) -> None:
-    """Raise InputError if the job does not allow the plan, or if the plan cannot work on `device`.
+    """Raise InputError if the plan changes the numerics in a way that the job's `allow` does not
+    permit, or if the plan breaks one of the RULES for this job and device.
 
-    device  cpu or cuda
+    device  the kind of device: cpu or cuda
     """
     refused = sorted(needed_permissions(plan) - job.allowed)
     if refused:

@@ -1,4 +1,4 @@
-"""Names of torch's loggers, for code that silences them."""
+"""Names of torch's loggers that tightfit silences for a while."""
 
 FAKE_TENSORS = "torch._subclasses.fake_tensor"
 PYTREE = "torch.utils._pytree"

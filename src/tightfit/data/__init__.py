@@ -1,8 +1,8 @@
-"""Data: text, images, synthetic data and the user's own datasets as samples, in an order that can
-be resumed.
+"""Opens a job's training and evaluation data as samples: text, images, synthetic data, or a dataset
+of the user's own.
 
-`open_samples` is the entry point. `methods/loader.py` reads batches of the samples in the order
-that `Order` computes.
+`open_samples` is the entry point. `Order` computes which samples each step reads, so that a run can
+be resumed at any step. `methods/loader.py` reads the batches in this order.
 """
 
 from __future__ import annotations
@@ -45,11 +45,14 @@ SampleStream = UserStream | TextStream  # samples without a length, which are re
 
 
 def open_samples(job: Job) -> Samples | SampleStream:
-    """Open the samples of a job's data, and prepare the data if the cache does not have it yet.
-    Returns a SampleStream if the data is streamed or is an iterable without a length.
+    """Return the samples of `job.data`. Data that must be prepared, such as text that must be
+    tokenized, is prepared once and then cached.
 
-    Raises InputError for data that is missing, empty or damaged, or that the job's model cannot
-    take.
+    Returns a SampleStream if the data is streamed, or is the user's own iterable without a length, else
+    Samples.
+
+    Raises InputError if the data is missing or empty, if it is damaged (unless data.skip_damaged is
+    set), or if the job's model cannot take it, such as images for a language model.
     """
     model, seed = model_input(job), job.train.seed
     spec = job.data
@@ -67,12 +70,13 @@ def open_samples(job: Job) -> Samples | SampleStream:
 
 
 def open_evaluation(job: Job, training: Samples | SampleStream) -> Samples | None:
-    """Open the samples of a job's `evaluate.data`; None if the job has none. Text is tokenized with
-    the tokenizer of the training data.
+    """Return the samples of `job.evaluate.data`, or None if the job does not set this field. Text
+    is tokenized with the tokenizer of the training data, unless evaluate.data names one itself.
 
-    training  the opened samples of the job's data
+    training  the samples of `job.data`, as `open_samples` returned them
 
-    Raises InputError like `open_samples`, and for an iterable without a length.
+    Raises InputError if the data is missing, empty or damaged, if the model cannot take it, or if
+    it is an iterable without a length.
     """
     data = job.evaluate.data if job.evaluate is not None else None
     if data is None:
@@ -106,8 +110,9 @@ def first_samples(samples: Samples, limit: int | None) -> Integers:
 
 
 def model_input(job: Job) -> ModelInput:
-    """Return which inputs a job's model takes, read from the model's config. Fields for which the
-    config has no value are None."""
+    """Return what inputs a job's model takes (task, vocabulary size, image size, ...), read from
+    the model's transformers config. Fields that the config does not have are None, and so are all
+    config fields of a model from the user's own code."""
     config = model_config(job.model) if isinstance(job.model, ModelSpec) else None
     text = text_config(config)
     size = getattr(config, "image_size", None)
@@ -129,8 +134,9 @@ def _own_tokenizer(model: Any) -> str | None:
 
 
 def describe_tokenizer(job: Job) -> str | None:
-    """Return in words which tokenizer makes the tokens of a job's data. Return None if the data is
-    not text, or comes from the user's own code."""
+    """Return a phrase that says which tokenizer tokenizes a job's data, such as "a byte-level BPE
+    of 50257 tokens, trained on the data". Return None if the data is not text, or comes from the
+    user's own code."""
     spec = job.data
     if not isinstance(spec, DataSpec) or spec.python or spec.synthetic or spec.images:
         return None

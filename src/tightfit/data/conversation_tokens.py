@@ -1,8 +1,8 @@
-"""Tokens of conversations: each is tokenized once, with a mask of the tokens that count in the
-loss.
+"""Tokenizes each conversation once, with a mask of the tokens that count in the loss.
 
-The rendered text of a conversation is tokenized as a whole, as transformers' apply_chat_template
-does. A token counts if it overlaps with a span of characters that counts.
+A conversation is first rendered as one text, in which spans of characters count in the loss, such
+as the assistant's answers. This text is tokenized as a whole, as transformers' apply_chat_template
+does. A token counts if it overlaps with one of these spans.
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ _BATCH_CHARACTERS = 1_000_000
 def conversation_tokens(
     source: TextSource, renderer: Renderer, special: SpecialTokens, skip_damaged: bool
 ) -> TokenFile:
-    """Return the tokens of a source of conversations, which are made once and then cached. The
-    TokenFile has `counted`.
+    """Return the token file of a source of conversations, which also says which tokens count in the
+    loss. The source is tokenized once, and the result is cached.
 
-    skip_damaged: leave damaged rows out instead of raising InputError. Raises InputError for
-    damaged rows, and for a chat template that cannot render them.
+    renderer      renders each conversation as text
+    special       the special tokens of the renderer's tokenizer
+    skip_damaged  True leaves out damaged rows, and conversations that the chat template refuses.
+                  False raises InputError at the first one
+
+    Raises InputError also if the chat template is not valid, or if it renders the first messages of
+    a conversation differently when others follow, so that the tokens that count cannot be found.
     """
     backend = plain_backend(renderer.tokenizer)
     identity = ["conversations", source.identity, backend.to_str(), special.end, renderer.identity, skip_damaged]
@@ -71,8 +76,9 @@ class TokenizedConversation:
 
     ids            the token ids
     counted        (tokens,) which of them count in the loss
-    first_counted  the place of the first token after the very first that counts; the number of
-                   tokens if there is none
+    first_counted  the position, from 1 on, of the first token that counts in the loss. Position 0 is
+                   left out, because no earlier token predicts it. The number of tokens if there is
+                   none
     roles          the roles of the messages
     characters     the length of the rendered text
     """
@@ -118,8 +124,8 @@ def _conversations(source: TextSource, damage: DamagePolicy) -> Iterator[Convers
 def _rendered(
     batch: list[Conversation], renderer: Renderer, damage: DamagePolicy
 ) -> Iterator[tuple[frozenset[str], Rendered]]:
-    """Yield (the roles of a conversation, its rendered text). A conversation that the chat template
-    refuses is damaged."""
+    """Yield (the roles of a conversation, its rendered text) for each conversation. One that the chat
+    template refuses is reported to `damage` and left out."""
     for conversation in batch:
         try:
             yield frozenset(message["role"] for message in conversation.messages), renderer.render(conversation)
@@ -128,8 +134,8 @@ def _rendered(
 
 
 def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator[list[Conversation]]:
-    """Yield conversations in lists of about so many characters, whose texts are tokenized in
-    parallel."""
+    """Yield the conversations in lists that have about so many characters each. The tokenizer
+    encodes the conversations of a list in parallel."""
     batch: list[Conversation] = []
     size = 0
     for one in conversations:
@@ -143,17 +149,24 @@ def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator
 
 
 def _leading_tokens(backend: Any) -> list[int]:
-    """Return the special tokens that the tokenizer puts before a text, such as <s>."""
+    """Return the ids of the special tokens that a tokenizer puts before a text, such as <s>.
+
+    backend: the tokenizers.Tokenizer
+    """
     plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
     return whole[: places[0]] if places else []
 
 
 def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[list[int], Mask]:
-    """Return (token ids, which of them count) of a rendered text.
+    """Return (the token ids of a rendered text, a mask of the tokens that count in the loss).
 
-    before, end  the special tokens around a text that no chat template wrote; `before` does not
-                 count
+    encoding  the text's encoding without special tokens
+    before    the ids of the special tokens that the tokenizer puts before a text
+    end       the id of the end-of-text token
+
+    `before` and `end` are added only to a text that no chat template wrote, because a chat template
+    writes its own special tokens. `before` never counts; `end` counts if the end of the text does.
     """
     counted = overlapping(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), one.counted)
     if not one.ends:
@@ -167,10 +180,14 @@ def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[
 
 
 def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
-    """Return which tokens overlap with one of the spans, as transformers decides for its mask of
-    assistant tokens.
+    """Return a mask, (tokens,) bool, of the tokens that overlap with at least one span. This is how
+    transformers computes its mask of the assistant's tokens.
 
-    offsets  (tokens, 2): the characters of each token, from begin to end
+    offsets  (tokens, 2): the first character of each token in the text, and the end of the token,
+             without end
+    spans    (begin, end) in characters of the text, without end
+
+    Example: offsets [[0, 3], [3, 7], [7, 9]] and the span (4, 7) give [False, True, False].
     """
     found = np.zeros(len(offsets), dtype=bool)
     for begin, end in spans:
@@ -179,10 +196,12 @@ def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
 
 
 def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integers, int, int]:
-    """Return (indices of the conversations that have a token to train on among their first `length`
-    tokens, how many conversations are longer, how many are left out).
+    """Choose the conversations that have a token to train on among their first `length` tokens.
 
-    name: the source's name. Raises InputError if none is kept.
+    Return (their indices, how many of all conversations have more than `length` tokens, how many
+    conversations are not chosen).
+
+    name: the source's name, for messages. Raises InputError if no conversation is chosen.
     """
     lengths, first = np.diff(tokens.offsets), tokens.first_counted
     kept = np.flatnonzero(first < np.minimum(lengths, length))

@@ -1,4 +1,4 @@
-"""Prepares text as samples of the model's task.
+"""Prepares text as training samples for the model's task, such as causal-lm.
 
 The steps are: open the source (`text`), load or train a tokenizer (`tokenizer`), write the token
 file (`tokens`), cut it into sequences, and turn these into samples of the task (`sequences`).
@@ -57,9 +57,11 @@ class PreparedText:
 
 
 def prepare_text(spec: DataSpec, model: ModelInput) -> PreparedText:
-    """Open a text source and its tokenizer.
+    """Return the source that `spec` names, with a tokenizer: the one that the data or the model names,
+    else one that is trained on the text.
 
-    Raises InputError if the data, the tokenizer or the model lacks something that the task needs.
+    Raises InputError if the data, the tokenizer or the model lacks something that the task needs, such
+    as a field of the rows or a mask token.
     """
     task = check_task(spec, model)
     source = text_source(spec, task)
@@ -101,9 +103,11 @@ def _is_spanned(spec: DataSpec, task: str) -> bool:
 
 
 def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """Open a text source as samples of the model's task.
+    """Return the text that `spec` names as samples for the model's task. It is tokenized if the
+    cache does not have its tokens.
 
-    seed: selects the random masks and spans. Raises InputError like `prepare_text`.
+    seed: selects the random masks of masked-lm and the random spans of span corruption. Raises
+    InputError like `prepare_text`.
     """
     text = prepare_text(spec, model)
     task, source, length, tokenizer, special = text.task, text.source, text.length, text.tokenizer, text.special
@@ -128,8 +132,9 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
 
 
 def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """Make synthetic sequences as samples of the model's task. Raises InputError if no vocabulary
-    size is known."""
+    """Return synthetic token sequences as samples for the model's task. Raises InputError if the
+    vocabulary size is not known or is larger than the model's, or if the model has too few
+    positions for the sequences."""
     task, vocabulary = check_task(spec, model), spec.vocabulary_size or model.vocabulary
     if vocabulary is None:
         raise InputError(
@@ -147,8 +152,9 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
 
 
 def _conversations(source: TextSource, spec: DataSpec, special: SpecialTokens, tokenizer: Any) -> Samples:
-    """Return samples of conversations. Warns about those that are longer than a sequence, and those
-    that are left out because none of their tokens counts."""
+    """Return the conversations of a source as samples for causal-lm. Issues a TightfitWarning if
+    some conversations are cut because they are longer than data.sequence_length, or left out
+    because none of their tokens counts in the loss."""
     length = spec.sequence_length
     tokens = conversation_tokens(source, renderer(spec, tokenizer), special, spec.skip_damaged)
     kept, longer, left_out = kept_conversations(tokens, length, source.name)
@@ -166,8 +172,9 @@ def _conversations(source: TextSource, spec: DataSpec, special: SpecialTokens, t
 
 
 def check_task(spec: DataSpec, model: ModelInput) -> str:
-    """Return the task for which text is prepared. Raises InputError if the model does not read
-    text, or if its task is unknown."""
+    """Return the task for which text is prepared: the model's task, or causal-lm if the model has
+    no task but the job has its own loss. Raises InputError if there is neither, if the model does
+    not read text, or if `spec` has a setting that is for another task."""
     task = model.task or ("causal-lm" if model.own_loss else None)
     if task is None:
         raise InputError(

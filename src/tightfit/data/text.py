@@ -1,5 +1,5 @@
-"""Sources of text: plain files, JSON lines, parquet files and saved datasets, read as a stream of
-documents.
+"""Reads text as a stream of documents, from plain files, JSON lines, parquet files and saved
+datasets.
 
 `data/language.py` opens a source; `data/tokens.py` and `data/tokenizer.py` read its documents. Each
 document has its file and line, for error messages. No reader holds a full file in memory.
@@ -37,13 +37,14 @@ _JSON_ENDINGS, _PARQUET_ENDINGS = (".jsonl", ".json", ".ndjson"), (".parquet",)
 
 @dataclass(frozen=True)
 class Document:
-    """A text with its target or label.
+    """One text, with its target text or its class label if it has one; or a part of a long text.
 
-    location      its file and line or row, for messages
-    target        the target text, if the document is a pair of texts, else None
-    label         the class label, or None
-    is_last_part  False if the next Document continues the same text: a large file is read in
-                  several parts
+    location      the file and line, or row, of the text, for messages
+    text          the text
+    target        the target text, if the data consists of pairs of texts, else None
+    label         the class label: a number or the name of the class; None if there is none
+    is_last_part  False if the next Document continues this text: a long text is read in several
+                  parts
     """
 
     location: str
@@ -54,13 +55,18 @@ class Document:
 
 
 class RowFormat(Protocol):
-    """What is read from a row of JSON lines, parquet or a saved dataset.
+    """Interface of a format of rows. It says which fields a row of JSON lines, parquet or a saved
+    dataset must have, and reads documents from such rows.
 
-    identity   JSON-like content that changes when documents change: a part of the key of the cache
-    names      {the name of each field that a row must have: the job's field that gives this name}
-    optional   the names of the fields that are read from the rows that have them
-    long_text  the name of the text field that may be too long for the memory; None if there is none
-    documents  (place, row, damage) -> the documents of a row; a damaged row is reported
+    identity   JSON-like content that changes if the same rows would give other documents: a part of
+               the key of the cache
+    names      {name: setting}: the name of each field that a row must have, and the setting of the
+               job that gives this name, such as {"text": "data.field"}
+    optional   the names of fields that are read from a row if it has them
+    long_text  the name of the field whose text may be too long for the memory; None if there is
+               none
+    documents  yields the documents of one row; calls damage.report if the row is damaged. `place`
+               is the row's file and number, for messages
     """
 
     @property
@@ -80,8 +86,12 @@ class RowFormat(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """A RowFormat of texts. The names of the fields that are read from a row: the text, the target
-    text of a pair, the class label."""
+    """A RowFormat for rows with one text each, which may have a target text or a class label.
+
+    text    the name of the field with the text
+    target  the name of the field with the target text; None if the data has no target texts
+    label   the name of the field with the class label; None if labels are not read
+    """
 
     text: str
     target: str | None = None
@@ -105,7 +115,11 @@ class Columns:
         return self.text
 
     def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
-        """Yield the document of one row, or nothing if the row is damaged or its text is empty."""
+        """Yield the document of one row. Yield nothing if its text is empty, or if the row is
+        damaged, which is reported to `damage`.
+
+        place: the row's file and number, for messages
+        """
         found = row_damage(row, self) or self._wrong_type(row)
         if found:
             damage.report(place, found)
@@ -125,7 +139,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class TextSource:
-    """A source of documents.
+    """Text data that has been opened, whose documents can be read any number of times.
 
     name        the source's name in messages
     identity    JSON-like content that changes when the files or fields change: the key of the cache;
@@ -143,10 +157,13 @@ class TextSource:
 
 
 def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
-    """Return the source that `spec` names (text, jsonl, parquet or dataset). With `spec.streaming`,
-    nothing is copied into a cache: files at URLs and data sets are read while documents are.
+    """Return the source of the text that `spec` names by its field text, jsonl, parquet or dataset.
 
-    Raises InputError if its files do not exist.
+    With `spec.streaming`, nothing is copied into the cache: files at URLs and data sets are read while
+    the documents are.
+
+    columns: says which fields of each row are read. Raises InputError if there are no such files,
+    or if `columns` needs several fields of plain text, which has no fields.
     """
     if spec.streaming and (stream := _open_stream(spec)) is not None:
         return TextSource(str(spec), None, 0, columns, lambda damage: _read_dataset(stream, columns, damage))
@@ -217,10 +234,10 @@ def is_remote(spec: DataSpec) -> bool:
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
-    """Return the source's first undamaged document.
+    """Return the first document of a source that is not damaged.
 
-    Raises InputError if there is none, or if the first one is damaged and `skip_damaged` is False.
-    The message recommends to skip damaged samples only if another sample is not damaged.
+    Raises InputError if there is none, or if a damaged one comes first and `skip_damaged` is False.
+    The message recommends skipping damaged samples only if some sample is not damaged.
     """
     damage = DamagePolicy(skip_damaged)
     try:
@@ -242,8 +259,11 @@ def first_document(source: TextSource, skip_damaged: bool) -> Document:
 
 
 def _damage_fix(source: TextSource, found: str) -> str:
-    """Return the remedy for a source whose samples are all damaged. found: what is wrong with the
-    first sample."""
+    """Return the remedy that an error message gives for a source whose samples are all damaged: to
+    name another field if `found` says that a field is missing, else to correct the samples.
+
+    found: what is wrong with the first sample
+    """
     for name in source.columns.names:
         if f"no field {name!r}" in found or f"no column {name!r}" in found:
             return _field_fix(source.columns, name)
@@ -268,11 +288,12 @@ def stdlib_files() -> list[Path]:
 
 
 def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that `given` names. It is a file, a folder, a glob or a list of these. Of a
-    URL such as s3://bucket/folder, local copies of its files are returned.
+    """Return the files that `given` names: a file, all files in a folder and its sub-folders
+    (hidden ones excepted), the files that match a glob, or a list of these. Of a URL such as
+    s3://bucket/folder, local copies of its files are returned.
 
-    field    the data field that has this value, for messages
-    endings  from a folder, only files with one of these endings are taken; () takes all
+    field    the field of the job's data that has this value, for messages
+    endings  take only files with one of these endings from a folder; () takes all
 
     Raises InputError if there are no such files.
     """
@@ -304,7 +325,8 @@ def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def _nearest_path_fix(path: Path) -> str:
-    """Return the remedy for a path that does not exist, such as the nearest name in its folder."""
+    """Return the remedy that an error message gives for a path that does not exist, such as the
+    nearest name in its folder."""
     if glob.has_magic(str(path)) or not path.parent.is_dir():
         return "check the path; relative paths start at the job file's folder"
     names = sorted(other.name for other in path.parent.iterdir())
@@ -312,8 +334,9 @@ def _nearest_path_fix(path: Path) -> str:
 
 
 def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
-    """Yield each file as one document, but a file larger than _BLOCK_BYTES in several parts, which
-    are split at line ends."""
+    """Yield each file as one document. A file larger than 1 MiB is yielded in several parts, each a
+    Document, which are split at the ends of lines. Lines that are not UTF-8 are reported to
+    `damage` and left out."""
     for file in files:
         held: Document | None = None
         for line, block in _blocks(file):
@@ -326,8 +349,9 @@ def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
 
 
 def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, bytes) for each block of about 1 MiB of a file. A block
-    holds complete lines, or a part of one line that is longer than a block."""
+    """Yield the bytes of a file in blocks of about 1 MiB, each as (number of the block's first
+    line, from 1; bytes). A block holds complete lines, or a part of one line that is longer than a
+    block."""
     line, rest = 1, b""
     with file.open("rb") as opened:
         while block := opened.read(_BLOCK_BYTES):
@@ -342,7 +366,8 @@ def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _refuse_parquet(file: Path) -> None:
-    """Raise InputError if a file given as plain text starts with the magic bytes of parquet."""
+    """Raise InputError if a file that the job gives as plain text is a parquet file, which its
+    first four bytes show."""
     with file.open("rb") as opened:
         if opened.read(4) == b"PAR1":
             raise InputError(
@@ -351,8 +376,11 @@ def _refuse_parquet(file: Path) -> None:
 
 
 def _decode(file: Path, first: int, block: bytes, damage: DamagePolicy) -> str:
-    """Decode a block. Lines that are not UTF-8 are reported as damage and left out. first: the
-    number of the block's first line."""
+    """Return the text of a block of lines. Lines that are not UTF-8 are reported to `damage` and
+    left out.
+
+    first: the number of the block's first line in the file
+    """
     try:
         return block.decode()
     except UnicodeDecodeError:
@@ -397,8 +425,8 @@ def _json_error(error: Exception) -> str:
 
 
 def _line_end(lines: BinaryIO) -> int:
-    """Read to the end of the present line. Returns the offset in the file at which the line ends,
-    before the newline."""
+    """Read the rest of a line, from the file's position on. Returns the offset in the file at which
+    the line ends, before the newline."""
     while part := lines.readline(_BLOCK_BYTES):
         if part.endswith(b"\n"):
             return lines.tell() - 1
@@ -406,8 +434,11 @@ def _line_end(lines: BinaryIO) -> int:
 
 
 def _read_long(place: str, record: LongRecord, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
-    """Yield the document of a line that is too long to be read at once, with its text in several
-    parts."""
+    """Yield the document of a line of JSON that is too long for the memory. Its text comes in
+    several parts, each a Document. A damaged line is reported to `damage`.
+
+    place: the line's file and number, for messages
+    """
     try:
         row = record.fields(columns.long_text)
     except (ValueError, RecursionError) as error:
@@ -426,7 +457,8 @@ def _read_long(place: str, record: LongRecord, columns: RowFormat, damage: Damag
 
 
 def _read_parquet(files: list[Path], columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
-    """Yield the rows of parquet files as documents, one by one.
+    """Yield the documents in the rows of parquet files. Damaged rows and files are reported to
+    `damage`.
 
     Texts are read in their dictionary encoding. Otherwise a small file in which many rows repeat a
     text would need much memory when it is decoded.
@@ -473,7 +505,8 @@ def _read_dataset(source: DatasetRows | DatasetStream, columns: RowFormat, damag
 
 
 def _present(columns: RowFormat, known: list[str]) -> list[str]:
-    """Return the names of the columns that are read from a table with the columns `known`."""
+    """Return the names of the columns to read from a table that has the columns `known`: the ones
+    that `columns` needs, and its optional ones that the table has."""
     return [*columns.names, *(name for name in columns.optional if name in known and name not in columns.names)]
 
 
@@ -482,8 +515,8 @@ def _field_fix(columns: RowFormat, missing: str) -> str:
 
 
 def row_damage(row: Any, columns: RowFormat) -> str | None:
-    """Return, as a message, that a row is no mapping or lacks a field. Return None if it has all
-    fields that it must have."""
+    """Return a message that says what is wrong with a row: it is not a dict, or lacks a field that
+    `columns` needs. Return None if the row has all of these fields."""
     if not isinstance(row, dict):
         return f"expected a mapping of fields, found {type(row).__name__}"
     missing = next((name for name in columns.names if name not in row), None)
@@ -491,7 +524,8 @@ def row_damage(row: Any, columns: RowFormat) -> str | None:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text has only characters: False if it holds half a surrogate pair."""
+    """Return whether a text can be encoded as UTF-8. It cannot if it contains half a surrogate
+    pair, which JSON can write but which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Imports the configuration file of Accelerate: YAML, as `accelerate config` writes it."""
+"""Imports Accelerate's configuration file: YAML, as `accelerate config` writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tightfit.importers.training_arguments import FSDP_KEYS
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the stage, 0 to 3."""
+    """Keep the ZeRO stage, 0 to 3. The second element of the result, False, says that the model is
+    not also replicated over nodes."""
     found = whole(value)
     if found not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -189,7 +190,11 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Put the content of DeepSpeed's file in the place of its name, if the file is found."""
+    """Return the content of the imported file. If it names a DeepSpeed file that exists, the
+    content of that file replaces the name.
+
+    folder  the folder of the imported file
+    """
     section = content.get("deepspeed_config")
     if not isinstance(section, dict):
         return content

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration (JSON)."""
+"""Imports DeepSpeed's configuration (JSON)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needl
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the stage, 0 to 3."""
+    """Keep the ZeRO stage, 0 to 3. The second element of the result, False, says that the model is
+    not also replicated over nodes."""
     stage = whole(value)
     if stage not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -29,7 +30,7 @@ def _stage(value: Any) -> tuple[int, bool]:
 
 
 def _pair(value: Any) -> list[float]:
-    """Keep both numbers."""
+    """Keep the list of two numbers."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [number(one) for one in value]
@@ -47,13 +48,14 @@ def _offloaded(*words: str) -> Any:
 
 
 def _loss_scale(value: Any) -> float | str:
-    """Convert 0 to dynamic. Any other number is a fixed loss scale."""
+    """Convert 0 to dynamic. Keep any other number, which is a fixed loss scale."""
     return number(value) or "dynamic"
 
 
 def _optimizer(value: Any) -> OptimizerChoice | Lacks:
     """Convert Adam to adamw, because DeepSpeed's Adam decouples weight decay. AdamW, Lamb, Lion,
-    Muon and SGD keep their names."""
+    Muon and SGD keep their names. Optimizers that tightfit does not have, such as OneBitAdam, have
+    no counterpart."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
@@ -66,12 +68,14 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """Check that the warm-up starts from 0, as in tightfit. Any other rate has no counterpart."""
+    """The key sets no field, because tightfit also warms up from 0. A warm-up from another rate has
+    no counterpart."""
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 
 def _total_steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. The training script may end the training earlier."""
+    """Keep the number of steps. With 0 or less, the field is left out. The training script may end
+    the training earlier."""
     return count(value)
 
 
@@ -290,8 +294,9 @@ def _combine(draft: Draft) -> None:
 
 
 def places(draft: Draft) -> None:
-    """Set plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place, so
-    cpu together with nvme is a contradiction."""
+    """Set plan.offload_to, the one place to which tightfit offloads everything: host for
+    DeepSpeed's cpu, disk for nvme. If the file offloads optimizer and parameters to different
+    places, add a contradiction."""
     said = {
         row.key: str(row.value).lower()
         for row in draft.rows
@@ -309,7 +314,9 @@ def places(draft: Draft) -> None:
 
 
 def _warmup(draft: Draft) -> None:
-    """Add the defaults of DeepSpeed's schedules: a logarithmic warm-up of 1,000 steps."""
+    """If the file names a DeepSpeed schedule but no number of warm-up steps, set DeepSpeed's
+    default, 1,000 steps. If it names no type of warm-up, note that DeepSpeed's default is
+    logarithmic and tightfit's warm-up linear."""
     said = {row.key.rpartition(".")[2] for row in draft.rows}
     if not draft.giver("schedule").endswith("scheduler.type"):
         return
@@ -321,7 +328,8 @@ def _warmup(draft: Draft) -> None:
 
 
 def check_stage(draft: Draft) -> None:
-    """Add a contradiction for ZeRO stages that DeepSpeed itself refuses."""
+    """Add a contradiction if DeepSpeed itself would refuse the ZeRO stage: stages 2 and 3 in a
+    pipeline, and offloaded parameters without stage 3."""
     stage = draft.parts.get("zero", (0, False))[0]
     if stage >= 2 and draft.parts.get("pp", 1) > 1:
         draft.contradict(
@@ -333,15 +341,16 @@ def check_stage(draft: Draft) -> None:
 
 
 def combine_deepspeed(draft: Draft) -> None:
-    """Set the fields that depend on several of DeepSpeed's keys. Other tools whose files contain
-    these keys call this function, too."""
+    """Set the fields that depend on several of DeepSpeed's keys. The importers of tools whose files
+    may contain DeepSpeed's keys call this function, too."""
     places(draft)
     _combine(draft)
 
 
 def _combine_alone(draft: Draft) -> None:
-    """Combine the keys of a DeepSpeed file. Without train_batch_size and
-    gradient_accumulation_steps, DeepSpeed runs one micro-batch per step."""
+    """Set the fields that depend on several keys of a DeepSpeed file. If the file has neither
+    train_batch_size nor gradient_accumulation_steps, a step has one micro-batch, as in
+    DeepSpeed."""
     said = {row.key for row in draft.rows}
     if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
         draft.imply("accumulation", 1, "micro_batch")

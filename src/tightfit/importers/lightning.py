@@ -1,4 +1,5 @@
-"""The keys of Lightning's Trainer and Fabric (YAML), alone or in the file of a LightningCLI."""
+"""Imports the keys of Lightning's Trainer and Fabric (YAML), alone or in the file of a
+LightningCLI."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ _EVALUATION = "tightfit evaluates train.evaluate_samples samples every train.eva
 
 
 def _precision(value: Any) -> str | Lacks:
-    """Convert 32-true to fp32, 16-mixed to fp16-mixed, 16-true to fp16-true. bf16-mixed and
-    bf16-true keep their names."""
+    """Convert 32-true to fp32, 16-mixed to fp16-mixed and 16-true to fp16-true. bf16-mixed and
+    bf16-true keep their names. 64 bits and transformer-engine have no counterpart."""
     word = str(value).lower()
     if word in PRECISIONS:
         return PRECISIONS[word]
@@ -60,15 +61,16 @@ def _precision(value: Any) -> str | Lacks:
 
 
 def _strategy(value: Any) -> tuple[int, bool] | Lacks:
-    """Convert ddp to zero: 0, fsdp to zero: 3, and deepspeed_stage_1, _2 and _3 to zero: 1, 2 and
-    3."""
+    """Convert the strategy to a ZeRO stage: ddp to 0, fsdp to 3, and deepspeed_stage_1, _2 and _3
+    to 1, 2 and 3. The second element of the result, False, says that the model is not also
+    replicated over nodes. Other strategies have no counterpart."""
     word = str(value).rpartition(".")[2].lower()
     return STRATEGIES.get(word) or Lacks(f"tightfit has no strategy {value}")
 
 
 def _devices(value: Any) -> int | Lacks:
-    """Convert the devices of a node, a number or a list, to their number. auto and -1 mean all
-    devices of the machine, which tightfit takes from --nproc."""
+    """Keep the number of devices of a node; a list of devices becomes its length. auto and -1 mean
+    all devices of the machine, which tightfit takes from --nproc."""
     if isinstance(value, list):
         return len(value)
     word = str(value)
@@ -80,7 +82,8 @@ def _devices(value: Any) -> int | Lacks:
 
 
 def _interval(value: Any) -> int | Lacks:
-    """Keep a number of steps. A fraction of an epoch has no counterpart."""
+    """Keep the number of steps between two evaluations. A fraction of an epoch has no
+    counterpart."""
     found = number(value)
     if found < 1 or isinstance(value, float):
         return Lacks("train.evaluate_every is a number of steps, not a share of an epoch")
@@ -88,19 +91,20 @@ def _interval(value: Any) -> int | Lacks:
 
 
 def _steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. With -1, max_epochs decides the length."""
+    """Keep the number of steps. With 0 or less (usually -1), max_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Keep the number of epochs. -1 means training without end, which has no counterpart."""
+    """Keep the number of epochs. 0 or less (usually -1) means training without end, which has no
+    counterpart."""
     found = number(value)
     return found if found > 0 else Lacks("training without end: set train.steps")
 
 
 def _clip_by(value: Any) -> Lacks:
-    """Check that gradients are clipped by norm, as in tightfit. Clipping by value has no
+    """The key sets no field, because tightfit also clips by norm. Clipping by value has no
     counterpart."""
     return (
         Lacks("as in tightfit", False)
@@ -110,7 +114,8 @@ def _clip_by(value: Any) -> Lacks:
 
 
 def _trackers(value: Any) -> list[str] | Lacks:
-    """Keep the loggers that tightfit also has: TensorBoard, Weights & Biases, MLflow."""
+    """Keep the loggers that tightfit also has: TensorBoard, Weights & Biases, MLflow. Other loggers
+    have no counterpart."""
     if value in (True, False, None):
         return Lacks("tightfit writes TensorBoard's files unless train.trackers says otherwise", False)
     shown = str(value).lower()

@@ -1,4 +1,4 @@
-"""torchtune's recipes (YAML)."""
+"""Imports torchtune's recipes (YAML)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """Return why torchtune's model builder is not converted. For a builder with lora in its name, the
-    reason is that adapters are set elsewhere. Any other builder needs no counterpart, because the
-    folder of the weights describes the model."""
+    """The key sets no field, because config.json in the folder of the weights describes the model.
+    A model builder with lora in its name has no counterpart, because adapters are not imported."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 
 
 def _loss(value: Any) -> int | Lacks:
-    """Convert LinearCrossEntropyLoss and CEWithChunkedOutputLoss to chunked_loss: 1024."""
+    """Convert LinearCrossEntropyLoss and CEWithChunkedOutputLoss to chunked_loss: 1024.
+    CrossEntropyLoss needs no counterpart: it is the loss of tightfit's language models, too. Other
+    losses have no counterpart."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
@@ -59,7 +60,8 @@ def _recipe_step(value: Any) -> str | Lacks:
 
 
 def _tracker(value: Any) -> list[str] | Lacks:
-    """Convert TensorBoardLogger to tensorboard, WandBLogger to wandb, MLFlowLogger to mlflow."""
+    """Convert TensorBoardLogger to tensorboard, WandBLogger to wandb, MLFlowLogger to mlflow. Other
+    loggers set no field."""
     word = text(value).rpartition(".")[2].lower()
     for name in ("tensorboard", "wandb", "mlflow"):
         if name in word:
@@ -246,7 +248,12 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace ${name} and ${section.name} by the values that they refer to."""
+    """Return the content of the imported file. Each ${name} and ${section.name} in it is replaced
+    by the value of that key, and the paths of the checkpoint and the data are made absolute if they
+    exist.
+
+    folder  the folder of the imported file, where relative paths start
+    """
 
     def look_up(name: str) -> Any:
         value: Any = content

@@ -1,4 +1,4 @@
-"""The section `data` of a job: where samples come from, and how they are made."""
+"""Defines the section `data` of a job: where samples come from, and how they are made."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ class SourceSpec(Value):
 
 
 class DataSpec(Value):
-    """The data: exactly one of text, jsonl, parquet, dataset, sources, images, synthetic, python.
-    The other fields say how samples are made from this source.
+    """Describes the data of a training. Exactly one source must be given: text, jsonl, parquet,
+    dataset, sources, images, synthetic or python. The other fields say how samples are made from
+    this source.
 
     With `sources`, samples of several sources of text are drawn in proportion to their weights. All
     other fields hold for each of the sources that does not set them itself.
 
-    With a `format`, rows are conversations for fine-tuning, and only the response counts in the
-    loss. Each sequence then holds one conversation (packing: padded), or several that do not attend
-    to one another (packing: separate).
+    With a `format`, the rows of the source are conversations for fine-tuning, and by default only
+    the responses count in the loss. Each sequence then has one conversation (packing: padded), or
+    several that do not attend to one another (packing: separate).
     """
 
     text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
@@ -135,7 +136,7 @@ class DataSpec(Value):
     @model_validator(mode="before")
     @classmethod
     def _pad_conversations(cls, content: Any) -> Any:
-        """With a format, the default of `packing` is padded."""
+        """Set packing to padded if the section or one of its sources has a format, and no packing."""
         if isinstance(content, dict) and content.get("packing") is None and _has_format(content):
             return {**content, "packing": "padded"}
         return content

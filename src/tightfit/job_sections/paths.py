@@ -1,4 +1,5 @@
-"""Paths in a job file, which start at the folder of the file; URLs; and ids of the Hugging Face Hub."""
+"""Makes the paths in a job file absolute, and tells them from URLs and from ids of the Hugging Face
+Hub. Relative paths start at the folder of the file."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _WORDS = {"text": ["python-stdlib"], "images": ["digits"], "chat_template": ["ch
 
 
 def expand_path(text: str) -> Path:
-    """Return `text` as a path, with ~ replaced by the home folder. Raises InputError for the home
-    of an unknown user and for text that cannot be a path."""
+    """Return `text` as a path in which ~ is replaced by the home folder. Raises InputError if the
+    text cannot be a path, or if it names the home of an unknown user."""
     try:
         path = Path(text).expanduser()
         path.exists()
@@ -87,8 +88,9 @@ def _relative(path: Path, folder: Path) -> Path:
 
 
 def with_absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a copy of a job file's content whose relative paths are absolute. URLs stay as they
-    are, and so does a name that no file has and that can be an id of the Hub.
+    """Return a copy of a job file's content in which relative paths are absolute. Left unchanged
+    are URLs, words that have a meaning of their own, such as `text: python-stdlib`, and names that
+    can be ids on the Hugging Face Hub, unless a file with this name exists.
 
     folder  the folder of the job file, where relative paths start
 

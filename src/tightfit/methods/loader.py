@@ -78,8 +78,9 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the host memory of the workers, their prefetched micro-batches and of a stream, and the time
-    to prepare and copy a step's samples.
+    """Return the ledger (the predicted memory and time of a step) with the host memory of the
+    workers, of their prefetched micro-batches and of a stream, and with the seconds that it takes to prepare a
+    step's samples and to copy them to the device.
     """
     samples = ledger.micro_batch * ledger.micro_batches
     workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
@@ -114,13 +115,16 @@ def overlaps_uploads(plan: Plan, device: str) -> bool:
     This needs a GPU, pin_memory and non_blocking. It is never the case in a pipeline, whose ranks
     read micro-batches in the schedule's order, nor with a parameter server, whose workers read
     micro-batches one at a time.
+
+    device  the kind of device: "cpu" or "cuda"
     """
     alone = plan.pp == 1 and plan.parameter_server == "none"
     return device == "cuda" and plan.pin_memory and plan.non_blocking and alone
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Open the job's data, and set the run's `data` to this data rank's share of each step."""
+    """Open the job's data, and return the run with `data`, which yields this data rank's share of
+    the samples of each step."""
     if overlaps_uploads(plan, run.device.type):
         run = replace(run, prefetcher=BatchPrefetcher(run.device))
     run = replace(run, droppable_masks=_optional_masks(run.model, plan) if kind_of(run.device) == "cuda" else ())
@@ -133,23 +137,23 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def check_packing(model: nn.Module, job: Job) -> None:
-    """Raise InputError if the job packs separate samples into a sequence, and the model would not
-    keep them apart."""
+    """Raise InputError if the job packs several samples into one sequence that must not attend to
+    each other (data.packing: separate), and the model cannot keep them apart."""
     if isinstance(job.data, DataSpec) and job.data.packing == "separate":
         check_separates_sequences(model, "job: data.packing=separate")
 
 
 def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """Return the names of the model's mask inputs that the loader may replace by None if a mask is
-    all ones, such as ("attention_mask",). Empty if the model needs its masks.
+    """Return the names of the model's mask inputs, such as ("attention_mask",), that may be left
+    out of a batch if the mask is all ones. Return () if the model needs its masks.
 
-    Models that call transformers' mask functions treat None like an all-ones mask. With a mask,
-    they first read from the device whether it is all ones, and the host waits for the answer.
-    Without a mask, they need not wait.
+    Models that call transformers' mask functions treat a missing mask like a mask of ones. If there
+    is a mask, they first read from the device whether it is all ones, and the host waits for the
+    answer. Without a mask, the host need not wait.
 
-    With compile: model, masks are never left out: the compiled model does not read them in this
-    way, and would be compiled twice, with and without a mask. With cp, all devices that share a
-    sequence must have masks, or none of them.
+    With compile: model, masks are never left out. The compiled model does not read them in this
+    way, and would be compiled twice, with and without a mask. With cp, they are never left out
+    either, because all devices that share a sequence must have masks, or none of them.
     """
     if plan.compile == "model" or plan.cp > 1:
         return ()
@@ -162,12 +166,16 @@ def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OrderedData:
-    """The `Data` of a dataset with random access. It yields samples in the order of `order`, which
-    does not depend on the number of workers.
+    """Yields the micro-batches of a dataset with random access. It implements the interface `Data`
+    (see `runtime/run.py`).
 
+    source      the samples of the dataset
+    order       the order of the training samples, and which samples are held out for evaluations.
+                It does not depend on the number of workers
     batch       samples in a step, on all devices
-    data_rank   (rank, count): this data rank, and the number of data ranks that share each step's
-                samples
+    plan        its fields set the size of micro-batches and the number of worker processes
+    data_rank   (rank, count): the samples of each step are divided into `count` shares, and this
+                process reads share number `rank`
     evaluation  the samples of the job's `evaluate.data`; None: the held-out samples of `order`
     """
 
@@ -199,10 +207,14 @@ class OrderedData:
         return self.source.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Yield the list of this rank's micro-batches of each step, on the host.
+        """Yield, for each optimizer step, the list of this data rank's micro-batches, in host
+        memory.
 
-        The first step begins at position `consumed` in the order of samples, the last one ends
-        before position `until` (None: there is no end). A step's last micro-batch may be short.
+        consumed  number of samples that earlier steps have used: the first step begins after them
+        until     number of samples after which the last step ends; None: there is no end
+
+        A step's last micro-batch may be short. A rank with fewer micro-batches than others gets a
+        DummyMicroBatch for each missing one.
         """
         micro = self.plan.micro_batch_of(self.batch)
         wanted = (key for begin, end in _steps(consumed, until, self.batch) for key in self._keys(begin, end, micro))
@@ -214,8 +226,8 @@ class OrderedData:
             ]
 
     def held_out(self, samples: int | None) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the first `samples` evaluation samples; None: of all.
-        This process prepares them without workers.
+        """Yield this data rank's micro-batches of the first `samples` evaluation samples (of all
+        samples if it is None). This process prepares them without workers.
         """
         micro = self.plan.micro_batch_of(self.batch)
         if self.evaluation is not None:
@@ -229,10 +241,12 @@ class OrderedData:
         return self.source.batch(places, 0 * places)
 
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
-        """Yield (sample indices, epochs) for each of this rank's micro-batches in the step from
-        position `begin` to `end`.
+        """Yield (sample indices, epochs) for each of this data rank's micro-batches of one step:
+        for each sample, its index in the dataset, and in which epoch it is used.
 
-        micro: samples in a full micro-batch.
+        begin, end  the step has the samples at positions `begin` to `end - 1` in the order of
+                    training
+        micro       samples in a full micro-batch
         """
         indices, epochs = self.order.training_samples(begin, end)
         for first, last, _ in micro_batch_ranges(begin, end, micro, self.data_rank):
@@ -246,8 +260,17 @@ class OrderedData:
 
 @dataclass(frozen=True)
 class StreamedData:
-    """The `Data` of a stream or an iterable. It yields samples in their own order. It holds out no
-    samples; `evaluation` is the job's `evaluate.data`, or None.
+    """Yields the micro-batches of a stream or an iterable dataset, in its own order. It implements the
+    interface `Data` (see `runtime/run.py`).
+
+    source        the stream or iterable
+    batch         samples in a step, on all devices
+    sample_items  tokens in a full sample; 1 for images
+    plan          its fields set the size of micro-batches and the number of worker processes
+    data_rank     (rank, count): the samples of each step are divided into `count` shares, and this
+                  process reads share number `rank`
+    evaluation    the samples of the job's `evaluate.data`; None: there are no evaluation samples,
+                  because none are held out from a stream
     """
 
     source: SampleStream
@@ -262,8 +285,12 @@ class StreamedData:
     evaluation: Samples | None = None
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Yield the same as OrderedData.steps. Samples that were consumed before, or that belong to
-        other ranks, are read and skipped.
+        """Yield, for each optimizer step, the list of this data rank's micro-batches, in host
+        memory. Samples that earlier steps have used, or that belong to other ranks, are read and
+        skipped.
+
+        consumed  number of samples that earlier steps have used: the first step begins after them
+        until     number of samples after which the last step ends; None: there is no end
         """
         micro = self.plan.micro_batch_of(self.batch)
         batches = self._prepare(_StreamMicroBatches(self.source, consumed, until, self.batch, micro, self.data_rank))
@@ -289,7 +316,8 @@ class StreamedData:
 
 
 def _evaluation_batches(source: Samples, indices: Integers, micro: int, part: tuple[int, int]) -> Iterator[Batch]:
-    """Yield one data rank's micro-batches of the samples with these indices.
+    """Yield one data rank's micro-batches of the samples of `source` with these indices. A rank
+    with fewer micro-batches than others yields a DummyMicroBatch for each missing one.
 
     micro  samples in a full micro-batch
     part   (rank, count): the data rank, and the number of data ranks
@@ -345,8 +373,12 @@ def _streamed(
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end), the range of positions of each step, of `batch` samples each. The last step
-    ends at `until` and may be short. With until=None, there is no last step.
+    """Yield (begin, end) for each step: the step has the samples at positions `begin` to `end - 1`.
+
+    consumed  position at which the first step begins
+    until     position at which the last step ends, which may therefore be short; None: there is no
+              last step
+    batch     samples in a step
     """
     begins = itertools.count(consumed, batch) if until is None else range(consumed, until, batch)
     for begin in begins:
@@ -354,14 +386,15 @@ def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, 
 
 
 def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[tuple[int, int, bool]]:
-    """Yield (first, last, is_dummy) for each micro-batch of one data rank in the step from position
-    `begin` to `end`: the micro-batch consists of the samples at positions first to last - 1.
+    """Yield (first, last, is_dummy) for each micro-batch of one data rank in one step: the
+    micro-batch consists of the samples at positions `first` to `last - 1`.
 
     All ranks get the same number of micro-batches. A rank with fewer samples than others gets dummy
-    micro-batches of one sample in addition.
+    micro-batches of one sample in addition, for which `is_dummy` is True.
 
-    micro  samples in a full micro-batch
-    part   (rank, count): the data rank, and the number of data ranks
+    begin, end  the step has the samples at positions `begin` to `end - 1`
+    micro       samples in a full micro-batch
+    part        (rank, count): the data rank, and the number of data ranks
 
     Example: a step of 5 samples on 2 ranks, with micro-batches of 2. Rank 0 has samples 0-1 and a
     dummy, rank 1 has samples 2-3 and sample 4.
@@ -379,10 +412,11 @@ def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) 
 
 
 class _SampleMicroBatches(Dataset[Any]):
-    """The dataset of the worker processes: maps (sample indices, epochs) to a micro-batch.
+    """The dataset from which the worker processes read: dataset[sample indices, epochs] is the
+    micro-batch of these samples.
 
-    A TightfitError is returned instead of raised, because an exception from a worker arrives
-    without its attributes.
+    If reading fails with a TightfitError, the error is returned instead of raised, because an
+    exception that a worker raises loses its attributes on the way to the main process.
     """
 
     def __init__(self, source: Samples) -> None:
@@ -393,7 +427,15 @@ class _SampleMicroBatches(Dataset[Any]):
 
 
 class _StreamMicroBatches(IterableDataset[Any]):
-    """This rank's micro-batches of an iterable, read in this process or in a worker."""
+    """Iterates over the micro-batches that one data rank reads from an iterable dataset. `batches`
+    is for this process. A worker process iterates over the object itself, which yields a
+    TightfitError instead of raising it.
+
+    consumed, until  the samples at positions `consumed` to `until - 1` are used; None: no end
+    batch            samples in a step, on all devices
+    micro            samples in a full micro-batch
+    part             (rank, count): the data rank, and the number of data ranks
+    """
 
     def __init__(
         self, source: SampleStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
@@ -421,7 +463,7 @@ _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 
 
 def _result_or_error(make: Callable[[], Any]) -> Any:
-    """Return the result of `make`, or the TightfitError that it raises."""
+    """Call `make` and return its result. If it raises a TightfitError, return this error."""
     try:
         return make()
     except TightfitError as error:
@@ -429,13 +471,15 @@ def _result_or_error(make: Callable[[], Any]) -> Any:
 
 
 def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan) -> Iterator[Batch]:
-    """Yield the micro-batches that worker processes prepare, in the order of `keys`.
+    """Yield the micro-batches that the plan's worker processes prepare, in the order of `keys`.
+
+    dataset  returns or yields micro-batches
+    keys     for each micro-batch, the key with which it is read: dataset[key]; None if the dataset
+             is an iterable
 
     Workers are forked from a fork server, a process that has imported torch and has no threads.
     Forking the training process itself could deadlock, because torch has started threads in it.
     Spawned workers would each import torch again.
-
-    keys: arguments of dataset[...], one for each micro-batch; None for an iterable dataset.
 
     Raises TightfitError if a worker is killed, and InputError if the dataset cannot be pickled.
     """
@@ -469,7 +513,8 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
 
 def _start_workers(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
     """Start the loader's workers, and return the iterator over their batches. The workers import
-    the user's script only if the dataset cannot be pickled without it.
+    the user's script only if the dataset cannot be pickled without it. Raises InputError if the
+    dataset cannot be pickled.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Got pickle error")  # the InputError below says it
