@@ -48,8 +48,8 @@ def open_samples(job: Job) -> Samples | SampleStream:
     """Return the samples of `job.data`. Data that must be prepared, such as text that must be
     tokenized, is prepared once and then cached.
 
-    Returns a SampleStream if the data is streamed, or is the user's own iterable without a length, else
-    Samples.
+    Returns a SampleStream if the data is streamed or is the user's own iterable without a length,
+    else Samples.
 
     Raises InputError if the data is missing or empty, if it is damaged (unless data.skip_damaged is
     set), or if the job's model cannot take it, such as images for a language model.
@@ -102,8 +102,8 @@ def order_of(samples: Samples, share: float, seed: int) -> Order | MixedOrder:
 
 
 def first_samples(samples: Samples, limit: int | None) -> Integers:
-    """Return the indices of the first `limit` samples; None: of all. Of several sources, they are in
-    proportion to the weights, as far as each source has enough."""
+    """Return the indices of the first `limit` samples, or of all if `limit` is None. Of several
+    sources, they are in proportion to the weights, as far as each source has enough."""
     if limit is None or limit >= len(samples):
         return np.arange(len(samples))
     return samples.first(limit) if isinstance(samples, MixedSamples) else np.arange(limit)

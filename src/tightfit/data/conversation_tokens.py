@@ -76,9 +76,9 @@ class TokenizedConversation:
 
     ids            the token ids
     counted        (tokens,) which of them count in the loss
-    first_counted  the position, from 1 on, of the first token that counts in the loss. Position 0 is
-                   left out, because no earlier token predicts it. The number of tokens if there is
-                   none
+    first_counted  the position, from 1 on, of the first token that counts in the loss. Position 0
+                   is left out, because no earlier token predicts it. The number of tokens if there
+                   is none
     roles          the roles of the messages
     characters     the length of the rendered text
     """
@@ -124,8 +124,8 @@ def _conversations(source: TextSource, damage: DamagePolicy) -> Iterator[Convers
 def _rendered(
     batch: list[Conversation], renderer: Renderer, damage: DamagePolicy
 ) -> Iterator[tuple[frozenset[str], Rendered]]:
-    """Yield (the roles of a conversation, its rendered text) for each conversation. One that the chat
-    template refuses is reported to `damage` and left out."""
+    """Yield (the roles of a conversation, its rendered text) for each conversation. One that the
+    chat template refuses is reported to `damage` and left out."""
     for conversation in batch:
         try:
             yield frozenset(message["role"] for message in conversation.messages), renderer.render(conversation)

@@ -1,5 +1,5 @@
-"""Rows of the datasets library: folders that save_to_disk wrote, folders of data files, data sets of
-the Hugging Face Hub, and files that are streamed.
+"""Rows of the datasets library: folders that save_to_disk wrote, folders of data files, data sets
+of the Hugging Face Hub, and files that are streamed.
 
 A data set of the Hub is downloaded once into the library's own cache (HF_HOME), and is read from
 this cache without a network. A stream reads the files while its rows are read, and keeps nothing.
@@ -30,8 +30,8 @@ _SPLITS = re.compile(r"(?:Should be one of|Available splits:) \[(.*?)\]")
 
 @dataclass(frozen=True)
 class DatasetRows:
-    """One split of a data set, as `data.dataset`, `data.subset` and `data.split` name it. Its rows are
-    in files on this machine, which are memory-mapped.
+    """One split of a data set, as `data.dataset`, `data.subset` and `data.split` name it. Its rows
+    are in files on this machine, which are memory-mapped.
 
     Only the names are pickled: each worker process opens the rows itself.
     """

@@ -57,11 +57,11 @@ class PreparedText:
 
 
 def prepare_text(spec: DataSpec, model: ModelInput) -> PreparedText:
-    """Return the source that `spec` names, with a tokenizer: the one that the data or the model names,
+    """Return the source that `spec` names, with a tokenizer: the one of the data or of the model,
     else one that is trained on the text.
 
-    Raises InputError if the data, the tokenizer or the model lacks something that the task needs, such
-    as a field of the rows or a mask token.
+    Raises InputError if the data, the tokenizer or the model lacks something that the task needs,
+    such as a field of the rows or a mask token.
     """
     task = check_task(spec, model)
     source = text_source(spec, task)

@@ -195,8 +195,8 @@ class MixedSamples:
 
 
 def open_mixture(spec: DataSpec, model: ModelInput, seed: int) -> MixedSamples:
-    """Open the sources of `spec` as samples of the model's task. If `spec` names no tokenizer, and the
-    model has none, one is trained on the text of all sources.
+    """Return the sources of `spec` as samples of the model's task. If `spec` names no tokenizer and
+    the model has none, one is trained on the text of all sources.
 
     Raises InputError for a source that is missing, empty or damaged, and if the sources have
     different classes.

@@ -1,5 +1,5 @@
-"""Text that is tokenized while training reads it. Nothing is written to disk, and the memory does not
-grow with the source.
+"""Text that is tokenized while training reads it. Nothing is written to disk, and the memory does
+not grow with the source.
 
 A stream reads the documents of its source in their order, makes token sequences of them, and draws
 samples from a shuffle buffer: each new sample takes the place of a random one in the buffer, which
@@ -282,7 +282,7 @@ def _pack(segments: list[StreamRow], length: int) -> Iterator[StreamRow]:
 
 
 def shuffled(rows: Iterable[Any], size: int, secret: int) -> Iterator[Any]:
-    """Yield rows in random order, with a buffer of `size` rows. Each `secret` selects another order.
+    """Yield rows in random order, with a buffer of `size` rows. Each `secret` gives another order.
 
     Example: with a buffer of 1, the order is unchanged.
     """
@@ -299,8 +299,9 @@ def shuffled(rows: Iterable[Any], size: int, secret: int) -> Iterator[Any]:
 
 
 def stream_bytes(spec: DataSpec, model: ModelInput) -> float:
-    """Return the most host memory that a process needs to read a stream: the shuffle buffer, if each
-    sample has its full length, and the texts that are being tokenized."""
+    """Return the most host memory, in bytes, that a process needs to read a stream: the shuffle
+    buffer, if each sample has its full length, and the texts that are being tokenized. Return 0 if
+    the data is not streamed."""
     if not spec.streaming:
         return 0.0
     masked = any(part.format for part in spec.parts())
@@ -310,8 +311,8 @@ def stream_bytes(spec: DataSpec, model: ModelInput) -> float:
 
 
 def seconds_per_sample(spec: DataSpec, model: ModelInput) -> float:
-    """Measure the seconds to tokenize a sample of full length with the tokenizer that a stream uses.
-    Returns 0.0 if the tokenizer is not on this machine, or is still to be trained."""
+    """Measure the seconds to tokenize a sample of full length with the tokenizer of a stream.
+    Return 0.0 if the tokenizer is not on this machine, or is still to be trained."""
     path = named_tokenizer(spec, model)
     if path is None:
         return 0.0

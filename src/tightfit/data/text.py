@@ -142,11 +142,12 @@ class TextSource:
     """Text data that has been opened, whose documents can be read any number of times.
 
     name        the source's name in messages
-    identity    JSON-like content that changes when the files or fields change: the key of the cache;
-                None for a stream, whose content is not known before it is read
-    size_bytes  the size of all files; 0 for a stream
-    columns     what is read from each row
-    documents   yields the documents from the first one; reports damage to the given DamagePolicy
+    identity    JSON-like content that changes when the files or the fields to read change: the key
+                of the cache. None for a stream, whose content is not known before it is read
+    size_bytes  the size of all files together; 0 for a stream
+    columns     says which fields of each row are read
+    documents   yields all documents, from the first one at each call; reports damaged rows to the
+                DamagePolicy that it is given
     """
 
     name: str
@@ -159,8 +160,8 @@ class TextSource:
 def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
     """Return the source of the text that `spec` names by its field text, jsonl, parquet or dataset.
 
-    With `spec.streaming`, nothing is copied into the cache: files at URLs and data sets are read while
-    the documents are.
+    With `spec.streaming`, nothing is copied into the cache: files at URLs and data sets are read
+    while the documents are.
 
     columns: says which fields of each row are read. Raises InputError if there are no such files,
     or if `columns` needs several fields of plain text, which has no fields.

@@ -62,9 +62,9 @@ class DataSpec(Value):
     several that do not attend to one another (packing: separate).
     """
 
-    text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
-    jsonl: str | list[str] | None = None
-    parquet: str | list[str] | None = None
+    text: str | list[str] | None = Field(None, description="a file, a folder, a glob, a URL, or python-stdlib")
+    jsonl: str | list[str] | None = Field(None, description="a file, a folder, a glob, or a URL that fsspec reads")
+    parquet: str | list[str] | None = Field(None, description="the same, of parquet files")
     dataset: str | None = Field(
         None,
         description="a folder written by datasets.save_to_disk, a folder of data files, or a data set of the Hub, such as org/name",

@@ -19,8 +19,8 @@ class Evaluation(Value):
     loss.
 
     data     a DataSpec (or its mapping), or a map-style dataset. A DataSpec takes the fields that
-             it does not set, such as sequence_length, from the job's data; but its split is train by
-             default, and it is not streamed. If data is left out, the
+             it does not set, such as sequence_length, from the job's data, but not its split and
+             `streaming`. If data is left out, the
              evaluation uses samples that are held out of the job's data (the fraction
              `data.held_out`)
     every    number of steps between two evaluations; the same as train.evaluate_every

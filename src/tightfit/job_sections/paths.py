@@ -39,9 +39,9 @@ def is_url(text: str) -> bool:
 
 
 def refuse_mistyped_folder(field: str, text: str, folder: Path) -> None:
-    """Raise InputError if `text`, which can be the id of a repository on the Hub, is more likely the
-    mistyped path of a local folder: a folder with a similar path exists, and the cache of the Hub
-    does not have the repository.
+    """Raise InputError if `text`, which can be the id of a repository on the Hub, is more likely
+    the mistyped path of a local folder: a folder with a similar path exists, and the cache of the
+    Hub does not have the repository.
 
     field   the job's field, such as "model.from"
     folder  the folder where relative paths start

@@ -260,8 +260,8 @@ class OrderedData:
 
 @dataclass(frozen=True)
 class StreamedData:
-    """Yields the micro-batches of a stream or an iterable dataset, in its own order. It implements the
-    interface `Data` (see `runtime/run.py`).
+    """Yields the micro-batches of a stream or an iterable dataset, in its own order. It implements
+    the interface `Data` (see `runtime/run.py`).
 
     source        the stream or iterable
     batch         samples in a step, on all devices
