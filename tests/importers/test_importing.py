@@ -19,11 +19,10 @@ FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.*"))
 
 
 def _value(imported: Imported, name: str) -> Any:
-    section, _, field = name.partition(".")
-    if not field:
-        return imported.job.get(section)
-    content = imported.plan if section == "plan" else imported.job.get(section, {})
-    return content.get(field)
+    content: Any = {**imported.job, "plan": imported.plan}
+    for place in name.split("."):
+        content = content.get(place, {})
+    return None if content == {} else content
 
 
 def test_there_are_files_of_every_tool() -> None:
@@ -85,8 +84,8 @@ def test_written_files_are_read_back(name: str, tmp_path: Path) -> None:
     model, data = content.get("model", {}), content.get("data", {})
     if not {"preset", "from"} & set(model):
         content["model"] = {"preset": "gpt2", **model}
-    if not {"text", "jsonl", "dataset"} & set(data):
-        content["data"] = {"synthetic": "tokens", **data}
+    if not {"text", "jsonl", "dataset", "sources"} & set(data):
+        content["data"] = {"jsonl": "samples.jsonl", **data}
     assert Job.parse(content).train == Job.parse({**content, "train": imported.job.get("train", {})}).train
 
 

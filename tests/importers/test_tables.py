@@ -9,16 +9,17 @@ import pytest
 
 from tightfit.errors import InputError
 from tightfit.importers import training_arguments
+from tightfit.importers.adapters import PEFT_TARGETS
 from tightfit.importers.importing import IMPORTERS, Imported, import_content
 from tightfit.importers.mapping import Importer
-from tightfit.job import DataSpec, Limits, ModelSpec, Train
+from tightfit.job import DataSpec, Limits, LoraSpec, ModelSpec, Train
 from tightfit.plan import Plan
 
 FIELDS = {
     f"{section}.{name}"
     for section, kind in {"model": ModelSpec, "data": DataSpec, "train": Train, "limits": Limits, "plan": Plan}.items()
     for name in kind.field_names()
-}
+} | {f"model.lora.{name}" for name in LoraSpec.field_names()}
 ODD: list[Any] = [True, False, 0, -1, 3, 0.5, 1e300, "", "auto", "none", "x", "1e-4", [], [1, "x"], ["x"], {"a": 1}]
 by_tool = pytest.mark.parametrize("importer", IMPORTERS, ids=lambda one: one.name)
 
@@ -86,3 +87,9 @@ def test_every_optimizer_and_schedule_has_an_answer() -> None:
             rows = import_content(training_arguments.IMPORTER, {field: word.value}, "file").rows
             row = next(row for row in rows if row.key == field)
             assert row.outcome in ("mapped", "no counterpart"), row
+
+
+def test_default_targets_are_those_of_peft() -> None:
+    constants = pytest.importorskip("peft.utils.constants")
+    known = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+    assert {kind: list(names) for kind, names in PEFT_TARGETS.items()} == {kind: known[kind] for kind in PEFT_TARGETS}

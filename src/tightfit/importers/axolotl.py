@@ -5,28 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tightfit.importers import data_sources as data
 from tightfit.importers import deepspeed
 from tightfit.importers import training_arguments as hf
+from tightfit.importers.adapters import (
+    EIGHT_BITS,
+    NEW_ADAPTERS,
+    ONLY_ADAPTERS,
+    OTHER_ADAPTERS,
+    OTHER_BITS,
+    WHOLE_ADAPTERS,
+    combine_adapters,
+    without_rank,
+)
 from tightfit.importers.conversions import (
+    chosen,
     compiled,
     count,
     existing,
     flag,
+    four_bits,
+    lora_targets,
     number,
     optimizer,
-    packed,
     positive,
     schedule,
     seed,
+    switched_on,
     text,
     warmup,
     whole,
 )
+from tightfit.importers.data_sources import Source
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
+from tightfit.importers.selection import combine_selection
 
-_FILES = {"json": "jsonl", "parquet": "parquet", "text": "text"}
 _SPLICED = "tightfit packs texts one after another, in the order that train.seed gives"
 _PLAIN = ("completion", "pretrain")
+_PLACE = ("path", "type", "ds_type", "data_files", "name", "split")  # keys of a data set of any type
+_OFF = {"trust_remote_code": False, "shards": None, "split_thinking": False, "drop_system_message": False}
+_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def _bf16(value: Any) -> bool | str:
@@ -53,7 +71,8 @@ def _recompute(value: Any) -> str | Lacks:
 def _datasets(value: Any) -> list[dict[str, Any]]:
     """Keep the list of data sets, each of them a mapping with a path. Later, a single data set
     becomes data.jsonl, data.parquet, data.text or data.dataset, depending on its files. Several
-    data sets are left to the user, who knows their weights."""
+    data sets become data.sources. The types completion, alpaca, chat_template and sharegpt set
+    data.format; other types have no counterpart."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("a list of data sets, each with a path")
     return value
@@ -108,11 +127,18 @@ KEYS: tuple[Key, ...] = (
     Key(
         "sample_packing",
         "data.packing",
-        packed,
-        "",
-        "true is packed; in a packed sequence, tokens attend to the texts before theirs, which axolotl prevents",
+        flag,
+        "packing",
+        "true is separate: the texts of a sequence do not attend to one another; false is padded",
     ),
-    Key("pretraining_sample_concatenation", "data.packing", packed, "", "true is packed"),
+    Key(
+        "pretrain_multipack_attn",
+        "data.packing",
+        flag,
+        "packing_apart",
+        "false is packed, if pretraining_dataset is packed; true is separate",
+    ),
+    Key("pretraining_sample_concatenation", "data.packing", flag, "concatenation", "true is packed"),
     *needless("tightfit evaluates as it trains", "eval_sample_packing", "eval_sequence_len"),
     *needless(
         _SPLICED,
@@ -146,8 +172,11 @@ KEYS: tuple[Key, ...] = (
         "excess_length_strategy",
         "max_prompt_len",
     ),
-    *lacks(hf.CHAT, "chat_template", "chat_template_*", "default_system_message", "eot_tokens"),
-    *lacks(hf.MASKED, "train_on_inputs"),
+    Key("chat_template", "data.chat_template", text, "template", "tokenizer_default is tokenizer; chatml is chatml"),
+    Key("chat_template_jinja", "data.chat_template", text, "template_text", "the path of the file, or a new file"),
+    *lacks(data.ONE_TEMPLATE, "chat_template_kwargs", "chat_template_kwargs.*", "default_system_message"),
+    *lacks("the end of an answer counts in the loss, as the template writes it", "eot_tokens"),
+    Key("train_on_inputs", "data.loss_on", flag, "train_on_inputs", "true is all, false is response"),
     *lacks("tightfit draws samples in random order, not by length", "group_by_length", "curriculum_sampling"),
     Key("micro_batch_size", "plan.micro_batch", whole, "micro_batch", "also a factor of train.batch"),
     Key("gradient_accumulation_steps", "train.batch", whole, "accumulation", "a factor of train.batch"),
@@ -181,7 +210,6 @@ KEYS: tuple[Key, ...] = (
         "embedding_lr",
         "embedding_lr_scale",
         "lr_groups",
-        "loraplus_*",
     ),
     Key("max_grad_norm", "train.clip", positive),
     Key("lr_scheduler", "train.schedule", schedule, "schedule"),
@@ -295,18 +323,68 @@ KEYS: tuple[Key, ...] = (
     *needless("the length is data.sequence_length", "max_packed_sequence_len", "total_num_tokens"),
     *lacks("tightfit does not cut MLPs into tiles", "tiled_mlp", "tiled_mlp_*"),
     *lacks("tightfit adds no noise to embeddings", "neftune_noise_alpha", "noisy_embedding_alpha"),
-    *lacks(hf.LORA, "adapter", "lora_*", "peft_*", "peft.*", "qlora_*", "loftq_config", "lisa_*", "merge_lora"),
+    Key(
+        "adapter",
+        "model.lora",
+        chosen({"lora": "lora", "qlora": "qlora", "none": Lacks("it is off", False)}, OTHER_ADAPTERS),
+        "adapter",
+        "lora; qlora with load_in_4bit",
+    ),
+    Key("lora_r", "model.lora.rank", whole, "lora_rank"),
+    Key("lora_alpha", "model.lora.alpha", number, "lora_alpha"),
+    Key("lora_dropout", "model.lora.dropout", number, "lora_dropout"),
+    Key("lora_target_linear", "model.lora.targets", switched_on, "lora_all_linear", "true is all-linear"),
+    Key("lora_target_modules", "model.lora.targets", lora_targets, "lora_targets"),
+    Key("peft_use_dora", "model.lora.dora", switched_on, "lora_dora"),
+    Key("peft_use_rslora", "model.lora.alpha", switched_on, "lora_rslora", "alpha times the square root of the rank"),
+    Key("load_in_4bit", "model.lora.quantize", four_bits, "lora_quantize"),
+    Key("load_in_8bit", "", None, "", EIGHT_BITS),
+    Key("loraplus_lr_ratio", "train.groups", positive, "lora_plus", "the matrices B get this multiple of the rate"),
+    *needless("the learning rate of adapters of embeddings, which tightfit does not have", "loraplus_lr_embedding"),
+    *lacks(NEW_ADAPTERS, "lora_model_dir"),
+    *lacks(ONLY_ADAPTERS, "lora_modules_to_save", "peft_trainable_token_indices"),
+    *lacks(WHOLE_ADAPTERS, "lora_rank_pattern", "lora_alpha_pattern", "lora_rank_pattern.*", "lora_alpha_pattern.*"),
     *lacks(
-        hf.QUANTIZED,
-        "load_in_8bit",
-        "load_in_4bit",
+        "name the layers, or patterns such as '*.layers.0.*', in model.lora.targets",
+        "peft_layers_to_transform",
+        "peft_layers_pattern",
+        "lora_exclude_modules",
+    ),
+    *lacks("tightfit adds adapters to linear layers only", "lora_target_parameters"),
+    Key(
+        "peft_init_lora_weights",
+        "",
+        chosen({True: Lacks("as in tightfit", False), "true": Lacks("as in tightfit", False)}, OTHER_ADAPTERS),
+        "",
+        "true is tightfit's start, too; " + OTHER_ADAPTERS,
+    ),
+    *lacks(OTHER_ADAPTERS, "peft.*", "peft_*", "loftq_config", "lisa_*", "lora_*"),
+    *needless(
+        "peft decides it by the type of the layer, and plan.precision gives the type of the weights",
+        "lora_fan_in_fan_out",
+        "peft_autocast_adapter_dtype",
+    ),
+    *needless("tightfit export --merge merges adapters", "merge_lora", "merge_method", "lora_on_cpu"),
+    *needless("tightfit shards 4-bit weights as all others", "qlora_sharded_model_loading"),
+    Key(
+        "bnb_config_kwargs.bnb_4bit_quant_type",
+        "model.lora.quantize",
+        lambda v: Lacks("nf4 is the type of load_in_4bit", False) if v == "nf4" else Lacks(OTHER_BITS),
+        "",
+        "nf4; fp4 has no counterpart",
+    ),
+    *needless(
+        "tightfit always quantizes the scales of nf4, too, and multiplies in the plan's precision",
+        "bnb_config_kwargs.*",
+    ),
+    *lacks(
+        OTHER_BITS,
         "gptq",
         "gptq_*",
         "use_onebitllms",
         "model_quantization_config",
         "model_quantization_config_kwargs.*",
         "bnb_config_kwargs",
-        "bnb_config_kwargs.*",
         "qat.*",
         "quantization.*",
         "quantize_moe_experts",
@@ -363,17 +441,15 @@ KEYS: tuple[Key, ...] = (
         "do_bench_eval",
         "bench_*",
     ),
-    *lacks(
-        "train.early_stopping ends a training early; the import does not set it",
+    *hf.SELECTION,
+    Key(
         "early_stopping_patience",
-        "loss_watchdog_*",
+        "train.early_stopping",
+        count,
+        "patience",
+        "evaluations without an improvement; the metric is that of metric_for_best_model",
     ),
-    *lacks(
-        "train.keep_best keeps the best checkpoint; the import does not set it",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-    ),
+    *lacks("tightfit ends a training early by train.early_stopping alone", "loss_watchdog_*"),
     *needless(
         "tightfit train --resume continues from tightfit's own checkpoints",
         "resume_from_checkpoint",
@@ -498,8 +574,9 @@ def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
             found[name] = [{"path": content[name], "type": "pretrain"}]
         elif isinstance(content.get(name), dict):
             found[name] = [content[name]]
-    if "base_model" in found:
-        found["base_model"] = existing(found["base_model"], folder)
+    for name in ("base_model", "chat_template_jinja"):
+        if name in found:
+            found[name] = existing(found[name], folder)
     for name in ("datasets", "pretraining_dataset"):
         if isinstance(found.get(name), list):
             found[name] = [_whole_paths(one, folder) for one in found[name]]
@@ -514,44 +591,208 @@ def _whole_paths(one: Any, folder: Path) -> Any:
     """
     if not isinstance(one, dict):
         return one
-    return {name: existing(v, folder) if name in ("path", "data_files") else v for name, v in one.items()}
+    return {
+        name: existing(v, folder) if name in ("path", "data_files", "chat_template_jinja") else v
+        for name, v in one.items()
+    }
 
 
 def _data(draft: Draft) -> None:
-    sets = draft.parts.get("datasets") or []
-    if len(sets) != 1 or not sets[0].get("path"):
-        draft.settle("datasets", "no counterpart", f"{len(sets)} data sets, which data.sources draws by weight")
-        draft.to_do.append("name the data sets in data.sources, with weights in proportion to their sizes")
-        return
-    one = sets[0]
-    path, files = one["path"], one.get("data_files")
-    ending = path.rpartition(".")[2].lower()
-    kind = {"json": "jsonl", "jsonl": "jsonl", "parquet": "parquet", "txt": "text"}.get(
-        ending, _FILES.get(one.get("ds_type") or path)
-    )
-    if kind:
-        draft.fields[f"data.{kind}"] = files or path
-        draft.remark("datasets", f"data.{kind}: {files or path}")
+    """Set the source, the format, the loss and the packing of the data."""
+    found = draft.parts.get("datasets") or []
+    sets = [one for one in found if one.get("path")]
+    sources = [_source(draft, one) for one in sets]
+    is_pretraining = bool(draft.value("pretraining_dataset"))
+    if sources:
+        data.set_sources(draft, "datasets", sources)
     else:
-        draft.fields["data.dataset"] = path
-    field = one.get("text_column") or one.get("field")
-    if field:
-        draft.fields["data.field"] = field
-        draft.remark("datasets", f"data.field: {field}")
-    if str(one.get("type")) not in _PLAIN:
-        draft.remark("datasets", f"type {one.get('type')} is a template: {hf.CHAT}")
+        draft.settle("datasets", "no counterpart", "it names no data set")
+    _loss(draft, sets, sources)
+    _template(draft, [one for one in sets if _format_of(one) in ("messages", "sharegpt")])
+    _packing(draft, is_pretraining)
+
+
+def _format_of(one: dict[str, Any]) -> str | None:
+    """Return tightfit's format for the type of a data set, such as messages for chat_template;
+    None if it has none."""
+    kind = one.get("type")
+    if isinstance(kind, dict):
+        return "prompt-response" if _is_plain_prompt(kind) else None
+    if kind == "chat_template":
+        names = _message_keys(one)
+        return {("role", "content"): "messages", ("from", "value"): "sharegpt"}.get(names)
+    return {"alpaca": "alpaca", "sharegpt": "sharegpt"}.get(str(kind))
+
+
+def _message_keys(one: dict[str, Any]) -> tuple[str, str]:
+    """Return the keys of a message's role and text in the rows of a data set of chats."""
+    names = one.get("message_property_mappings")
+    names = names if isinstance(names, dict) else {}
+    role, content = (names.get(name) or one.get(f"message_field_{name}") or name for name in ("role", "content"))
+    return str(role), str(content)
+
+
+def _is_plain_prompt(kind: dict[str, Any]) -> bool:
+    """Return whether a user-defined type writes the instruction and the output as they are."""
+    plain = kind.get("format") == "{instruction}" and kind.get("no_input_format", "{instruction}") == "{instruction}"
+    return plain and not kind.get("system_prompt") and not kind.get("field_system")
+
+
+def _source(draft: Draft, one: dict[str, Any]) -> Source:
+    """Return tightfit's source for one of the data sets, with the format of its rows."""
+    source = data.source_of(str(one["path"]), one.get("data_files"), one.get("ds_type"))
+    lost = data.add_part(source, one.get("name"), one.get("split"))
+    kind, used = one.get("type"), set(_PLACE)
+    found = _format_of(one)
+    if str(kind) in _PLAIN:
+        used |= {"field", "text_column"}
+        field = one.get("text_column") or one.get("field")
+        source |= {"field": field} if field else {}
+    elif found in ("messages", "sharegpt"):
+        used |= {"field_messages", "message_property_mappings", "message_field_role", "message_field_content"}
+        used |= {"chat_template", "chat_template_jinja", "roles_to_train", "roles"}
+        used |= {"train_on_eos"} if one.get("train_on_eos") == "turn" else set()
+        used |= {"conversation"} if kind == "sharegpt" else set()
+        field = one.get("field_messages") or ("messages" if kind == "chat_template" else None)
+        source = data.with_format(source, found, {"messages": field, "conversations": field})
+    elif found == "alpaca":
+        draft.remark("datasets", data.ALPACA_PROMPT)
+        source = data.with_format(source, "alpaca", {})
+    elif found == "prompt-response":
+        assert isinstance(kind, dict)
+        names = {"prompt": kind.get("field_instruction", "instruction"), "response": kind.get("field_output", "output")}
+        source = data.with_format(source, found, names)
+    else:
+        shown = "chat_template with other keys of messages" if kind == "chat_template" else f"type {kind}"
+        draft.remark("datasets", f"{shown} has no counterpart among tightfit's formats")
         draft.to_do.append(
-            f"write the texts that type {one.get('type')} would make of the data set into one field, and name it in data.field"
+            f"{one['path']}: write what {shown} makes of a row as prompt and response, and name them in data.fields "
+            "with data.format: prompt-response"
         )
-    rest = sorted(set(one) - {"path", "type", "ds_type", "data_files", "field", "text_column"})
-    if rest:
-        draft.remark("datasets", f"no counterpart: {', '.join(rest)}")
+    lost += sorted(name for name in set(one) - used if one[name] not in (None, _OFF.get(name)))
+    if lost:
+        draft.remark("datasets", f"no counterpart: {', '.join(lost)}")
+    return source
+
+
+def _loss(draft: Draft, sets: list[dict[str, Any]], sources: list[Source]) -> None:
+    """Set data.loss_on from train_on_inputs and the roles_to_train of the data sets."""
+    roles = {tuple(_known_roles(one, one.get("roles_to_train", ["assistant"]))) for one in sets if _format_of(one)}
+    value: str | list[str] = "response"
+    if draft.parts.get("train_on_inputs"):
+        value = "all"
+    elif len(roles) == 1 and roles != {("assistant",)}:
+        value = list(roles.pop())
+        if not value:
+            draft.remark(
+                "datasets", f"roles_to_train is empty: axolotl trains on the last answer alone; {data.LAST_TURN}"
+            )
+            value = "response"
+    elif len(roles) > 1:
+        draft.contradict("the data sets have different roles_to_train, but data.loss_on holds for all sources")
+        draft.drop("data.loss_on")
+    data.set_loss(draft, "train_on_inputs", sources, value, "train_on_inputs", False)
+
+
+def _known_roles(one: dict[str, Any], roles: Any) -> list[str]:
+    own = one.get("roles")
+    names = {source: role for role, sources in own.items() for source in sources} if isinstance(own, dict) else _ROLES
+    return [names.get(str(role), str(role)) for role in roles or []]
+
+
+def _template(draft: Draft, chats: list[dict[str, Any]]) -> None:
+    """Set data.chat_template, if the data has conversations.
+
+    chats: the data sets of conversations
+    """
+    if not chats:
+        for part in ("template", "template_text"):
+            draft.settle(part, "not needed", "only data sets of type chat_template use it")
+        return
+    written = draft.parts.get("template_text")
+    shared = "jinja" if written else draft.parts.get("template")
+    named = {(one.get("chat_template") or one.get("conversation") or shared, _text_of(one, written)) for one in chats}
+    if len(named) > 1:
+        draft.contradict("the data sets have different chat templates, but data.chat_template holds for all sources")
+        draft.drop("data.chat_template")
+        return
+    name, own = named.pop()
+    part = "template_text" if written else "template" if "template" in draft.parts else "datasets"
+    if name == "jinja" or (name is None and own):
+        if own:
+            data.set_template(draft, part, own)
+            draft.settle("template", "not needed", "jinja: chat_template_jinja has the template")
+    elif name == "chatml":
+        data.set_template(draft, part, "chatml")
+    elif name is None and any(one.get("type") == "sharegpt" for one in chats):
+        draft.to_do.append(f"sharegpt without a template is written in a form of FastChat's: {data.OTHER_TEMPLATE}")
+    elif name in (None, "tokenizer_default") or str(name).startswith("tokenizer_default_fallback_"):
+        if "template" in draft.parts:
+            data.set_template(draft, "template", "tokenizer")
+    else:
+        note = f"{name} is a text of axolotl's; without data.chat_template, the tokenizer's own template is used"
+        draft.settle("template", "no counterpart", note)
+        draft.to_do.append(f"chat_template is {name}: {data.OTHER_TEMPLATE}, unless the tokenizer has it")
+
+
+def _text_of(one: dict[str, Any], shared: Any) -> str | None:
+    found = one.get("chat_template_jinja") or shared
+    return str(found) if found else None
+
+
+def _packing(draft: Draft, is_pretraining: bool) -> None:
+    parts = draft.parts
+    is_packed, is_joined = parts.get("packing"), is_pretraining and parts.get("concatenation")
+    value = "separate" if is_packed else "padded"
+    if is_packed and is_pretraining and parts.get("packing_apart") is False:
+        value = "packed"
+    elif is_packed:
+        draft.settle("concatenation", "not needed", "sample_packing is on")
+    elif is_joined:
+        value = "packed"
+        draft.settle("packing", "not needed", "it is off, and pretraining_sample_concatenation is on")
+    if value != "packed" or not is_packed:
+        draft.settle("packing_apart", "not needed", "it is for a packed pretraining_dataset")
+    if not is_joined and not is_packed:
+        draft.settle("concatenation", "not needed", "it is for a pretraining_dataset")
+    if is_joined and not is_packed:
+        draft.fields["data.packing"] = value
+    else:
+        data.set_packing(draft, "packing", value, "sample_packing", False)
+
+
+def _adapters(draft: Draft) -> None:
+    parts = draft.parts
+    kind = parts.get("adapter")
+    if parts.get("lora_all_linear"):
+        if "lora_targets" in parts:
+            draft.settle("lora_targets", "not needed", "lora_target_linear names all linear layers")
+        parts["lora_targets"] = "all-linear"
+    why_off = "" if kind else f"adapter is {draft.value('adapter') or 'not given'}"
+    if kind == "qlora" and "lora_quantize" not in parts:
+        draft.contradict("adapter is qlora, but load_in_4bit is off")
+    if kind == "qlora" and draft.value("load_in_8bit"):
+        draft.contradict("adapter is qlora, but load_in_8bit is on")
+    if kind and draft.value("unfrozen_parameters"):
+        draft.contradict(f"adapter is {kind}, but unfrozen_parameters trains weights of the model")
+    combine_adapters(draft, why_off, {"dropout": ("lora_dropout", 0.0)})
+    if kind:
+        without_rank(draft, "lora_r")
+    else:
+        draft.settle("lora_all_linear", "not needed", f"no adapters are trained: {why_off}")
+    if kind and "lora_targets" not in parts:
+        draft.to_do.append("set model.lora.targets: the file has neither lora_target_linear nor lora_target_modules")
 
 
 def _combine(draft: Draft) -> None:
     parts = draft.parts
     if "datasets" in parts:
         _data(draft)
+    else:
+        _template(draft, [])
+        _packing(draft, False)
+    _adapters(draft)
+    combine_selection(draft)
     hf.combine(draft)
     sharded = any(row.key.startswith(("fsdp_config.", "fsdp_version")) for row in draft.rows)
     if sharded or parts.get("dp_shard", 1) > 1:
@@ -583,9 +824,6 @@ def _combine(draft: Draft) -> None:
             draft.fields["train.warmup"] = min(int(0.03 * steps), 100)
         else:
             draft.to_do.append("set train.warmup: without a number axolotl warms up for 3 % of the steps, at most 100")
-    for row in draft.rows:
-        if row.key == "adapter" and row.value:
-            draft.to_do.append(f"adapter is {row.value}: {hf.LORA}; the plan is for training all weights")
 
 
 IMPORTER = Importer(

@@ -14,6 +14,9 @@ from typing import Any
 
 from tightfit.importers.mapping import Lacks
 
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")  # names of embedding layers
+NO_EMBEDDINGS = "tightfit adds adapters to linear layers, not to embeddings"
+
 
 def number(value: Any) -> float:
     """Keep the value, a number. It may also be a text such as "1e-5", because YAML 1.1 reads 1e-5
@@ -303,9 +306,42 @@ def existing(value: Any, folder: Path) -> Any:
     """
     if isinstance(value, list):
         return [existing(one, folder) for one in value]
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "{" in value or "\n" in value:  # the text of a template is no path
         return value
     for start in (folder, Path.cwd()):
         if (start / value).exists():
             return str((start / value).resolve())
     return value
+
+
+def switched_on(value: Any) -> bool | Lacks:
+    """Keep true. If the value is false, the feature is off in the other tool; then tightfit's field
+    is left out."""
+    return True if flag(value) else Lacks("it is off", is_lost=False)
+
+
+def ratio(value: Any) -> float | Lacks:
+    """Keep the value, a number above 0. With 0, the feature is off."""
+    return positive(value)
+
+
+def four_bits(value: Any) -> str | Lacks:
+    """Convert true to nf4: the frozen linear layers are stored in 4 bits."""
+    return "nf4" if flag(value) else Lacks("it is off", is_lost=False)
+
+
+def lora_targets(value: Any) -> str | list[str] | Lacks:
+    """Keep all-linear, or a list of names of layers. Any other text is a regular expression of
+    peft, which has no counterpart."""
+    if isinstance(value, list):
+        if not value or not all(isinstance(one, str) and one for one in value):
+            raise ValueError("names of layers")
+        if value == ["all-linear"]:
+            return "all-linear"
+        return [one for one in value if one not in EMBEDDINGS] or Lacks(NO_EMBEDDINGS)
+    word = text(value)
+    if word == "all-linear" or word in EMBEDDINGS:
+        return word if word == "all-linear" else Lacks(NO_EMBEDDINGS)
+    if not word.isidentifier():
+        return Lacks("a regular expression of peft; name layers, or patterns with *, in model.lora.targets")
+    return [word]

@@ -20,9 +20,11 @@ from tightfit.importers import (
     training_arguments,
 )
 from tightfit.importers.combine import combine
+from tightfit.importers.data_sources import name_json_arrays
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, Row
 from tightfit.importers.reading import read_settings
 from tightfit.job import Job, Permission
+from tightfit.job_sections.data import SOURCES
 from tightfit.job_sections.paths import is_hub_id
 from tightfit.plan import Plan
 from tightfit.rules import RULES, needed_permissions
@@ -40,7 +42,7 @@ IMPORTERS: tuple[Importer, ...] = (
 )
 _EXAMPLES = {
     "model": {"preset": "gpt2"},
-    "data": {"synthetic": "tokens"},
+    "data": {"jsonl": "samples.jsonl"},
 }  # stand in for a model or data that a file does not have, to validate the rest
 _SECTIONS = ("model", "data", "train", "limits")
 
@@ -55,6 +57,7 @@ class Imported:
     contradictions  one sentence for each contradiction in the file, and for each rule of tightfit
                     that the plan breaks
     to_do           one sentence for each thing that the user must add or decide
+    files           files beside the job that it names, such as a chat template: name -> text
     """
 
     tool: Importer
@@ -63,6 +66,7 @@ class Imported:
     rows: tuple[Row, ...]
     contradictions: tuple[str, ...]
     to_do: tuple[str, ...]
+    files: dict[str, str]
 
 
 def import_file(path: Path, tool: str | None = None, devices: int | None = None) -> Imported:
@@ -221,11 +225,19 @@ def _finish_rows(draft: Draft) -> None:
     """Set the result of each row to the final value of the row's field. If that field was never
     set, the row's outcome becomes "left open": the file does not decide the field."""
     for row in draft.rows:
-        if row.field and row.field in draft.fields:
-            row.result = draft.fields[row.field]
+        result = _result(draft, row.field) if row.field else None
+        if result is not None:
+            row.result = result
         elif row.field and row.outcome in ("mapped", "default"):
             row.outcome = "left open"
             row.note = row.note or f"{row.field} is left open"
+
+
+def _result(draft: Draft, field: str) -> Any:
+    """Return the value of a field; for a mapping such as model.lora, the values of its fields.
+    Returns None if the field is not set."""
+    inner = {name.removeprefix(f"{field}."): v for name, v in draft.fields.items() if name.startswith(f"{field}.")}
+    return draft.fields.get(field, inner or None)
 
 
 def _validated(importer: Importer, draft: Draft) -> Imported:
@@ -235,16 +247,20 @@ def _validated(importer: Importer, draft: Draft) -> Imported:
     plan = Plan.parse(plan_fields, "plan")
     sections: dict[str, Any] = {}
     for name, value in draft.fields.items():
-        section, _, field = name.partition(".")
-        if section in _SECTIONS:
-            sections.setdefault(section, {})[field] = value
+        *places, field = name.split(".")
+        if places[0] in _SECTIONS:
+            inner = sections
+            for place in places:
+                inner = inner.setdefault(place, {})
+            inner[field] = value
     job = {name: sections[name] for name in _SECTIONS if name in sections}
     _add_permissions(job, plan, "precision" in plan_fields)
     _name_missing(job, draft)
     parsed = Job.parse(_with_examples(job), "job")
     contradictions = [*draft.contradictions, *_refusals(plan, parsed)]
     written = {name: value for name, value in plan.content().items() if name in plan_fields}
-    return Imported(importer, job, written, tuple(draft.rows), tuple(contradictions), tuple(dict.fromkeys(draft.to_do)))
+    to_do = tuple(dict.fromkeys(draft.to_do))
+    return Imported(importer, job, written, tuple(draft.rows), tuple(contradictions), to_do, draft.files)
 
 
 def _add_permissions(job: dict[str, Any], plan: Plan, is_pinned: bool) -> None:
@@ -261,7 +277,7 @@ def _add_permissions(job: dict[str, Any], plan: Plan, is_pinned: bool) -> None:
 
 def _name_missing(job: dict[str, Any], draft: Draft) -> None:
     """Add a sentence to the draft's `to_do` for everything that the job still lacks: a model, data,
-    a learning rate, or the download of a model that is named by its hub id.
+    a learning rate, or a folder that is named but does not exist.
 
     Also sets data.tokenizer to model.from if the file names no tokenizer.
     """
@@ -270,18 +286,16 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
         job.setdefault("data", {})["tokenizer"] = source
     if not {"preset", "from", "architecture", "python"} & set(job.get("model", {})):
         draft.to_do.insert(0, "add the model, such as model: {from: folder} with config.json and safetensors files")
-    elif source and not Path(source).is_dir():
-        is_path = source.startswith(("/", ".", "~"))
-        remedy = (
-            "name the folder with config.json and safetensors files"
-            if is_path
-            else f"download it into a folder (hf download {source} --local-dir FOLDER) and name that"
+    elif source and not Path(source).is_dir() and not is_hub_id(source):
+        draft.to_do.insert(
+            0,
+            f"model.from is {source}, which is not a folder on this machine: name the folder with config.json and safetensors files",
         )
-        draft.to_do.insert(0, f"model.from is {source}, which is not a folder on this machine: {remedy}")
-    if not {"text", "jsonl", "parquet", "dataset", "images", "synthetic", "python"} & set(job.get("data", {})):
+    if not set(SOURCES) & set(job.get("data", {})) and not any(one.startswith("data: ") for one in draft.to_do):
         draft.to_do.insert(1, "add the data, such as data: {text: folder/} or data: {jsonl: file.jsonl}")
-    elif "dataset" in job["data"] and not (is_hub_id(name := job["data"]["dataset"]) or Path(name).is_dir()):
+    elif (name := job.get("data", {}).get("dataset")) and not (is_hub_id(name) or Path(name).is_dir()):
         draft.to_do.insert(1, f"data.dataset is {name}: name an existing folder, or a data set of the Hub")
+    name_json_arrays(draft)
     if "train.learning_rate" not in draft.fields:
         draft.to_do.append("add train.optimizer and train.learning_rate, which the file does not have")
 
@@ -292,7 +306,7 @@ def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:
     whole = dict(job)
     sources = {
         "model": ("preset", "architecture", "from", "python"),
-        "data": ("text", "jsonl", "parquet", "dataset", "synthetic"),
+        "data": SOURCES,
     }
     for name, example in _EXAMPLES.items():
         if not set(sources[name]) & set(whole.get(name, {})):
@@ -318,8 +332,9 @@ def _refusals(plan: Plan, job: Job) -> list[str]:
 
 
 def file_texts(imported: Imported, source: Path) -> dict[str, str]:
-    """Return {"job.yaml": text, "plan.yaml": text}. Comments in the text of job.yaml list the
-    contradictions and what the user still has to do.
+    """Return {"job.yaml": text, "plan.yaml": text}, and the texts of other files that the job
+    names. Comments in the text of job.yaml list the contradictions and what the user still has to
+    do.
 
     source  the imported file
     """
@@ -328,4 +343,5 @@ def file_texts(imported: Imported, source: Path) -> dict[str, str]:
     return {
         "job.yaml": head + to_do + (write_yaml(imported.job) if imported.job else "{}\n"),
         "plan.yaml": head + (write_yaml(imported.plan) if imported.plan else "{}\n"),
+        **imported.files,
     }

@@ -6,11 +6,80 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tightfit.errors import InputError
+from tightfit.importers import data_sources as data
 from tightfit.importers import training_arguments as hf
-from tightfit.importers.conversions import chosen, flag, number, packed, text, whole, wide
+from tightfit.importers.adapters import (
+    EIGHT_BITS,
+    NEW_ADAPTERS,
+    ONLY_ADAPTERS,
+    OTHER_ADAPTERS,
+    OTHER_BITS,
+    combine_adapters,
+)
+from tightfit.importers.conversions import (
+    chosen,
+    count,
+    existing,
+    flag,
+    lora_targets,
+    number,
+    positive,
+    switched_on,
+    text,
+    whole,
+    wide,
+)
+from tightfit.importers.data_sources import Source
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless
+from tightfit.importers.reading import read_settings
+from tightfit.importers.selection import combine_selection
 
 _IMAGES = "tightfit trains language models on text alone"
+_INFO = "dataset_info.json"
+_OWN_TEMPLATES = ("alpaca", "default", "empty", "vicuna")  # which hardly any tokenizer has
+_TAGS = {
+    "messages": ("role", "content", "user", "assistant", "system"),
+    "sharegpt": ("from", "value", "human", "gpt", "system"),
+}  # by tightfit's format: the keys of a message, and the names of the roles
+_TAG_NAMES = ("role_tag", "content_tag", "user_tag", "assistant_tag", "system_tag")
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # of formatting: alpaca
+
+
+def _names(value: Any) -> list[str]:
+    """Keep the names of the data sets, a list or a text with commas. dataset_info.json in dataset_dir
+    says where they are and what their rows hold; several data sets become data.sources."""
+    found = value if isinstance(value, list) else text(value).split(",")
+    if not all(isinstance(one, str) and one.strip() for one in found):
+        raise ValueError("names of data sets")
+    return [one.strip() for one in found]
+
+
+def _info(value: Any) -> dict[str, Any] | Lacks:
+    """The key sets no field. dataset_info.json in this folder says where the data sets are."""
+    if isinstance(value, dict):
+        return value
+    return Lacks(f"it has no {_INFO} here, or none that can be read", False)
+
+
+def _targets(value: Any) -> str | list[str] | Lacks:
+    """Keep names of layers, a list or a text with commas. all is all-linear."""
+    names = value if isinstance(value, list) else [one.strip() for one in text(value).split(",")]
+    return "all-linear" if names == ["all"] else lora_targets(names)
+
+
+def _bits(value: Any) -> str | Lacks:
+    """Convert 4 to nf4: the frozen linear layers are stored in 4 bits. Other numbers of bits have no
+    counterpart."""
+    return "nf4" if whole(value) == 4 else Lacks(EIGHT_BITS)
+
+
+def _probabilities(value: Any) -> list[float]:
+    """Keep the probabilities of the data sets, a list or a text with commas. They are the weights of
+    data.sources."""
+    return [number(one) for one in (value if isinstance(value, list) else str(value).split(","))]
+
+
 _OWN: tuple[Key, ...] = (
     Key("model_name_or_path", "model.from", text, "", "a folder, or a hub id that must be downloaded"),
     Key(
@@ -25,49 +94,47 @@ _OWN: tuple[Key, ...] = (
         "model.task",
         chosen({"sft": "causal-lm", "pt": "causal-lm"}, hf.PREFERENCES),
         "",
-        "pt and sft are causal-lm; tightfit computes the loss over all tokens, also of a prompt",
+        "pt and sft are causal-lm",
     ),
     Key(
         "finetuning_type",
-        "",
+        "model.lora",
         chosen(
             {
-                "full": Lacks("all weights are trained, as in tightfit", False),
-                "freeze": Lacks("tightfit trains all weights"),
+                "lora": "lora",
+                "full": Lacks("all weights are trained, as in tightfit without model.lora", False),
+                "freeze": Lacks("tightfit trains all weights, or adapters"),
             },
-            hf.LORA,
+            OTHER_ADAPTERS,
         ),
+        "finetuning",
     ),
-    Key("template", "", None, "", hf.CHAT),
-    *lacks(hf.CHAT, "tool_format", "default_system", "enable_thinking", "preserve_thinking", "system_prompt"),
     Key(
-        "dataset",
-        "",
-        None,
-        "",
-        "names in LLaMA-Factory's dataset_info.json: write the texts as JSON lines and name them in data.jsonl",
+        "template",
+        "data.chat_template",
+        text,
+        "template",
+        "chatml is chatml; others are tokenizer, whose text may differ from LLaMA-Factory's, as in a default system message",
     ),
+    *lacks(data.ONE_TEMPLATE, "tool_format", "default_system", "system_prompt"),
+    *lacks(data.ONE_TEMPLATE, "enable_thinking", "preserve_thinking"),
+    Key("dataset", "data.dataset", _names, "datasets"),
+    Key("dataset_dir", "data.dataset", _info, "dataset_info"),
     *lacks(
         "name such data in evaluate.data; without it, the fraction data.held_out of the data is used",
         "eval_dataset",
         "eval_on_each_dataset",
     ),
-    *needless("belongs to dataset_info.json", "dataset_dir", "media_dir"),
+    *needless("the folder of images, videos and audio", "media_dir"),
     Key("cutoff_len", "data.sequence_length", whole),
     Key("model_max_length", "", None, "", "data.sequence_length is the length", False),
-    Key(
-        "packing",
-        "data.packing",
-        packed,
-        "",
-        "true is packed; in a packed sequence, tokens attend to the texts before theirs",
-    ),
+    Key("packing", "data.packing", flag, "packing", "true is packed for stage pt, and separate for stage sft"),
     Key(
         "neat_packing",
-        "",
-        lambda v: Lacks("in tightfit's packed sequences, tokens attend to the texts before theirs", flag(v)),
-        "",
-        "in tightfit's packed sequences, tokens attend to the texts before theirs",
+        "data.packing",
+        switched_on,
+        "neat_packing",
+        "true is separate: the texts of a sequence do not attend to one another",
     ),
     Key(
         "val_size",
@@ -76,8 +143,19 @@ _OWN: tuple[Key, ...] = (
         "",
         "a share of the samples",
     ),
-    *lacks("tightfit takes all texts of its source", "max_samples", "mix_strategy", "interleave_probs"),
-    *lacks(hf.MASKED, "train_on_prompt", "mask_history", "ignore_pad_token_for_loss", "learn_prompt_only"),
+    *lacks("tightfit takes all texts of its source; data.split names a part, such as train[:1000]", "max_samples"),
+    *needless("data.sources draws by weight", "mix_strategy"),
+    Key("interleave_probs", "data.sources", _probabilities, "probabilities"),
+    Key("train_on_prompt", "data.loss_on", flag, "train_on_prompt", "true is all, false is response"),
+    *lacks(data.LAST_TURN, "mask_history"),
+    Key(
+        "ignore_pad_token_for_loss",
+        "",
+        lambda v: Lacks("tightfit does not train on padding", not flag(v)),
+        "",
+        "tightfit does not train on padding",
+    ),
+    *lacks("data.loss_on: [user] trains on the prompts", "learn_prompt_only"),
     *needless(
         "tightfit prepares its tokens in a cache of its own",
         "preprocessing_num_workers",
@@ -178,22 +256,41 @@ _OWN: tuple[Key, ...] = (
     ),
     Key("infer_dtype", "", None, "", "only for inference", False),
     Key("torch_dtype", "plan.precision", lambda v: wide(v), "weights", "the type of the weights"),
-    *lacks(
-        hf.LORA,
-        "adapter_name_or_path",
-        "adapter_folder",
-        "additional_target",
-        "create_new_adapter",
-        "lora_*",
-        "loraplus_*",
-        "use_rslora",
-        "use_dora",
-        "pissa_*",
-        "oft_*",
-        "module_dropout",
+    Key("lora_rank", "model.lora.rank", whole, "lora_rank"),
+    Key("lora_alpha", "model.lora.alpha", number, "lora_alpha"),
+    Key("lora_dropout", "model.lora.dropout", number, "lora_dropout"),
+    Key("lora_target", "model.lora.targets", _targets, "lora_targets"),
+    Key("use_dora", "model.lora.dora", switched_on, "lora_dora"),
+    Key("use_rslora", "model.lora.alpha", switched_on, "lora_rslora", "alpha times the square root of the rank"),
+    Key("loraplus_lr_ratio", "train.groups", positive, "lora_plus", "the matrices B get this multiple of the rate"),
+    *needless("the learning rate of adapters of embeddings, which tightfit does not have", "loraplus_lr_embedding"),
+    *lacks(NEW_ADAPTERS, "adapter_name_or_path", "adapter_folder", "create_new_adapter"),
+    *lacks(ONLY_ADAPTERS, "additional_target"),
+    *lacks(OTHER_ADAPTERS, "pissa_*", "oft_*", "module_dropout", "lora_*", "loraplus_*"),
+    *lacks("tightfit trains all weights, or adapters", "freeze_*"),
+    Key("quantization_bit", "model.lora.quantize", _bits, "lora_quantize"),
+    Key(
+        "quantization_type",
+        "model.lora.quantize",
+        chosen({"nf4": Lacks("nf4 is the type of quantization_bit: 4", False)}, OTHER_BITS),
+        "",
+        "nf4; fp4 has no counterpart",
     ),
-    *lacks("tightfit trains all weights", "freeze_*"),
-    *lacks(hf.QUANTIZED, "quantization_*", "double_quantization"),
+    Key(
+        "quantization_method",
+        "model.lora.quantize",
+        chosen(
+            {
+                "bnb": Lacks("nf4 is the type of bitsandbytes, too", False),
+                "bitsandbytes": Lacks("nf4 is the type of bitsandbytes, too", False),
+            },
+            OTHER_BITS,
+        ),
+        "",
+        "bnb; others have no counterpart",
+    ),
+    *needless("tightfit always quantizes the scales of nf4, too", "double_quantization"),
+    *needless("tightfit places the weights itself", "quantization_device_map"),
     *lacks(
         hf.PREFERENCES,
         "pref_*",
@@ -245,7 +342,13 @@ _OWN: tuple[Key, ...] = (
         "use_swanlab",
         "swanlab_*",
     ),
-    *lacks("train.early_stopping ends a training early; the import does not set it", "early_stopping_steps"),
+    Key(
+        "early_stopping_steps",
+        "train.early_stopping",
+        count,
+        "patience",
+        "evaluations without an improvement of metric_for_best_model",
+    ),
     *lacks(_IMAGES, "image_*", "video_*", "audio_*", "crop_to_patches", "use_audio_in_video"),
     *needless(
         "tightfit starts and connects its processes",
@@ -258,31 +361,175 @@ _OWN: tuple[Key, ...] = (
         "placement_strategy",
     ),
 )
-_NAMES = {key.name for key in _OWN}
-KEYS: tuple[Key, ...] = _OWN + tuple(key for key in hf.KEYS if key.name not in _NAMES)
+_KNOWN = {key.name for key in _OWN}
+KEYS: tuple[Key, ...] = _OWN + tuple(key for key in hf.OWN_KEYS if key.name not in _KNOWN)
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the content of the imported file with an absolute path of the model. If it names a
-    DeepSpeed or FSDP file that exists, the content of that file replaces the name.
+    DeepSpeed or FSDP file that exists, the content of that file replaces the name. If dataset_dir
+    (by default data) has a dataset_info.json, the descriptions of the used data sets in it replace
+    the name of the folder.
 
     folder  the folder of the imported file
     """
-    return hf.prepare(content, folder)
+    content = hf.prepare(content, folder)
+    names, place = content.get("dataset"), content.get("dataset_dir") or "data"
+    if not names or not isinstance(place, str):
+        return content
+    try:
+        used = _names(names)
+    except ValueError:
+        return content  # the conversion of the key says what is wrong
+    if place == "ONLINE":
+        return {**content, "dataset_dir": {name: {"hf_hub_url": name} for name in used}}
+    where = Path(existing(place, folder))
+    try:
+        known = read_settings(where / _INFO)
+    except InputError:
+        return content
+    return {**content, "dataset_dir": {name: _whole(known[name], where) for name in used if name in known}}
+
+
+def _whole(info: Any, folder: Path) -> dict[str, Any]:
+    """Return a data set's description in dataset_info.json, with an absolute path of its file."""
+    info = info if isinstance(info, dict) else {}
+    return {**info, "file_name": str(folder / str(info["file_name"]))} if info.get("file_name") else info
+
+
+def _data(draft: Draft, stage: str) -> None:
+    """Set the source, the format, the template, the loss and the packing of the data."""
+    parts = draft.parts
+    names, known = parts.get("datasets", []), parts.get("dataset_info", {})
+    draft.settle("dataset_info", "not needed", f"its {_INFO} says where the data sets are and what their rows hold")
+    sources = [_source(draft, name, known[name], stage) for name in names if name in known]
+    if names and len(sources) == len(names):
+        weights = parts.get("probabilities", [])
+        if len(weights) == len(sources) > 1:
+            sources = [{**source, "weight": weight} for source, weight in zip(sources, weights, strict=True)]
+        else:
+            draft.settle("probabilities", "not needed", "it is for as many data sets")
+        data.set_sources(draft, "datasets", sources)
+        _template(draft, sources, stage)
+        data.set_loss(
+            draft,
+            "train_on_prompt",
+            sources,
+            "all" if parts.get("train_on_prompt") else "response",
+            "train_on_prompt",
+            False,
+        )
+        return
+    for part in ("probabilities", "template", "train_on_prompt"):
+        if part in parts:
+            draft.settle(part, "left open", "it goes with data.format, which depends on the rows")
+    if not names:
+        return
+    draft.settle("datasets", "no counterpart", f"{_INFO} was not found, or does not have them all")
+    form = ""
+    if stage != "pt":
+        template = "chatml" if parts.get("template") == "chatml" else "tokenizer"
+        loss = "all" if parts.get("train_on_prompt") else "response"
+        form = f", with data.format: alpaca or sharegpt, data.chat_template: {template} and data.loss_on: {loss}"
+    draft.to_do.append(
+        f"data: name the files of {', '.join(names)} in data.jsonl{form}; or import the file where its dataset_dir is, "
+        f"with a {_INFO} that has them"
+    )
+
+
+def _source(draft: Draft, name: str, info: dict[str, Any], stage: str) -> Source:
+    """Return tightfit's source for a data set that dataset_info.json describes, with the format of
+    its rows."""
+    place = next((info[key] for key in ("hf_hub_url", "ms_hub_url", "om_hub_url") if info.get(key)), None)
+    source = data.source_of(
+        str(place or info.get("script_url") or info.get("cloud_file_name") or info.get("file_name"))
+    )
+    lost = data.add_part(source, info.get("subset"), info.get("split"))
+    columns = info.get("columns")
+    columns = columns if isinstance(columns, dict) else {}
+    used = {"prompt", "query", "response", "messages", *(["system"] if not columns.get("system") else [])}
+    lost += [key for key in ("folder", "num_samples", "ranking") if info.get(key)]
+    lost += sorted(key for key in set(columns) - used)
+    if lost:
+        draft.remark("datasets", f"no counterpart: {', '.join(lost)} of {name}")
+    if stage == "pt":
+        field = columns.get("prompt") or "instruction"
+        return source if field == "text" else {**source, "field": field}
+    if info.get("formatting", "alpaca") == "alpaca":
+        named = columns or _COLUMNS
+        if not named.get("query"):
+            return data.with_format(source, "prompt-response", {key: named.get(key) for key in ("prompt", "response")})
+        return data.with_format(source, "alpaca", {_COLUMNS[key]: named.get(key) for key in _COLUMNS})
+    own = info.get("tags")
+    own = own if isinstance(own, dict) else {}
+    tags = tuple(own.get(key, usual) for key, usual in zip(_TAG_NAMES, _TAGS["sharegpt"], strict=True))
+    kind = next((kind for kind, known in _TAGS.items() if known == tags), None)
+    if kind is None:
+        draft.to_do.append(f"{name}: write its messages with the keys role and content, for data.format: messages")
+        return {**source, "format": "messages"}
+    field = columns.get("messages", "conversations")
+    return data.with_format(source, kind, {"messages": field, "conversations": field})
+
+
+def _template(draft: Draft, sources: list[Source], stage: str) -> None:
+    """Set data.chat_template, which LLaMA-Factory also uses for rows of the format alpaca."""
+    if not data.has_format(sources):
+        draft.settle("template", "not needed", f"stage {stage} uses no template")
+        return
+    name = draft.parts.get("template")
+    if name in _OWN_TEMPLATES:
+        draft.settle("template", "no counterpart", f"{name} is a text of LLaMA-Factory's")
+        draft.to_do.append(f"template is {name}: {data.OTHER_TEMPLATE}")
+    elif name:
+        data.set_template(draft, "template", "chatml" if name == "chatml" else "tokenizer")
+    else:
+        draft.assume("template", None, "data.chat_template", "tokenizer")
+
+
+def _packing(draft: Draft, stage: str) -> None:
+    parts = draft.parts
+    is_packed = parts.get("packing", stage == "pt") or "neat_packing" in parts
+    if "neat_packing" in parts and stage == "pt":
+        draft.contradict("neat_packing is for stage sft, and the stage is pt")
+    value = "padded" if not is_packed else "packed" if stage == "pt" else "separate"
+    data.set_packing(draft, "packing" if "packing" in parts else "neat_packing", value, "packing", stage == "pt")
+    if parts.get("packing") and value == "separate" and "neat_packing" not in parts:
+        draft.remark("packing", "in LLaMA-Factory, the texts of a sequence attend to one another without neat_packing")
+
+
+def _adapters(draft: Draft) -> None:
+    parts = draft.parts
+    given = draft.value("finetuning_type") or "lora"
+    why_off = "" if parts.get("finetuning") else f"finetuning_type is {given}"
+    rank = parts.get("lora_rank", 8)
+    for key, kept in (("quantization_type", ("nf4",)), ("quantization_method", ("bnb", "bitsandbytes"))):
+        if "lora_quantize" in parts and draft.value(key) not in (None, *kept):
+            draft.settle("lora_quantize", "no counterpart", OTHER_BITS)
+            parts.pop("lora_quantize")
+    if not why_off:
+        for key in ("use_galore", "use_apollo", "use_badam"):
+            if draft.value(key):
+                draft.contradict(f"finetuning_type is lora, but {key} is for full training")
+    if not parts.get("lora_alpha"):
+        parts.pop("lora_alpha", None)
+    defaults = {"rank": ("lora_rank", 8), "alpha": ("lora_alpha", 2 * rank), "dropout": ("lora_dropout", 0.0)}
+    combine_adapters(draft, why_off, defaults)
+    if not why_off and "lora_targets" not in parts and draft.value("lora_target") is None:
+        draft.assume("lora_target", "all", "model.lora.targets", "all-linear")
 
 
 def _combine(draft: Draft) -> None:
     hf.combine(draft)
+    combine_selection(draft)
+    stage = str(draft.value("stage") or "sft").lower()
+    _data(draft, stage)
+    _packing(draft, stage)
+    _adapters(draft)
+    if draft.parts.get("train_on_prompt") and draft.value("mask_history"):
+        draft.contradict("mask_history and train_on_prompt are both on, but a prompt is masked or not")
     if draft.parts.get("muon"):
         draft.parts.pop("optimizer", None)
         draft.fields["train.optimizer"] = "muon"
-    for row in draft.rows:
-        if row.key == "dataset" and row.value:
-            draft.to_do.append(
-                f"data: write the texts of {row.value} as JSON lines, with the template, and name them in data.jsonl"
-            )
-        if row.key == "finetuning_type" and row.value not in ("full", "freeze"):
-            draft.to_do.append(f"finetuning_type is {row.value}: {hf.LORA}; the plan is for training all weights")
 
 
 IMPORTER = Importer(

@@ -115,6 +115,7 @@ class Draft:
     rows            the translation of each key
     contradictions  one sentence for each contradiction in the file
     to_do           one sentence for each thing that the user must add or decide
+    files           files that are written beside the job, such as a chat template: name -> text
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -123,6 +124,7 @@ class Draft:
     rows: list[Row] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
     to_do: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
     _givers: dict[str, str] = field(default_factory=dict, repr=False)  # by field or part: the key that gave it
     _dropped: set[str] = field(default_factory=set, repr=False)
     _contested: set[str] = field(default_factory=set, repr=False)  # fields and parts that two keys disagree about
@@ -147,6 +149,23 @@ class Draft:
         place[name] = value
         if is_default:
             self.defaulted.add(name)
+
+    def assume(self, key: str, value: Any, field: str, result: Any, note: str = "") -> None:
+        """Set a field that follows from the tool's default for a key that the file does not have.
+
+        `Importer.defaults` does the same for keys whose default always counts. This method is for
+        keys whose default counts only with another key, such as the rank of adapters.
+
+        key     the tool's key
+        value   its default in the tool
+        field   the tightfit field that the default sets
+        result  the field's value
+        note    a remark about the conversion
+        """
+        self.rows = [row for row in self.rows if row.key != key]  # the key may be empty in the file
+        self.rows.append(Row(key, value, "default", field, note=note))
+        self.fields[field] = result
+        self._givers[field] = key
 
     def contradict(self, sentence: str) -> None:
         if sentence not in self.contradictions:
@@ -208,6 +227,10 @@ class Draft:
         for row in self.rows:
             if row.key == self._givers.get(part) and row.field:
                 row.field = field
+
+    def value(self, key: str) -> Any:
+        """Return the value of a key in the file. Returns None if the file does not have the key."""
+        return next((row.value for row in self.rows if row.key == key and row.outcome != "default"), None)
 
     def giver(self, part: str) -> str:
         """Return the name of the file's key whose value was stored as the part or field `part`.

@@ -6,23 +6,28 @@ import re
 from pathlib import Path
 from typing import Any
 
+from tightfit.importers import data_sources as data
+from tightfit.importers.adapters import OTHER_BITS, combine_adapters
 from tightfit.importers.conversions import (
+    chosen,
     compiled,
     count,
     existing,
     flag,
+    four_bits,
     number,
     offload_all,
     optimizer,
-    packed,
     positive,
     schedule,
+    switched_on,
     text,
     whole,
     wide,
 )
+from tightfit.importers.data_sources import Source
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless
-from tightfit.importers.training_arguments import CHAT, LOGS, LORA, MASKED, PREFERENCES, QUANTIZED, TOKENIZER
+from tightfit.importers.training_arguments import LOGS, PREFERENCES, TOKENIZER
 
 HUB_SOURCES = {
     "alpaca_dataset": "tatsu-lab/alpaca",
@@ -35,11 +40,55 @@ HUB_SOURCES = {
 }
 
 
+PLAIN_COLUMNS = {
+    "text_completion_dataset": "text",
+    "wikitext_dataset": "page",
+    "cnn_dailymail_articles_dataset": "article",
+}  # builders of plain texts: the column with the text
+PAIR_COLUMNS = {
+    "instruct_dataset": ("input", "output"),
+    "samsum_dataset": ("dialogue", "summary"),
+    "grammar_dataset": ("input", "output"),
+}  # builders of prompts with responses: their columns
+_ALPACA = ("alpaca_dataset", "alpaca_cleaned_dataset")
+_CHAT = "torchtune's tokenizer writes the messages, which can differ from the tokenizer's chat template"
+_WRAPPED = "torchtune's tokenizers of chat models also write the prompt and the answer as messages"
+_SYSTEM = "put the system message into the rows, as a message, or into a chat template"
+_LAYERS = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_JOINED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
 def _component(value: Any) -> str | Lacks:
     """The key sets no field, because config.json in the folder of the weights describes the model.
-    A model builder with lora in its name has no counterpart, because adapters are not imported."""
-    word = text(value).rpartition(".")[2]
-    return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
+    If the builder's name has lora or qlora in it, model.lora is set: its rank is 8, its alpha 16,
+    unless other keys say so. qlora stores the frozen linear layers in 4 bits."""
+    return Lacks("config.json in the folder of model.from gives it", is_lost=not text(value))
+
+
+def _attention_layers(value: Any) -> list[str]:
+    """Keep names of layers: q_proj, k_proj, v_proj; output_proj becomes o_proj."""
+    if not isinstance(value, list) or not value or any(str(one) not in _LAYERS for one in value):
+        raise ValueError(f"a list of: {', '.join(_LAYERS)}")
+    return [_LAYERS[one] for one in value]
+
+
+def _several(value: Any) -> Lacks:
+    """The key sets no field if it is a list of data sets, which torchtune joins."""
+    return Lacks("name several data sets in data.sources, with weights in proportion to their sizes")
+
+
+def _columns(value: Any) -> dict[str, str]:
+    """Keep the names of the columns. They become data.fields."""
+    if not isinstance(value, dict) or not all(isinstance(one, str) and one for one in value.values()):
+        raise ValueError("a mapping of columns' names")
+    return dict(value)
 
 
 def _loss(value: Any) -> int | Lacks:
@@ -69,12 +118,24 @@ def _tracker(value: Any) -> list[str] | Lacks:
     return Lacks("tightfit logs every step in metrics.jsonl", is_lost=False)
 
 
-_TEMPLATE = "tightfit reads one field of text; " + CHAT.partition("yet: ")[2]
 KEYS: tuple[Key, ...] = (
     Key("model._component_", "", _component),
-    *lacks(
-        LORA, "model.lora_*", "model.apply_lora_*", "model.use_dora", "model.quantize_base", "save_adapter_weights_only"
+    Key("model.lora_rank", "model.lora.rank", whole, "lora_rank"),
+    Key("model.lora_alpha", "model.lora.alpha", number, "lora_alpha"),
+    Key("model.lora_dropout", "model.lora.dropout", number, "lora_dropout"),
+    Key("model.lora_attn_modules", "model.lora.targets", _attention_layers, "lora_attention"),
+    Key(
+        "model.apply_lora_to_mlp",
+        "model.lora.targets",
+        switched_on,
+        "lora_mlp",
+        "true adds gate_proj, up_proj and down_proj",
     ),
+    Key("model.apply_lora_to_output", "model.lora.targets", switched_on, "lora_output", "true adds lm_head"),
+    Key("model.use_dora", "model.lora.dora", switched_on, "lora_dora"),
+    Key("model.quantize_base", "model.lora.quantize", four_bits, "lora_quantize"),
+    *lacks("tightfit has no counterpart of this setting of adapters", "model.lora_*", "model.apply_lora_*"),
+    *needless("tightfit export writes the adapters, or with --merge the whole model", "save_adapter_weights_only"),
     *lacks("torchtune's own sizes: give them as config keys beside model.architecture", "model.*"),
     Key("checkpointer.checkpoint_dir", "model.from", text, "", "the folder with config.json and safetensors files"),
     *needless("the folder's index names its files", "checkpointer.*"),
@@ -90,27 +151,52 @@ KEYS: tuple[Key, ...] = (
         "tokenizer.json; other forms are read from the folder of the weights",
     ),
     Key("tokenizer.max_seq_len", "data.sequence_length", whole),
-    Key("tokenizer.prompt_template", "", None, "", CHAT),
+    *lacks(
+        "tightfit writes prompts by data.chat_template; name a file with this template, in Jinja",
+        "tokenizer.prompt_template",
+        "tokenizer.prompt_template.*",
+    ),
     *needless(TOKENIZER, "tokenizer.*"),
     Key(
         "dataset._component_",
         "data.dataset",
-        lambda v: HUB_SOURCES.get(text(v).rpartition(".")[2], text(v)),
+        lambda v: text(v).rpartition(".")[2],
         "dataset",
-        "data sets that torchtune names have a hub id",
+        "data sets that torchtune names have a hub id; alpaca, instruct and chat builders set data.format",
     ),
+    Key("dataset", "data.sources", _several),
     Key("dataset.source", "data.dataset", text, "source", "json and parquet name data_files"),
     Key("dataset.data_files", "data.jsonl", lambda v: v, "data_files", "the files"),
-    Key("dataset.column", "data.field", text),
+    Key("dataset.split", "data.split", text, "split", "train needs no field"),
+    Key("dataset.name", "data.subset", text, "subset"),
+    Key("dataset.subset", "data.subset", text, "subset"),
+    Key("dataset.column", "data.field", text, "column"),
+    Key("dataset.column_map", "data.fields", _columns, "columns"),
+    Key("dataset.conversation_column", "data.fields", text, "conversation_column"),
+    Key(
+        "dataset.conversation_style",
+        "data.format",
+        chosen({"sharegpt": "sharegpt", "openai": "messages"}, "tightfit reads conversations of sharegpt and openai"),
+        "style",
+    ),
     Key(
         "dataset.packed",
         "data.packing",
-        packed,
-        "",
-        "true is packed; in a packed sequence, tokens attend to the texts before theirs, which torchtune prevents",
+        flag,
+        "packing",
+        "true is separate: the texts of a sequence do not attend to one another; false is padded",
     ),
-    *lacks(MASKED, "dataset.train_on_input", "dataset.masking_strategy"),
-    *lacks(_TEMPLATE, "dataset.*"),
+    *needless("a text longer than a sequence is cut in any case", "dataset.split_across_pack"),
+    Key("dataset.train_on_input", "data.loss_on", flag, "train_on_input", "true is all, false is response"),
+    Key(
+        "dataset.masking_strategy",
+        "data.loss_on",
+        chosen({"train_on_all": True, "train_on_assistant": False}, data.LAST_TURN),
+        "train_on_input",
+        "train_on_all is all, train_on_assistant is response",
+    ),
+    *lacks(_SYSTEM, "dataset.new_system_prompt"),
+    *lacks("tightfit takes all rows, as they are", "dataset.*"),
     *lacks(
         "name such data in evaluate.data; without it, the fraction data.held_out of the data is used",
         "dataset_val._component_",
@@ -180,7 +266,7 @@ KEYS: tuple[Key, ...] = (
         "float8",
         "tensorwise or rowwise",
     ),
-    *lacks(QUANTIZED, "quantizer._component_", "quantizer.*"),
+    *lacks(OTHER_BITS, "quantizer._component_", "quantizer.*"),
     Key("device", "", None, "", "tightfit takes the devices of the machine", False),
     *needless(
         "tightfit starts and connects its processes",
@@ -282,32 +368,132 @@ def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _data(draft: Draft) -> None:
+    """Set the source, the format, the loss and the packing of the data."""
     parts = draft.parts
-    source, files, component = parts.get("source"), parts.get("data_files"), str(parts.get("dataset", ""))
-    if source in ("json", "parquet", "text") and files:
-        name = {"json": "jsonl"}.get(source, source)
-        draft.fields[f"data.{name}"] = files
-        draft.settle("source", "not needed", f"data.{name} names the files")
-    elif source:
-        draft.fields["data.dataset"] = source
-    elif component and "." not in component:
-        draft.fields["data.dataset"] = component
-    elif component:
-        draft.settle(
-            "dataset", "no counterpart", "a builder of torchtune's: write its texts as JSON lines, in data.jsonl"
-        )
-    if component and not component.endswith("text_completion_dataset"):
-        draft.remark("dataset", _TEMPLATE)
-        draft.to_do.append(
-            "write the texts that the data set's template makes into one field, and name it in data.field"
-        )
+    builder = str(parts.get("dataset", ""))
+    source, lost = _source(draft, builder)
+    if not source:
+        _settle_rest(draft, "a builder of torchtune's: write its rows as JSON lines")
+        if builder:
+            draft.settle("dataset", "no counterpart", "a builder of torchtune's: write its texts as JSON lines")
+            draft.to_do.append(f"write the rows of {builder} as prompts and responses, and name them in data.jsonl")
+        return
+    source = _with_format(draft, builder, source)
+    for name in lost:
+        draft.settle(name, "no counterpart", "only a data set of the Hub, or a folder, has it")
+    part = "dataset" if "source" not in parts else "source" if "dataset" in source else "data_files"
+    data.set_sources(draft, part, [source])
+    _rows_of_source(draft, source)
+    default = builder in _ALPACA
+    value = "all" if parts.get("train_on_input", default) else "response"
+    data.set_loss(draft, "train_on_input", [source], value, "dataset.train_on_input", default)
+    data.set_packing(draft, "packing", "separate" if parts.get("packing") else "padded", "dataset.packed", False)
+    chats = builder in PAIR_COLUMNS or builder in ("chat_dataset", "slimorca_dataset")
+    if chats:
+        draft.fields["data.chat_template"] = "tokenizer"
+        draft.remark("dataset", f"data.chat_template: tokenizer; {_CHAT}")
+        if draft.value("tokenizer.prompt_template") is not None:
+            draft.to_do.append(f"tokenizer.prompt_template: {data.OTHER_TEMPLATE}")
+
+
+def _source(draft: Draft, builder: str) -> tuple[Source, list[str]]:
+    """Return tightfit's source for the data set, empty if it is not known, and the parts that it
+    cannot have.
+
+    builder: the name of torchtune's builder, without its module
+    """
+    parts = draft.parts
+    source = parts.get("source") or HUB_SOURCES.get(builder)
+    if not source:
+        return {}, []
+    found = data.source_of(source, parts.get("data_files"))
+    return found, data.add_part(found, parts.get("subset"), parts.get("split"))
+
+
+def _with_format(draft: Draft, builder: str, source: Source) -> Source:
+    """Return a copy of the source with the format of its rows, which the builder decides."""
+    parts = draft.parts
+    columns = parts.get("columns", {})
+    if builder in _ALPACA:
+        draft.remark("dataset", f"{data.ALPACA_PROMPT}; {_WRAPPED}")
+        return data.with_format(source, "alpaca", columns)
+    if builder in PAIR_COLUMNS:
+        prompt, response = PAIR_COLUMNS[builder]
+        names = {"prompt": columns.get("input", prompt), "response": columns.get("output", response)}
+        return data.with_format(source, "prompt-response", names)
+    if builder == "slimorca_dataset":
+        return data.with_format(source, "sharegpt", columns)
+    if builder == "chat_dataset" and "style" in parts:
+        field = parts.get("conversation_column")
+        return data.with_format(source, parts["style"], {"messages": field, "conversations": field})
+    if builder in PLAIN_COLUMNS:
+        field = parts.get("column", PLAIN_COLUMNS[builder])
+        return source if field == "text" and "column" not in parts else {**source, "field": field}
+    draft.to_do.append(
+        f"set data.format and data.fields for the rows of {builder or 'the data set'}, whose form the file does not say"
+    )
+    return source
+
+
+def _rows_of_source(draft: Draft, source: Source) -> None:
+    """Settle the rows of keys that belong to the source's format or place."""
+    shown = {"columns": "data.fields", "conversation_column": "data.fields", "column": "data.field"}
+    for part, field in shown.items():
+        if field not in draft.fields:
+            draft.settle(part, "not needed", "these are the format's own names")
+    if "dataset" not in source:
+        draft.settle("source", "not needed", "the files say what they are")
+    if "dataset" in source and "data_files" in draft.parts:
+        draft.settle("data_files", "no counterpart", "only JSON, parquet and text files can be named")
+    if draft.parts.get("split") == "train":
+        draft.settle("split", "not needed", "train is the default")
+    if "source" in draft.parts:
+        draft.settle("dataset", "not needed", "it says what the rows hold")
+
+
+def _settle_rest(draft: Draft, why: str) -> None:
+    for part in ("split", "subset", "column", "columns", "conversation_column", "style", "packing", "train_on_input"):
+        draft.settle(part, "left open", why)
+
+
+def _adapters(draft: Draft) -> None:
+    """Set model.lora if the model's builder has lora in its name."""
+    parts, component = draft.parts, str(draft.value("model._component_") or "")
+    builder = component.rpartition(".")[2]
+    has_lora = "lora" in builder
+    for row in draft.rows:
+        if has_lora and row.key == "model._component_":
+            row.note += "; its adapters are model.lora"
+    why_off = "" if has_lora else f"the model's builder is {builder or 'not given'}"
+    if has_lora and "qlora" in builder:
+        parts.setdefault("lora_quantize", "nf4")
+    layers = list(parts.get("lora_attention", ()))
+    layers += _MLP if "lora_mlp" in parts else ()
+    if "phi" in builder:
+        joined = [_JOINED.get(name, name) for name in layers]
+        if joined != layers:
+            draft.remark("lora_attention", "transformers joins some of these layers, and each gets one adapter")
+        layers = list(dict.fromkeys(joined))
+    layers += ["lm_head"] if "lora_output" in parts else []
+    for part in ("lora_attention", "lora_mlp", "lora_output"):
+        if why_off:
+            draft.settle(part, "not needed", f"no adapters are trained: {why_off}")
+    defaults = {
+        "rank": ("model.lora_rank", 8),
+        "alpha": ("model.lora_alpha", 16),
+        "dropout": ("model.lora_dropout", 0.0),
+    }
+    combine_adapters(draft, why_off, defaults)
+    if has_lora and layers:
+        draft.fields["model.lora.targets"] = layers
+    elif has_lora:
+        draft.to_do.append("set model.lora.targets: the file has no model.lora_attn_modules")
 
 
 def _combine(draft: Draft) -> None:
     parts, fields = draft.parts, draft.fields
     _data(draft)
-    if parts.get("dataset") and str(parts["dataset"]).endswith("text_completion_dataset"):
-        draft.settle("dataset", "not needed", "plain texts, as tightfit reads them")
+    _adapters(draft)
     if parts.get("steps_per_epoch") and parts.get("epochs"):
         parts["steps"] = int(parts["steps_per_epoch"] * parts["epochs"])
     if parts.get("ac_mode") == "selective" and fields.get("plan.recompute") != "full":

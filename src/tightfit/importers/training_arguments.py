@@ -6,7 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tightfit.importers import data_sources as data
 from tightfit.importers import deepspeed
+from tightfit.importers.adapters import (
+    EIGHT_BITS,
+    ONLY_ADAPTERS,
+    OTHER_BITS,
+    combine_adapters,
+    peft_targets,
+)
 from tightfit.importers.conversions import (
     FSDP_STRATEGIES,
     chosen,
@@ -14,16 +22,18 @@ from tightfit.importers.conversions import (
     count,
     existing,
     flag,
+    four_bits,
+    lora_targets,
     number,
     offload_all,
     optimizer,
-    packed,
     positive,
     recompute_all,
     report_to,
     reshard,
     schedule,
     seed,
+    switched_on,
     text,
     warmup,
     whole,
@@ -31,12 +41,9 @@ from tightfit.importers.conversions import (
 )
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
 from tightfit.importers.reading import read_settings
+from tightfit.importers.selection import combine_selection
 
-LORA = "adapters are not translated; add them to the job, such as model.lora: {rank: 16}"
-CHAT = "prompts are not translated; set data.format (prompt-response, messages, alpaca or sharegpt) in the job"
 PREFERENCES = "tightfit has no training on preferences or rewards (DPO, KTO, PPO, GRPO, ORPO)"
-QUANTIZED = "tightfit does not load quantized weights for training"
-MASKED = "tightfit computes the loss over all tokens of a text"
 TOKENIZER = "tightfit uses the tokenizer unchanged"
 HUB = "tightfit does not upload"
 LOGS = "only changes what is printed and logged; tightfit logs every step in metrics.jsonl"
@@ -102,6 +109,23 @@ def _min_rate(value: Any) -> float:
     return number(value)
 
 
+def _metric(value: Any) -> str:
+    """Keep the name of the metric, without eval_ before it."""
+    return text(value).removeprefix("eval_")
+
+
+SELECTION: tuple[Key, ...] = (
+    Key(
+        "load_best_model_at_end",
+        "train.keep_best",
+        switched_on,
+        "keep_best",
+        "true keeps the checkpoint of the best evaluation",
+    ),
+    Key("metric_for_best_model", "train.keep_best", _metric, "best_metric", "loss, or a metric of evaluate.metrics"),
+    Key("greater_is_better", "train.keep_best", flag, "best_greater", "true is mode: max, false is mode: min"),
+)
+
 FSDP_NAMES: tuple[Key, ...] = (
     Key("sharding_strategy", "plan.zero", lambda value: reshard(value), "zero", reshard.__doc__ or ""),
     Key("reshard_after_forward", "plan.zero", reshard, "zero"),
@@ -140,11 +164,7 @@ FSDP_KEYS = FSDP_NAMES + tuple(
     Key(f"fsdp_{key.name}", key.field, key.convert, key.part, key.reason, key.is_lost) for key in FSDP_NAMES
 )
 
-KEYS: tuple[Key, ...] = (
-    Key("model_name_or_path", "model.from", text, "", "TRL's; a folder with config.json and safetensors files"),
-    Key("dataset_name", "data.dataset", text, "", "TRL's; a folder, or a data set of the Hub"),
-    Key("torch_dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
-    Key("dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
+OWN_KEYS: tuple[Key, ...] = (
     Key("per_device_train_batch_size", "plan.micro_batch", whole, "micro_batch", "also a factor of train.batch"),
     Key("per_gpu_train_batch_size", "plan.micro_batch", whole, "micro_batch", "also a factor of train.batch"),
     Key("gradient_accumulation_steps", "train.batch", whole, "accumulation", "a factor of train.batch"),
@@ -281,12 +301,7 @@ KEYS: tuple[Key, ...] = (
         "generation_num_beams",
         "generation_config",
     ),
-    *lacks(
-        "train.keep_best keeps the best checkpoint; the import does not set it",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-        "greater_is_better",
-    ),
+    *SELECTION,
     Key("do_train", "", None, "", "tightfit train trains", False),
     Key("output_dir", "", None, "", "tightfit train --out names the run's folder", False),
     *needless("tightfit refuses a folder that holds another run", "overwrite_output_dir"),
@@ -370,29 +385,88 @@ KEYS: tuple[Key, ...] = (
     Key(
         "deepspeed", "", None, "", "the file was not found; put it in the folder of this file, or import it separately"
     ),
-    # TRL's SFTConfig, ModelConfig and ScriptArguments
+)
+TRL_KEYS: tuple[Key, ...] = (  # of SFTConfig, ModelConfig and ScriptArguments
+    Key("model_name_or_path", "model.from", text, "", "TRL's; a folder with config.json and safetensors files"),
+    Key("dataset_name", "data.dataset", text, "", "TRL's; a folder, or a data set of the Hub"),
+    Key("torch_dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
+    Key("dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
     Key("max_seq_length", "data.sequence_length", whole, "", "TRL's"),
     Key("max_length", "data.sequence_length", whole, "", "TRL's"),
     Key("dataset_text_field", "data.field", text, "", "TRL's"),
-    Key("packing", "data.packing", packed, "", "TRL's; in a packed sequence, tokens attend to the texts before theirs"),
-    *lacks("tightfit can only pack texts one after another", "packing_strategy", "padding_free", "eval_packing"),
-    *lacks(MASKED, "assistant_only_loss", "completion_only_loss", "loss_type"),
-    *lacks(CHAT, "chat_template", "chat_template_path", "dataset_kwargs", "dataset_kwargs.*"),
-    *lacks(LORA, "use_peft", "lora_*", "use_rslora", "use_dora", "peft_config", "peft_config.*"),
-    *lacks(QUANTIZED, "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_*"),
-    *lacks(PREFERENCES, "beta", "max_prompt_length", "max_completion_length", "num_generations", "reward_*"),
-    *lacks(
-        "name them with data.sources, data.subset, data.split and data.streaming",
-        "dataset_mixer",
-        "dataset_mixer.*",
-        "dataset_mixture",
-        "dataset_config",
-        "dataset_config_name",
-        "dataset_train_split",
-        "dataset_test_split",
-        "dataset_splits",
-        "dataset_streaming",
+    Key("dataset_config", "data.subset", text, "subset", "TRL's"),
+    Key("dataset_config_name", "data.subset", text, "subset", "TRL's"),
+    Key("dataset_train_split", "data.split", text, "split", "TRL's; train needs no field"),
+    Key("dataset_streaming", "data.streaming", switched_on, "streaming", "TRL's"),
+    *lacks("name such data in evaluate.data; without it, data.held_out is used", "dataset_test_split"),
+    *lacks("name them with data.sources", "dataset_mixer", "dataset_mixer.*", "dataset_mixture", "dataset_splits"),
+    Key(
+        "packing",
+        "data.packing",
+        flag,
+        "packing",
+        "TRL's; true is separate: the texts of a sequence do not attend to one another; false is padded",
     ),
+    Key(
+        "packing_strategy",
+        "data.packing",
+        chosen({"bfd": "separate", "bfd_split": "separate", "bfd-requeue": "separate", "wrapped": "packed"}),
+        "packing_strategy",
+    ),
+    *needless("the loss of padded sequences is the same", "padding_free"),
+    *needless("tightfit evaluates as it trains", "eval_packing"),
+    Key(
+        "assistant_only_loss",
+        "data.loss_on",
+        flag,
+        "assistant_only",
+        "TRL's; true is response, with data.format: messages",
+    ),
+    Key(
+        "completion_only_loss",
+        "data.loss_on",
+        flag,
+        "completion_only",
+        "TRL's; true is response, with data.format: prompt-response",
+    ),
+    Key(
+        "loss_type",
+        "",
+        chosen(
+            {"nll": Lacks("the same loss", False), "chunked_nll": Lacks("the same loss", False)},
+            "tightfit uses the model's own loss or the job's loss",
+        ),
+    ),
+    Key("chat_template_path", "data.chat_template", text, "template_path", "TRL's; the file of a Jinja template"),
+    Key("chat_template", "data.chat_template", text, "template_text", "the text of a Jinja template, as a new file"),
+    *lacks("tightfit prepares all rows itself", "dataset_kwargs", "dataset_kwargs.*", "formatting_func"),
+    Key("use_peft", "model.lora", flag, "use_peft", "TRL's; true trains adapters"),
+    Key("lora_r", "model.lora.rank", whole, "lora_rank"),
+    Key("lora_alpha", "model.lora.alpha", number, "lora_alpha"),
+    Key("lora_dropout", "model.lora.dropout", number, "lora_dropout"),
+    Key("lora_target_modules", "model.lora.targets", lora_targets, "lora_targets"),
+    Key("use_dora", "model.lora.dora", switched_on, "lora_dora"),
+    Key("use_rslora", "model.lora.alpha", switched_on, "lora_rslora", "alpha times the square root of the rank"),
+    *lacks(ONLY_ADAPTERS, "lora_modules_to_save"),
+    *lacks("tightfit adds adapters to linear layers only", "lora_target_parameters"),
+    *needless("model.task is the task", "lora_task_type"),
+    *lacks("give lora_r, lora_alpha and lora_target_modules", "peft_config", "peft_config.*", "lora_*"),
+    Key("load_in_4bit", "model.lora.quantize", four_bits, "lora_quantize"),
+    *lacks(EIGHT_BITS, "load_in_8bit"),
+    Key(
+        "bnb_4bit_quant_type",
+        "model.lora.quantize",
+        lambda v: Lacks("nf4 is the type of load_in_4bit", False) if v == "nf4" else Lacks(OTHER_BITS),
+        "",
+        "nf4; fp4 has no counterpart",
+    ),
+    *needless(
+        "tightfit always quantizes the scales of nf4, too, and multiplies in the plan's precision",
+        "use_bnb_nested_quant",
+        "bnb_4bit_*",
+        "bnb_*",
+    ),
+    *lacks(PREFERENCES, "beta", "max_prompt_length", "max_completion_length", "num_generations", "reward_*"),
     *needless(
         TOKENIZER,
         "eos_token",
@@ -404,6 +478,18 @@ KEYS: tuple[Key, ...] = (
     ),
     *lacks(CODE, "trust_remote_code"),
 )
+KEYS: tuple[Key, ...] = OWN_KEYS + TRL_KEYS
+SFT_KEYS = (
+    "packing",
+    "packing_strategy",
+    "padding_free",
+    "eval_packing",
+    "assistant_only_loss",
+    "completion_only_loss",
+    "chat_template_path",
+    "dataset_text_field",
+    "max_seq_length",
+)  # by which a file for TRL's SFTTrainer is recognized
 DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
@@ -436,13 +522,14 @@ def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, A
 
 
 def prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the content of the imported file with an absolute path of the model, if that exists.
-    If it names a DeepSpeed or FSDP file that exists, the content of that file replaces the name.
+    """Return the content of the imported file with absolute paths of the model, the data and the chat
+    template, if they exist. If it names a DeepSpeed or FSDP file that exists, the content of that file replaces the name.
 
     folder  the folder of the imported file
     """
-    if "model_name_or_path" in content:
-        content = {**content, "model_name_or_path": existing(content["model_name_or_path"], folder)}
+    for name in ("model_name_or_path", "dataset_name", "chat_template_path"):
+        if name in content:
+            content = {**content, name: existing(content[name], folder)}
     return read_file(content, folder, "deepspeed", "fsdp_config")
 
 
@@ -466,6 +553,113 @@ def combine(draft: Draft) -> None:
                 )
 
 
+def _combine(draft: Draft) -> None:
+    combine(draft)
+    combine_selection(draft)
+    is_sft = any(row.key in SFT_KEYS for row in draft.rows)
+    if is_sft:
+        _defaults_of_sft(draft)
+    _adapters(draft)
+    _conversations(draft, is_sft)
+
+
+def _defaults_of_sft(draft: Draft) -> None:
+    """Replace the defaults of transformers by those of TRL's SFTConfig, where they differ."""
+    defaulted = {row.key: row for row in draft.rows if row.outcome == "default"}
+    if "learning_rate" in defaulted:
+        draft.assume("learning_rate", 2e-5, "train.learning_rate", 2e-5)
+    if "bf16" in defaulted and not draft.parts.get("fp16"):
+        draft.parts["bf16"] = defaulted["bf16"].value = True
+    if draft.value("gradient_checkpointing") is None and "plan.recompute" not in draft.fields:
+        draft.assume("gradient_checkpointing", True, "plan.recompute", "full")
+    if "data.sequence_length" not in draft.fields:
+        draft.assume("max_length", 1024, "data.sequence_length", 1024)
+
+
+def _adapters(draft: Draft) -> None:
+    parts = draft.parts
+    if parts.get("lora_quantize") and draft.value("load_in_8bit"):
+        draft.contradict("load_in_4bit and load_in_8bit are both on, but weights have one type")
+    if "lora_quantize" in parts and str(draft.value("bnb_4bit_quant_type") or "nf4") != "nf4":
+        draft.settle("lora_quantize", "no counterpart", OTHER_BITS)
+        parts.pop("lora_quantize")
+    why_off = "" if parts.get("use_peft") else "use_peft is off"
+    combine_adapters(
+        draft, why_off, {"rank": ("lora_r", 16), "alpha": ("lora_alpha", 32), "dropout": ("lora_dropout", 0.05)}
+    )
+    if why_off:
+        draft.settle("use_peft", "not needed", "it is off")
+    elif "lora_targets" not in parts:
+        draft.assume("lora_target_modules", None, "model.lora.targets", list(peft_targets(draft)), "peft's default")
+
+
+def _conversations(draft: Draft, is_sft: bool) -> None:
+    """Set the format, the template, the loss and the packing of TRL's data."""
+    parts = draft.parts
+    source = {"dataset": draft.fields.get("data.dataset")}
+    lost = data.add_part(source, parts.get("subset"), parts.get("split")) if source["dataset"] else []
+    draft.fields |= {f"data.{name}": value for name, value in source.items() if value and name not in lost}
+    draft.settle("split", "not needed", "train is the default") if parts.get("split") == "train" else None
+    if parts.get("streaming") and source["dataset"]:
+        draft.fields["data.streaming"] = True
+    kind = ""
+    if parts.get("assistant_only") or _set_template(draft):
+        kind = "messages"
+    elif parts.get("completion_only"):
+        kind = "prompt-response"
+        draft.fields["data.fields"] = {"response": "completion"}
+    if kind:
+        draft.fields["data.format"] = kind
+        _set_loss(draft, kind)
+    else:
+        draft.settle("assistant_only", "not needed", "it is off")
+        draft.settle("completion_only", "not needed", "it is off: all tokens count, as in plain texts")
+        if is_sft and draft.value("dataset_text_field") is None:
+            draft.to_do.append(
+                "if the rows have messages, set data.format: messages with data.loss_on: all; if they have prompt and completion, "
+                "set data.format: prompt-response with data.fields: {response: completion}: TRL looks at the rows to know"
+            )
+    _set_packing(draft, is_sft, kind)
+
+
+def _set_template(draft: Draft) -> bool:
+    """Set data.chat_template. Return whether the file gives a template."""
+    written, path = draft.parts.get("template_text"), draft.parts.get("template_path")
+    if written and ("{" in written or written == "chatml"):
+        data.set_template(draft, "template_text", written)
+    elif written:
+        draft.settle("template_text", "no counterpart", f"it is no Jinja template; {data.OTHER_TEMPLATE}")
+    elif path:
+        file = Path(path) / "chat_template.jinja" if Path(path).is_dir() else Path(path)
+        if file.is_file() or file.suffix in (".jinja", ".j2"):
+            data.set_template(draft, "template_path", str(file))
+        else:
+            draft.settle("template_path", "no counterpart", "the folder has no chat_template.jinja, or is not here")
+            draft.to_do.append(f"chat_template_path is {path}: {data.OTHER_TEMPLATE}")
+    return bool(written or path)
+
+
+def _set_loss(draft: Draft, kind: str) -> None:
+    part, other = ("assistant_only", "completion_only") if kind == "messages" else ("completion_only", "assistant_only")
+    value = "response" if draft.parts.get(part) else "all"
+    data.set_loss(draft, part, [{"format": kind}], value, "assistant_only_loss", False)
+    draft.settle(other, "not needed", f"the rows are those of {kind}")
+
+
+def _set_packing(draft: Draft, is_sft: bool, kind: str) -> None:
+    parts = draft.parts
+    if not parts.get("packing"):
+        draft.settle("packing_strategy", "not needed", "packing is off")
+        if is_sft:
+            data.set_packing(draft, "packing", "padded", "packing", False)
+        return
+    value = parts.get("packing_strategy", "separate")
+    if value == "packed" and kind:
+        value = "separate"
+        draft.remark("packing_strategy", "tightfit keeps conversations whole, and apart from one another")
+    data.set_packing(draft, "packing", value, "packing", True)
+
+
 IMPORTER = Importer(
     name="transformers",
     title="transformers TrainingArguments",
@@ -481,5 +675,5 @@ IMPORTER = Importer(
     defaults=DEFAULTS,
     auto="auto is filled in by the Trainer from its own arguments, which are in this file or have its defaults",
     prepare=prepare,
-    combine=combine,
+    combine=_combine,
 )

@@ -35,12 +35,21 @@ every key of the file with its outcome:
 | unknown | tightfit does not know such a key of this tool |
 
 Then it lists the contradictions, including those with tightfit's own rules, and what you have to do: add a model or data that the
-file does not have, download what hub ids name, replace epochs by steps. job.yaml has the same list as comments.
+file does not have, name a template that only the tool has, replace epochs by steps. job.yaml has the same list as comments.
 
 **The batch.** `train.batch` is the number of samples of one optimizer step on all devices, and `plan.micro_batch` the number of
 samples of one forward on each data rank: batch = micro-batch x accumulation steps x data ranks. The number of data ranks is
 devices / (tp x pp x cp). If the file does not say how many devices there are, it is imported for one device; `--devices N` sets
 their number.
+
+**Adapters.** `adapter: lora`, `finetuning_type: lora`, `use_peft: true` and torchtune's builders with `lora` in their names become
+`model.lora`, with the tool's defaults of rank, alpha, dropout and targets. Weights in 4 bits (nf4) become `model.lora.quantize`.
+Rank-stabilized LoRA is an alpha of alpha x sqrt(rank), and LoRA+ a learning rate of its own for the matrices B (`train.groups`).
+
+**Prompts and chats.** Data sets of prompts, instructions and conversations become `data.format` with `data.fields`, the tool's mask
+becomes `data.loss_on`, and its packing `data.packing`: separate if the samples of a sequence do not attend to one another. A chat
+template whose text is in the file is written beside the job. Templates that only the tool has must be named in `data.chat_template`.
+Several data sets become `data.sources`.
 
 **The permissions.** `allow` contains what the file asks for: a file with `bf16: true` allows bf16, a file in fp32 allows nothing.
 """

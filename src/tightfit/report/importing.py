@@ -24,8 +24,8 @@ def import_command(path: Path, tool: str | None, out: Path | None, devices: int 
     out      the folder for the two files; None: imported/ and the file's name without its suffix
     devices  the number of devices that train together, if the file does not say it
 
-    Raises InputError if the file cannot be imported, or if the folder has one of the two files or
-    cannot be written to.
+    Raises InputError if the file cannot be imported, or if the folder has one of the files or cannot
+    be written to.
     """
     folder = out or Path("imported") / path.stem
     imported = import_file(path, tool, devices)
@@ -40,7 +40,8 @@ def import_command(path: Path, tool: str | None, out: Path | None, devices: int 
         if sentences:
             print(f"\n{title}")
             print("\n".join(f"  {sentence}" for sentence in sentences))
-    print(f"\nwrote {folder / 'job.yaml'} and {folder / 'plan.yaml'}")
+    *others, last = (str(folder / name) for name in texts)
+    print(f"\nwrote {', '.join(others)} and {last}")
     print(f"next: tightfit explain {folder / 'job.yaml'} --plan {folder / 'plan.yaml'}")
 
 
@@ -86,7 +87,7 @@ def _content(imported: Imported, folder: Path) -> dict[str, Any]:
         "to_do": list(imported.to_do),
         "job": imported.job,
         "plan": imported.plan,
-        "files": [str(folder / "job.yaml"), str(folder / "plan.yaml")],
+        "files": [str(folder / name) for name in ("job.yaml", "plan.yaml", *imported.files)],
     }
 
 
