@@ -467,10 +467,9 @@ def _completed_twice(parameter: Tensor) -> InputError:
 
 
 def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
-    """Return the indices of the parameters for which no device has computed a gradient.
+    """Return the indices of the parameters for which no device has a gradient.
 
-    counts   shape (number of parameters, or more): on how many devices each parameter has a
-             gradient
+    counts   shape (number of parameters): on how many devices each parameter has a gradient
     missing  the indices of the parameters for which this device has no gradient. Only these are
              checked
 

@@ -321,8 +321,8 @@ class _ReadTracker(TorchDispatchMode):
 
     @contextmanager
     def within(self, block: nn.Module, is_compiled: bool) -> Iterator[None]:
-        """Inside this context, reads of the block's weights are not too early. A call of the block
-        runs in it.
+        """The context in which `block` is called. Reads of the block's weights inside this context
+        are not too early.
 
         A compiled block is called with this dispatch mode switched off.
 
