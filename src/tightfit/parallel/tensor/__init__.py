@@ -1,1 +1,1 @@
-"""Shard linear layers and embeddings over the tp devices, by columns and rows."""
+"""Tensor parallelism: shard linear layers and embeddings over the tp devices, by columns and rows."""
