@@ -103,8 +103,8 @@ class PipeDream(PipelineRank):
         """Run this step's forwards, and then the backwards of the step that is due on this rank (an
         earlier step, except on the last rank).
 
-        scale  the factor of the losses, by which the step's loss is multiplied for the last rank's
-               `losses`
+        scale  the factor of the losses in backward. The losses in `losses` are multiplied by it,
+               too
 
         Returns NaN, because a loss becomes known only `loss_delay` steps later. It is then in
         `losses`.
