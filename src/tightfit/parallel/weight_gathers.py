@@ -287,8 +287,9 @@ class WeightGathers:
 
 
 class _ReadTracker(TorchDispatchMode):
-    """Finds, in the first training forward, the blocks whose weights are read before the block is
-    called, or outside of it. An example is a weight that is tied to the output head.
+    """Finds, in the first training forward, the blocks with a weight that is read too early: before
+    the block is called, or by code outside of the block's call. An example is a weight that is tied
+    to the output head.
 
     A block waits for its weights only when it is called, which is too late for such reads. So later
     forwards wait for these weights at their start.

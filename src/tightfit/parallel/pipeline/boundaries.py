@@ -280,8 +280,9 @@ class _StageTrace:
     """Goes through a traced forward for one stage, and finds which values are missing on this
     stage, and why.
 
-    A value is missing if it depends on parameters or blocks that the stage does not have. A tensor
-    is identified by its number, and its memory by the number of its storage, which views share.
+    A value is missing if it depends on parameters or blocks that the stage does not have. In its
+    place the stage usually has a stub: a tensor of the right shape without the values. A tensor is
+    identified by its number, and its memory by the number of its storage, which views share.
 
     flow     the trace of a forward of the full model
     piece    the range of the stage's block numbers
@@ -291,8 +292,8 @@ class _StageTrace:
              and views that are computed from them. In the real run, each received tensor has memory
              of its own
     unknown  tensor -> why it is missing, although other tensors in its storage may not be
-    left     tensor -> why it does not even exist as a stub: another stage computes it, and no block
-             has returned it
+    left     tensor -> why the stage does not even have a stub of it: another stage computes it, and
+             no block has returned it
     sent     path -> tensor: the arguments of the next stage's first block
     lacks    path -> why this argument of the next stage's first block is missing here
     inner    tensor -> the number of the block that has computed it, and that has not returned it
@@ -397,8 +398,8 @@ class _StageTrace:
         parameter, or draws random numbers. In these cases, this stage cannot compute the same
         output as the first stage.
 
-        Raises InputError if the operation gives a missing value to Python code, or reads a value
-        that does not even exist as a stub.
+        Raises InputError if the operation gives a missing value to Python code, or reads a tensor
+        of which this stage has not even a stub (a tensor of the right shape).
         """
         why = f"{describe_line(event.line)} draws the value at random, again on each stage" if event.is_random else None
         for seen in event.reads:
@@ -459,7 +460,8 @@ class _StageTrace:
         """Record the call of the stage's first block: the arguments that are missing here become
         `taken`, because the stage before sends them.
 
-        Raises InputError if an argument does not even exist as a stub.
+        Raises InputError if the stage has not even a stub of an argument (a tensor of the right
+        shape), into which the sent values could be put.
         """
         received: dict[int, PathTo] = {}
         for path, seen in event.inputs.items():

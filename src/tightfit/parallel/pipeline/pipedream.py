@@ -186,8 +186,8 @@ class PipeDream(PipelineRank):
         self.updates_done += 1
 
     def _request_loss(self, number: int) -> None:
-        """Begin to receive the loss of step `number` from the next rank, unless that has begun. The
-        next rank sends it before the gradients.
+        """Begin to receive the loss of step `number` from the next rank, which sends it before the
+        gradients. Does nothing if this has begun already, or on the last rank.
         """
         if self.rank < self.pp_size - 1 and number not in self.requested_losses:
             loss = torch.zeros((), device=self.device)
@@ -212,9 +212,9 @@ class PipeDream(PipelineRank):
 
     def _forward_loss(self, run: Run, step: _StepInFlight) -> None:
         """Append a step's loss to `losses`, and send it to the preceding rank. The last rank has
-        the loss; all others receive it from the next rank.
+        computed the loss; all others receive it from the next rank.
 
-        The loss so travels from the last rank to the first, before the gradients.
+        So the loss travels from the last rank to the first, before the gradients.
         """
         if self.rank < self.pp_size - 1:
             self._request_loss(step.number)

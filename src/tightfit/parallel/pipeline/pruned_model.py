@@ -52,8 +52,8 @@ def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
 def stub_tensor(
     shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device, in_place: bool = False
 ) -> Tensor:
-    """Return a tensor that replaces a tensor of another stage, whose values this rank does not
-    need.
+    """Return a stub: a tensor of the given shape that replaces a tensor of another stage, whose
+    values this rank does not need.
 
     It is filled with NaN, or with 0 for integers, so that a computation that uses a stub by mistake
     gives NaN.

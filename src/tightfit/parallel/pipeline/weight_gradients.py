@@ -53,7 +53,9 @@ class DeferredWeightGradients(TorchFunctionMode):
         self._group: int | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Make the forward of each nn.Linear and Conv1D of `model` run in this mode."""
+        """Make the linear layers (nn.Linear and Conv1D) of `model` defer their weight gradients:
+        from now on, their forwards run in this mode.
+        """
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
                 module.forward = partial(self._forward_in_mode, module.forward)  # type: ignore[method-assign]

@@ -210,9 +210,10 @@ class Sharder:
         return all(parent is not block for block in self.compiled) and not getattr(config, "is_encoder_decoder", False)
 
     def _copy_to_region(self, input: Tensor) -> Tensor:
-        """Return `input`, as a tensor whose gradient backward all-reduces (Megatron's f).
+        """Return a tensor that equals `input`, and whose gradient is all-reduced over tp in
+        backward (Megatron's f).
 
-        Successive calls with the same input, such as those of q, k and v, return the same tensor.
+        Successive calls with the same input, such as those for q, k and v, return the same tensor.
         So backward adds the gradients of these modules on the device, and one all-reduce is enough.
         """
         if torch.compiler.is_compiling():
