@@ -45,8 +45,8 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, list[str]]:
-    """Return, for the name of each network interface of this host, the interface's IP addresses (v4
-    and v6).
+    """Return interface name -> list of IP addresses (v4 and v6), for each network interface of this
+    host.
     """
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
@@ -96,8 +96,8 @@ def join_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
     If the launcher does not host the store, rank 0 creates it in this call. All other processes
     connect to it, at MASTER_ADDR and MASTER_PORT.
 
-    environ  environment variables of the launcher; and the interface on which rank 0 listens, which
-             `choose_interface` has set
+    environ  environment variables, among them those that the launcher and `choose_interface` have
+             set
     """
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     if on_one_host(environ) and not _launcher_keeps_store(environ):
@@ -110,10 +110,10 @@ def join_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
 
 
 def with_restart_prefix(store: dist.Store, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """Return `store` with a prefix for all keys, which contains how often the launcher has
+    """Return `store` with a prefix for all keys. The prefix contains how often the launcher has
     restarted the processes.
 
-    A launcher keeps its store when it restarts the processes. The prefix keeps them from reading
+    A launcher keeps its store when it restarts the processes. With the prefix they do not read
     entries of an earlier start.
     """
     return dist.PrefixStore(f"tightfit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

@@ -50,7 +50,8 @@ _EVENTS = {
 class CollectiveOrder:
     """Checks that all devices run fully_shard's collectives in the same order.
 
-    If they do not, all devices raise the same InputError. It names the layers at which they differ.
+    If they do not, all devices raise the same InputError. It names the layer at which they differ,
+    unless only checksums are compared.
 
     model   the sharded model
     groups  fully_shard's parameter groups. The parameters of one group are gathered together

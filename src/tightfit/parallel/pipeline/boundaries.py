@@ -382,8 +382,8 @@ class _StageTrace:
         """Record that a block of an earlier stage returns. On this stage a stub replaces the block,
         so its outputs are missing.
 
-        An output that is also an input of the block is not recorded: if it was not missing before,
-        it is not missing now.
+        If an output is also an input of the block, such as a tensor that the block passes on, the
+        call does not change whether it is missing.
         """
         for seen, is_given in event.outputs:
             self.left.pop(seen.tensor, None)

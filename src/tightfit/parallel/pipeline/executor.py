@@ -82,8 +82,8 @@ class RankBlocks:
 
     @cached_property
     def wrappers(self) -> dict[int, OwnBlock]:
-        """Return block number -> the wrapper of this rank's block, which is in the model while the
-        block's stage runs.
+        """Return block number -> the wrapper of this block, for the blocks of this rank. While a
+        block's stage runs, the wrapper takes the block's place in the model.
         """
         return {number: OwnBlock(number, self.forward_state, block) for number, block in self.own_blocks.items()}
 

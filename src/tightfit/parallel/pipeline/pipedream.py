@@ -164,8 +164,9 @@ class PipeDream(PipelineRank):
         return step.number * MAX_MICRO_BATCHES + number
 
     def _run_backward(self, run: Run) -> None:
-        """Run the backwards of the oldest step in flight. Set the `.grad` of the model's
-        parameters, which have their newest values, to the resulting gradients.
+        """Run the backwards of the oldest step in flight, with the version of the weights that its
+        forwards used. Then move the gradients to the newest version: they become the `.grad` of the
+        model's parameters.
         """
         step = self.steps_in_flight.popleft()
         put_base_learning_rates(run.optimizer, step.rates)

@@ -146,7 +146,7 @@ class ForwardState:
         number     the number of the stage's first block
         arguments  (args, kwargs) of the block's call
 
-        Raises InputError if one of these arguments is not a tensor, or is an object of a subclass
+        Raises InputError if one of these arguments is not a plain tensor, for example of a subclass
         of Tensor.
         """
         assert self.receive is not None

@@ -86,8 +86,8 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
 def rank_ledger(
     ledger: Ledger, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan, machine: Machine
 ) -> Ledger:
-    """Return the ledger of one pipeline rank: of the full model's ledger, only the segments,
-    parameters and updates of the rank's stages. The rank's schedule is added.
+    """Return the ledger of one pipeline rank. It has those segments, parameters and updates of the
+    full model's ledger that belong to the rank's stages, and the rank's schedule.
 
     ledger           the ledger of the full model. Its `device` is the number of the pipeline rank
     boundary_inputs  number of a stage's first block -> the paths of those arguments of this block

@@ -99,7 +99,7 @@ class SequenceParallel:
         sharded  names of the parameters that tp shards
 
         Raises InputError if a module whose input is all-gathered contains a parameter that tp does
-        not shard. An exception is the bias of a row-parallel module.
+        not shard, other than the bias of a row-parallel module.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         found = {names[id(p)] for _, block in self.blocks for p in block.parameters() if id(p) in names} - sharded
@@ -188,7 +188,7 @@ def sequence_parallel_of(block: nn.Module) -> SequenceParallel | None:
 
 def regathers_inputs(plan: Plan) -> bool:
     """Return whether column-parallel modules save only this device's shard of their input for
-    backward, which then all-gathers the full input again.
+    backward, so that backward has to all-gather the full input again.
 
     They do not with recompute or offloaded activations, where the full input is not kept on the
     device anyway. They do not in compiled blocks either.
