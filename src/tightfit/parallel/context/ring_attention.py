@@ -334,9 +334,9 @@ def select_kernel(query: Tensor, seen: Tensor | None) -> str:
     "plain".
 
     "cpu", "flash" and "efficient" are fused kernels of PyTorch. "plain" is matrix products and a
-    softmax. On a GPU, "flash" is chosen if possible: for 16-bit dtypes without a mask. It also
-    supports fewer key heads than query heads. "efficient" supports fp32 and masks, too. "plain" is
-    left for fp64.
+    softmax. A GPU uses "flash" for 16-bit dtypes without a mask, if its compute capability is at
+    least 8.0 and a head has at most WIDEST_FLASH elements. It uses "plain" for fp64, and
+    "efficient" otherwise.
 
     query  (batch, heads, queries, width)
     seen   the mask of padding; None: there is no padding
@@ -391,13 +391,15 @@ def attention_backward(
     """Compute the gradients of query, key and value for the keys of one device, and return them in
     this order.
 
-    gradient  the gradient of the output
-    seen      bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
-    output    the output over the keys of all devices
-    sums      each query's log-sum-exp of scores over the keys of all devices: (batch, heads,
-              queries)
-    causal    whether query i attends to the keys 0 to i only
-    scale     the factor of the scores
+    gradient    the gradient of the output, (batch, heads, queries, width)
+    query       (batch, heads, queries, width)
+    key, value  (batch, key heads, keys, width); heads is a multiple of key heads
+    seen        bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
+    output      the output over the keys of all devices
+    sums        each query's log-sum-exp of scores over the keys of all devices: (batch, heads,
+                queries)
+    causal      whether query i attends to the keys 0 to i only
+    scale       the factor of the scores
 
     The gradients have the shapes of query, key and value. If key has fewer heads than query, its
     gradient is summed over the query heads that share a key head, and so is that of value.

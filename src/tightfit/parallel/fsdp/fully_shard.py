@@ -161,8 +161,8 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
     The model is changed in place. The returned run has a `reduction` (see `FullyShardReduction`),
     and its optimizer updates this device's shards.
 
-    Raises InputError if fully_shard cannot shard the model. For example, several blocks may share a
-    parameter.
+    Raises InputError if fully_shard cannot shard the model, for example because several blocks
+    share a parameter.
     """
     assert run.mesh is not None
     named = find_blocks(run.model, run.job.blocks_name)

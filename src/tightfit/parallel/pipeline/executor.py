@@ -97,8 +97,9 @@ class RankBlocks:
         blocks.
 
         stage    the number of the stage
-        receive  a function that is called once with the missing arguments of the stage's first
-                 block, and returns the tensors received in their place
+        receive  a function that is called once, with those arguments of the stage's first block
+                 that the stage before sends (here they are stubs), and that returns the received
+                 tensors
         batch    the micro-batch; the stubs take their shapes from it
         """
         blocks = self.stages[stage]

@@ -292,8 +292,7 @@ class StageMessages:
 
         action     the forward
         key        `shape_key` of the batch
-        arguments  the missing arguments of the stage's first block, which the received tensors will
-                   replace
+        arguments  those arguments of the stage's first block that the received tensors will replace
         inputs     the object that gets the received tensors
         """
         group, device = self.link(action.stage, action.stage - 1, "forward")

@@ -229,8 +229,9 @@ class PipeDream(PipelineRank):
 
     @torch.no_grad()
     def _preserve_version(self, run: Run) -> None:
-        """Keep the newest version of the weights if a step still needs it after the coming update:
-        the update then changes a copy. Free all versions that no step needs.
+        """Prepare the versions of the weights for the next update. If a step still needs the newest
+        version, the model's parameters get new memory with equal values, so that the update does
+        not change this version. Versions that no step needs are freed.
 
         A step in flight needs the version that its forwards used. With vertical sync, later steps
         need the newest version, too.

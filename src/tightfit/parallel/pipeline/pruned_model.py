@@ -31,12 +31,11 @@ from tightfit.models.dataflow import PP_FIELD, Leaf, OutputStructure, PathTo, bl
 
 
 def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
-    """Replace the parameters of other pipeline ranks in `model` by stub tensors, which are not
-    parameters.
+    """Replace the parameters of other pipeline ranks in `model` by stubs.
 
-    A stub has the shape of its parameter, but takes the memory of one element. The model's code
-    before the blocks still runs, with the stubs; results that depend on a stub are not used. An
-    nn.Embedding whose weight is replaced returns a stub tensor.
+    A stub is a plain tensor with the shape of its parameter, but takes the memory of one element.
+    The model's code before the blocks still runs, with the stubs; results that depend on a stub are
+    not used. An nn.Embedding whose weight is replaced returns a stub, too.
 
     foreign  the parameters of other ranks
     """
@@ -89,8 +88,8 @@ class ForwardState:
     shapes           the shapes of one sample's tensors in the batch for which `block_outputs` was
                      recorded
     stage            the range of block numbers of the stage that runs
-    receive          a function that is called with the missing arguments of the stage's first
-                     block, and returns the tensors received in their place
+    receive          a function from those arguments of the stage's first block that the stage
+                     before sends (here they are stubs) to the received tensors
     samples          the number of samples in the current batch
     batch_shapes     the shapes of one sample's tensors in the current batch
     blocks_called    how many blocks the current forward has called
@@ -119,8 +118,8 @@ class ForwardState:
         """Set the state for the forward of a stage. Call this before the forward.
 
         piece    the range of the stage's block numbers
-        take     a function that is called with the missing arguments of the stage's first block,
-                 and returns the tensors received in their place
+        take     a function from those arguments of the stage's first block that the stage before
+                 sends (here they are stubs) to the received tensors
         samples  the number of samples in the batch
         shapes   the shapes of one sample's tensors in the batch
         """
@@ -137,11 +136,11 @@ class ForwardState:
         self.blocks_called += 1
 
     def replace_inputs(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> None:
-        """Receive the missing arguments of the stage's first block, and put their values into the
-        arguments.
+        """Receive the tensors that the stage before sends, and put their values into the arguments
+        of the stage's first block, in place of stubs.
 
-        The contents of each tensor are replaced in place, so every reference to the tensor sees the
-        received values.
+        The contents of each argument are replaced in place, so every reference to the tensor sees
+        the received values.
 
         number     the number of the stage's first block
         arguments  (args, kwargs) of the block's call

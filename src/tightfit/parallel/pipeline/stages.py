@@ -70,8 +70,8 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
     Every rank checks all ranks, so that all of them raise the error.
 
     stages   the range of block numbers of each stage
-    trained  for each trainable parameter, the numbers of the blocks that use it (see
-             `stages_using`)
+    trained  for each trainable parameter, the numbers of the blocks that use it, -1 before the
+             blocks and the number of blocks after them
     """
     for device in range(plan.pp):
         own = set(range(device, plan.stages, plan.pp))

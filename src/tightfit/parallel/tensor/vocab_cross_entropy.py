@@ -58,8 +58,8 @@ def vocab_parallel_cross_entropy_with_gradient(
     """Return (loss, gradient): the loss of `vocab_parallel_cross_entropy`, and its gradient with
     respect to this device's logits.
 
-    logits   (tokens, classes of this device). 16-bit logits are overwritten by their gradient,
-             which so keeps their memory layout, with aligned rows
+    logits   (tokens, classes of this device). 16-bit logits are overwritten by their gradient, so
+             that the gradient has the same memory layout, with aligned rows
     targets  (tokens): the class of each token, or IGNORED for a token that is left out of the loss
     first    the number of the first class of this device's shard
     group    the devices over which the classes are sharded; all must call this function
