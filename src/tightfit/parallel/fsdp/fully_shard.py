@@ -144,7 +144,7 @@ def compute_weights(model: nn.Module) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _move_to_store(model: nn.Module, store: Store) -> None:
-    """Move this device's shards of all trainable parameters to `store`, in host memory or on disk."""
+    """Move this device's shards of all trainable parameters to `store` (host memory or disk)."""
     for held in model_records(model):
         parameter: Any = sharded_parameter(held)
         if parameter.requires_grad:

@@ -156,7 +156,7 @@ class ParameterMessages:
 
     @torch.no_grad()
     def put_weights(self, flat: Tensor) -> None:
-        """Set the parameters, in place, from a message that `weights` returned in another process."""
+        """Set the parameters, in place, from a message that another process got from `weights`."""
         for parameter, part in zip(self.parameters, flat.split(self.sizes), strict=True):
             real = _as_real(parameter)
             real.copy_(part.view_as(real))
