@@ -17,6 +17,7 @@ Source  the mixer is splitmix64's (Steele et al. 2014, doi:10.1145/2660193.26601
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 8
+_CHUNK = 1024  # positions whose samples are computed together, and kept for the next steps
 # used as an epoch number for the permutation that separates training from evaluation samples
 _EVALUATION_SPLIT = -1
 
@@ -119,6 +121,16 @@ class Order:
         The result is (indices, epochs), two arrays of shape (stop - start,): the index of each
         sample in the data, and the epoch in which it is read.
         """
+        if stop - start >= _CHUNK:
+            return self._compute(start, stop)
+        first, last = start // _CHUNK, max(stop - 1, start) // _CHUNK
+        chunks = [_chunk(self, number) for number in range(first, last + 1)]
+        indices, epochs = chunks[0] if len(chunks) == 1 else map(np.concatenate, zip(*chunks, strict=True))
+        here = slice(start - first * _CHUNK, stop - first * _CHUNK)
+        return indices[here], epochs[here]
+
+    def _compute(self, start: int, stop: int) -> tuple[Integers, Integers]:
+        """Compute what `training_samples` returns."""
         epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training_count)
         inner = np.empty_like(places)
         for epoch in range(start // self.training_count, -(-stop // self.training_count)):
@@ -136,6 +148,13 @@ class Order:
         return (
             permute(places, self.count, hash_numbers(self.seed, _EVALUATION_SPLIT)) if self.evaluation_count else places
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _chunk(order: Order, number: int) -> tuple[Integers, Integers]:
+    """Return `order.training_samples` of the positions from number * _CHUNK to (number + 1) *
+    _CHUNK. The few samples of a step would take as long as these."""
+    return order._compute(number * _CHUNK, (number + 1) * _CHUNK)
 
 
 def split_ranges(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
