@@ -37,8 +37,9 @@ def _bf16(value: Any) -> bool | str:
 
 
 def _tf32(value: Any) -> bool | Lacks:
-    """Keep true or false. True selects tf32 if neither bf16 nor fp16 is on. With auto, the plan
-    decides."""
+    """Return true or false unchanged: true asks for tf32 in the products that do not run in bf16 or
+    fp16. For "auto", set no field, so that the plan decides: return a Lacks ("no counterpart", with
+    the reason)."""
     return Lacks("tightfit uses tf32 where the plan says so", False) if value == "auto" else flag(value)
 
 

@@ -348,9 +348,9 @@ def combine_deepspeed(draft: Draft) -> None:
 
 
 def _combine_alone(draft: Draft) -> None:
-    """Set the fields that depend on several keys of a DeepSpeed file. If the file has neither
-    train_batch_size nor gradient_accumulation_steps, a step has one micro-batch, as in
-    DeepSpeed."""
+    """Do `combine_deepspeed` for a DeepSpeed file that is imported by itself, not as part of
+    another tool's file. If such a file has neither train_batch_size nor
+    gradient_accumulation_steps, a step has one micro-batch, as in DeepSpeed."""
     said = {row.key for row in draft.rows}
     if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
         draft.imply("accumulation", 1, "micro_batch")

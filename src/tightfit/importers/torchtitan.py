@@ -103,12 +103,10 @@ def _decay(value: Any) -> str | Lacks:
 
 
 def _reshard(value: Any) -> str:
-    """Return the value of reshard_after_forward (whether the gathered parameters are freed after
-    forward) in lower case. Raises ValueError if it is not default, always or never.
-
-    Later, always becomes zero: 3 and never becomes zero: 2. default is never in a pipeline, and
-    always otherwise.
-    """
+    """Return "default", "always" or "never": whether the gathered parameters are freed after
+    forward. "always" frees them (ZeRO stage 3) and "never" keeps them until backward (stage 2).
+    "default" is "never" in a pipeline and "always" otherwise. Upper case is accepted; any other
+    value raises ValueError."""
     word = str(value).lower()
     if word not in ("default", "always", "never"):
         raise ValueError("default, always or never")

@@ -55,7 +55,8 @@ def _loss(value: Any) -> int | Lacks:
 
 
 def _recipe_step(value: Any) -> str | Lacks:
-    """Convert true to full (every block is recomputed) and false to none."""
+    """Return "full" (recompute every block) for true, and "none" for false. Any other value is an
+    error."""
     return "full" if flag(value) else "none"
 
 

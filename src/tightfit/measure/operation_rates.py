@@ -417,16 +417,17 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _within_kernels(
     make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
 ) -> Callable[..., Iterator[Case]]:
-    """Return a function (dtype, device) -> one case that times the arithmetic inside a compiled
-    kernel. Each computed function value counts as 4 bytes.
+    """Return a function (dtype, device) -> one case, which measures how fast a compiled kernel
+    evaluates a function such as exp. The rate is in bytes per second, where each evaluation counts
+    as the 4 bytes of its fp32 result.
 
-    make   the function to compile
-    shape  shape of its input
-    times  how many function values it computes for each element. If it is 1, the kernel also saves
-           what backward needs
+    make   the function to compile; it takes a tensor of fp32 values
+    shape  shape of that tensor
+    times  how many evaluations `make` does for each element of the tensor. If it is 1, the kernel
+           also saves what backward needs
 
-    There is no case for dtypes other than fp32, for a GPU, whose kernels are limited by memory, or
-    without a compiler.
+    Only fp32 on a CPU with a compiler has a case; otherwise the returned function yields nothing. A
+    GPU has none, because its kernels are limited by memory and not by arithmetic.
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -440,8 +441,9 @@ def _within_kernels(
 
 
 def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that adds up eight values of `function`, for shifted inputs. Its kernel
-    spends most of its time on arithmetic and not on memory access."""
+    """Return a function that evaluates `function` eight times for each element, with shifted
+    inputs, and adds up the results. A kernel compiled from it spends most of its time on arithmetic
+    and not on memory access."""
 
     def make(values: Tensor) -> Tensor:
         return cast(Tensor, sum(function(values + shift) for shift in range(8)))

@@ -129,8 +129,11 @@ class ExpertRouting:
         return output
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
-        """Return the value of a fake tensor with one element, as .item() would. If the value does
-        not follow from the assumed choice of experts, return 1 or True."""
+        """Return the value of a fake tensor with one element, as .item() would.
+
+        The value is known if it depends only on the assumed routing (which tokens go to which
+        expert). For any other tensor, return True, 1 or 1.0, depending on its dtype.
+        """
         value = _value_of(tensor)
         if value is not None and value.choices:
             return self._use(value, Tensor.item)  # type: ignore[no-any-return]

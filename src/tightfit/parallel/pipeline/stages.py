@@ -164,10 +164,11 @@ def _stage_programs(
 
 
 def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, ...]) -> list[BlockInput]:
-    """Return those arguments of a block that are tensors at one of `paths`, as the recorded step
-    describes them.
+    """Return the tensors at `paths` in the arguments of a block, as the recorded step lists them. A
+    path without a tensor in that list is left out.
 
-    If several arguments share a storage, the recorded step describes only one of them.
+    The recorded step lists only one of several arguments that share a storage, so the others are
+    left out, too.
 
     training  the segments of the recorded step
     block     the number of the block
