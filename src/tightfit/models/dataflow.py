@@ -142,7 +142,7 @@ class Dataflow:
     of blocks. If this forward changes parameters, buffers or attributes of the model, a second
     forward is recorded, too.
 
-    forwards         for each forward, its events (operations, calls, returns) in order
+    forwards         for each forward, its events in order (`Operation`, `BlockCall`, `BlockReturn`)
     parameters       {number of a storage: the names of the parameters in it}
     persistent       {number of a storage: the name of the buffer in it}
     uses             {name of a parameter: the numbers of the blocks that use it}; BEFORE_BLOCKS
