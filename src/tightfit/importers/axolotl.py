@@ -38,15 +38,14 @@ def _bf16(value: Any) -> bool | str:
 
 def _tf32(value: Any) -> bool | Lacks:
     """Return true or false: true asks for tf32 in the products that do not run in bf16 or fp16.
-    "auto" sets no field, so that the plan decides: the result is a Lacks, which gives the reason.
-    """
+    "auto" sets no field (Lacks, with the reason), so the plan decides."""
     return Lacks("tightfit uses tf32 where the plan says so", False) if value == "auto" else flag(value)
 
 
 def _recompute(value: Any) -> str | Lacks:
     """Return "full" (recompute every block) for true, and "none" for false. For values that also
-    offload the activations ("offload", "offload_disk", "unsloth"), return a Lacks ("no
-    counterpart", with the reason)."""
+    offload the activations ("offload", "offload_disk", "unsloth"), there is no counterpart (Lacks,
+    with the reason)."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
         return Lacks("use plan.recompute: full with plan.offload: [activations]")
     return "full" if flag(value) else "none"
@@ -63,8 +62,8 @@ def _datasets(value: Any) -> list[dict[str, Any]]:
 
 def _share(value: Any) -> float | Lacks:
     """Return the fraction of the samples that is held out for evaluation, a number below 1; 0 holds
-    out none. For 1 or more, a number of samples, return a Lacks ("no counterpart", with the
-    reason)."""
+    out none. For 1 or more, a number of samples, there is no counterpart (Lacks, with the reason).
+    """
     found = number(value)
     return found if found < 1 else Lacks("data.held_out is a share of the samples, not a number of them")
 

@@ -1,8 +1,8 @@
 """Conversions that the tables of several tools share.
 
-A conversion takes a value from another tool's file. It returns the value of tightfit's field, or a
-Lacks (the reason why no field is set). For a value that the other tool would not accept either, it
-raises ValueError, whose message names the accepted values. docs/import.md prints the docstrings.
+A conversion takes a value from another tool's file. It returns the value of tightfit's field, or
+`Lacks` (the reason why no field is set). For a value that the other tool would not accept either,
+it raises ValueError, whose message names the accepted values. docs/import.md prints the docstrings.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ def text(value: Any) -> str:
 
 
 def positive(value: Any) -> float | Lacks:
-    """Return the value as a number. 0 or less switches the feature off in the other tool: the
-    result is then a Lacks, so that tightfit's field is left out."""
+    """Return the value as a number. 0 or less switches the feature off in the other tool: then
+    tightfit's field is left out (Lacks, with the reason)."""
     found = number(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def count(value: Any) -> int | Lacks:
-    """Return the value as a whole number. 0 or less switches the feature off in the other tool: the
-    result is then a Lacks, so that tightfit's field is left out."""
+    """Return the value as a whole number. 0 or less switches the feature off in the other tool:
+    then tightfit's field is left out (Lacks, with the reason)."""
     found = whole(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def seed(value: Any) -> int | Lacks:
-    """Return the seed, a whole number. A negative seed makes the tool draw a random one: the result
-    is then a Lacks, so that the field is left out and tightfit uses its default, 0."""
+    """Return the seed, a whole number. A negative seed makes the tool draw a random one: then the
+    field is left out (Lacks, with the reason), and tightfit uses its default, 0."""
     found = whole(value)
     return found if found >= 0 else Lacks("the tool draws a seed; tightfit's is 0 if left out", is_lost=False)
 
@@ -82,7 +82,7 @@ def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any
     as lower case.
 
     words      word in lower case (or a bool or a number) -> the result of the conversion
-    otherwise  the reason for the Lacks that the conversion returns for all other words; if empty,
+    otherwise  if not empty, the conversion returns Lacks(otherwise) for all other words; if empty,
                it raises ValueError for them
     """
 
@@ -173,8 +173,8 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
 def optimizer(value: Any) -> OptimizerChoice | Lacks:
     """Return the tightfit optimizer, as an OptimizerChoice, for the name of another tool's
     optimizer. The name may include the type of the states: "adamw_bnb_8bit" becomes adamw with
-    plan.states: 8-bit. For an optimizer that tightfit does not have, return a Lacks ("no
-    counterpart", with the reason)."""
+    plan.states: 8-bit. For an optimizer that tightfit does not have, there is no counterpart
+    (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2].lower()
     return OPTIMIZERS.get(word) or Lacks(f"tightfit has no optimizer {value}")
 
@@ -213,7 +213,7 @@ SCHEDULES: Mapping[str, ScheduleChoice] = {
 def schedule(value: Any) -> ScheduleChoice | Lacks:
     """Return the tightfit schedule, as a ScheduleChoice, for the name of another tool's
     learning-rate schedule: "constant_with_warmup" becomes constant with train.warmup. For a
-    schedule that tightfit does not have, return a Lacks ("no counterpart", with the reason)."""
+    schedule that tightfit does not have, there is no counterpart (Lacks, with the reason)."""
     return SCHEDULES.get(text(value).rpartition(".")[2].lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
@@ -248,7 +248,7 @@ def wide(value: Any) -> str:
 def report_to(value: Any) -> list[str] | Lacks:
     """Return a list of those trackers of the value that tightfit has, too: "tensorboard", "wandb"
     and "mlflow". "all" gives these three, and "none" gives an empty list. If the value names only
-    other trackers, return a Lacks ("no counterpart", with the reason)."""
+    other trackers, there is no counterpart (Lacks, with the reason)."""
     words = [value] if isinstance(value, str) else list(value)
     known = [word for word in ("tensorboard", "wandb", "mlflow") if word in words or words == ["all"]]
     if words in (["none"], []):
@@ -296,8 +296,8 @@ def reshard(value: Any) -> tuple[int, bool]:
 
 
 def offload_all(value: Any) -> tuple[str, ...]:
-    """Return ("states", "gradients", "parameters"), which are offloaded to the CPU, for true.
-    Return () for false."""
+    """Return ("states", "gradients", "parameters") for true: these are offloaded to the CPU. Return
+    () for false."""
     return ("states", "gradients", "parameters") if flag(value) else ()
 
 

@@ -56,7 +56,7 @@ def _optimizer(value: Any) -> OptimizerChoice | Lacks:
     """Return the tightfit optimizer for the name of DeepSpeed's. "Adam" becomes adamw, because
     DeepSpeed's Adam decouples weight decay. "AdamW", "Lamb", "Lion", "Muon" and "SGD" become the
     optimizers of these names. For an optimizer that tightfit does not have, such as "OneBitAdam",
-    return a Lacks ("no counterpart", with the reason)."""
+    there is no counterpart (Lacks, with the reason)."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
@@ -69,14 +69,14 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """Return a Lacks, because this key sets no field. A warm-up from 0 needs no counterpart:
+    """Return Lacks, with the reason: this key sets no field. A warm-up from 0 needs no counterpart:
     tightfit also warms up from 0. A warm-up from another rate has none."""
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 
 def _total_steps(value: Any) -> int | Lacks:
-    """Return the number of steps. For 0 or less, return a Lacks: the field is left out. The
-    training script may end the training earlier."""
+    """Return the number of steps. For 0 or less, the field is left out (Lacks, with the reason).
+    The training script may end the training earlier."""
     return count(value)
 
 

@@ -52,7 +52,7 @@ _EVALUATION = "tightfit evaluates train.evaluate_samples samples every train.eva
 def _precision(value: Any) -> str | Lacks:
     """Return tightfit's name of a precision: "fp32" for "32-true", "fp16-mixed" for "16-mixed", and
     "fp16-true" for "16-true". "bf16-mixed" and "bf16-true" keep their names. For 64 bits and
-    "transformer-engine", return a Lacks ("no counterpart", with the reason). Any other value is an
+    "transformer-engine", there is no counterpart (Lacks, with the reason). Any other value is an
     error (ValueError)."""
     word = str(value).lower()
     if word in PRECISIONS:
@@ -65,15 +65,15 @@ def _precision(value: Any) -> str | Lacks:
 def _strategy(value: Any) -> tuple[int, bool] | Lacks:
     """Return (ZeRO stage, False) for the name of a strategy: stage 0 for "ddp", 3 for "fsdp", and
     1, 2 and 3 for "deepspeed_stage_1", "_2" and "_3". False says that the model is not also
-    replicated over nodes. For any other strategy, return a Lacks ("no counterpart", with the
-    reason)."""
+    replicated over nodes. For any other strategy, there is no counterpart (Lacks, with the reason).
+    """
     word = str(value).rpartition(".")[2].lower()
     return STRATEGIES.get(word) or Lacks(f"tightfit has no strategy {value}")
 
 
 def _devices(value: Any) -> int | Lacks:
     """Return the number of devices of a node; for a list of devices, its length. "auto" and -1 mean
-    all devices of the machine. For them return a Lacks: no field is set, because --nproc gives the
+    all devices of the machine. They set no field (Lacks, with the reason): --nproc gives the
     number."""
     if isinstance(value, list):
         return len(value)
@@ -86,8 +86,8 @@ def _devices(value: Any) -> int | Lacks:
 
 
 def _interval(value: Any) -> int | Lacks:
-    """Return the number of steps between two evaluations. For a fraction of an epoch, return a
-    Lacks ("no counterpart", with the reason)."""
+    """Return the number of steps between two evaluations. For a fraction of an epoch, there is no
+    counterpart (Lacks, with the reason)."""
     found = number(value)
     if found < 1 or isinstance(value, float):
         return Lacks("train.evaluate_every is a number of steps, not a share of an epoch")
@@ -95,22 +95,22 @@ def _interval(value: Any) -> int | Lacks:
 
 
 def _steps(value: Any) -> int | Lacks:
-    """Return the number of steps. For 0 or less (usually -1), return a Lacks: max_epochs decides
-    the length."""
+    """Return the number of steps. For 0 or less (usually -1), the field is left out (Lacks, with
+    the reason), and max_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Return the number of epochs. 0 or less (usually -1) means training without end: return a
-    Lacks ("no counterpart", with the reason)."""
+    """Return the number of epochs. 0 or less (usually -1) means training without end: there is no
+    counterpart (Lacks, with the reason)."""
     found = number(value)
     return found if found > 0 else Lacks("training without end: set train.steps")
 
 
 def _clip_by(value: Any) -> Lacks:
-    """Return a Lacks, because this key sets no field. "norm" needs no counterpart: tightfit also
-    clips by norm. Clipping by "value" has none."""
+    """Return Lacks, with the reason: this key sets no field. "norm" needs no counterpart, because
+    tightfit also clips by norm. "value" (clipping by value) has none."""
     return (
         Lacks("as in tightfit", False)
         if str(value) == "norm"
@@ -119,9 +119,9 @@ def _clip_by(value: Any) -> Lacks:
 
 
 def _trackers(value: Any) -> list[str] | Lacks:
-    """Return those of "tensorboard", "wandb" and "mlflow" that the value names. For true, false or
-    null, return a Lacks: no field is set. For only other loggers, return a Lacks ("no counterpart",
-    with the reason)."""
+    """Return those of "tensorboard", "wandb" and "mlflow" that the value names. true, false and
+    null set no field (Lacks, with the reason). For only other loggers, there is no counterpart
+    (Lacks, with the reason)."""
     if value in (True, False, None):
         return Lacks("tightfit writes TensorBoard's files unless train.trackers says otherwise", False)
     shown = str(value).lower()

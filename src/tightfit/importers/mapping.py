@@ -38,7 +38,7 @@ class Key:
     name        the key with its sections, joined by dots, such as fp16.enabled; * matches any
                 characters
     field       tightfit's field, such as train.learning_rate; empty if tightfit has no such field
-    convert     a function that converts the key's value to the field's value. It returns a Lacks if
+    convert     a function that converts the key's value to the field's value. It returns `Lacks` if
                 the value sets no field, and raises ValueError for a value that the tool itself
                 would not accept
     part        if several keys determine the field together: the name under which `Draft.parts`

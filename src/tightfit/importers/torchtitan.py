@@ -42,14 +42,14 @@ _QUANT = "tightfit's float8 is chosen by plan.float8, for the blocks' linear lay
 
 def _batch(value: Any) -> int | Lacks:
     """Return the number of samples of a step on all devices. For -1, which means local_batch_size x
-    data ranks, return a Lacks: the field is computed from these two."""
+    data ranks, the field is left out (Lacks, with the reason): it is computed from these two."""
     found = whole(value)
     return found if found > 0 else Lacks("it follows from local_batch_size and the data ranks", is_lost=False)
 
 
 def _data(value: Any) -> str | Lacks:
     """Return the hub id "allenai/c4" for "c4". Any other name is a data set of torchtitan's own:
-    return a Lacks ("no counterpart", with the reason)."""
+    there is no counterpart (Lacks, with the reason)."""
     return "allenai/c4" if value == "c4" else Lacks(f"{value} is a data set of torchtitan's own")
 
 
@@ -61,7 +61,7 @@ def _shard(value: Any) -> int:
 
 def _mode(value: Any) -> str | Lacks:
     """Return the mode of activation checkpointing: "none", "selective" or "full". For
-    "memory_budget", return a Lacks ("no counterpart", with the reason). Any other mode is an error
+    "memory_budget", there is no counterpart (Lacks, with the reason). Any other mode is an error
     (ValueError)."""
     word = str(value).lower()
     if word == "memory_budget":
@@ -74,15 +74,15 @@ def _mode(value: Any) -> str | Lacks:
 def _pipeline(value: Any) -> str | Lacks:
     """Return tightfit's name of a pipeline schedule: "1f1b" for "1F1B", "gpipe" for "GPipe",
     "interleaved" for "Interleaved1F1B", and "zero-bubble" for "ZBVZeroBubble",
-    "InterleavedZeroBubble" and "DualPipeV". For any other schedule, return a Lacks ("no
-    counterpart", with the reason)."""
+    "InterleavedZeroBubble" and "DualPipeV". For any other schedule, there is no counterpart (Lacks,
+    with the reason)."""
     return SCHEDULES.get(str(value).lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def _converters(value: Any) -> str | Lacks:
     """Return "tensorwise" if the only converter is float8; if the file also names a float8 recipe,
-    the recipe decides instead. For an empty list, return a Lacks: no field is set. For other
-    converters, return a Lacks ("no counterpart", with the reason)."""
+    the recipe decides instead. An empty list sets no field (Lacks, with the reason). For other
+    converters, there is no counterpart (Lacks, with the reason)."""
     names = list(value) if isinstance(value, list | tuple) else [value]
     if not names:
         return Lacks("there are none", is_lost=False)
@@ -100,7 +100,7 @@ def _recipe(value: Any) -> str:
 def _decay(value: Any) -> str | Lacks:
     """Return "linear" or "cosine", the shape in which the learning rate decays until the end of the
     training. If the file also has a decay_ratio, the schedule becomes warmup-stable-decay. For any
-    other shape, return a Lacks ("no counterpart", with the reason)."""
+    other shape, there is no counterpart (Lacks, with the reason)."""
     word = str(value).lower()
     return word if word in ("linear", "cosine") else Lacks(f"tightfit has no decay {value}")
 

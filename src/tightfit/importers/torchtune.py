@@ -36,18 +36,18 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """Return a Lacks, because this key sets no field: config.json in the folder of the weights
-    describes the model. A model builder with "lora" in its name has no counterpart, because
-    adapters are not imported."""
+    """Return Lacks, with the reason: this key sets no field, because config.json in the folder of
+    the weights describes the model. A model builder with "lora" in its name has no counterpart,
+    because adapters are not imported."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 
 
 def _loss(value: Any) -> int | Lacks:
     """Return 1024, the tokens of a chunk (plan.chunked_loss), for "LinearCrossEntropyLoss" and
-    "CEWithChunkedOutputLoss". For "CrossEntropyLoss", return a Lacks: it needs no counterpart,
-    because it is the loss of tightfit's language models, too. For any other loss, return a Lacks
-    ("no counterpart", with the reason)."""
+    "CEWithChunkedOutputLoss". "CrossEntropyLoss" sets no field (Lacks, with the reason): it is the
+    loss of tightfit's language models, too. For any other loss, there is no counterpart (Lacks,
+    with the reason)."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
@@ -64,7 +64,7 @@ def _recipe_step(value: Any) -> str | Lacks:
 
 def _tracker(value: Any) -> list[str] | Lacks:
     """Return ["tensorboard"] for "TensorBoardLogger", ["wandb"] for "WandBLogger" and ["mlflow"]
-    for "MLFlowLogger". For any other logger, return a Lacks: no field is set."""
+    for "MLFlowLogger". Any other logger sets no field (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2].lower()
     for name in ("tensorboard", "wandb", "mlflow"):
         if name in word:

@@ -47,14 +47,14 @@ CODE = "tightfit runs no code of the hub"
 
 
 def _steps(value: Any) -> int | Lacks:
-    """Return the number of steps. For 0 or less (usually -1), return a Lacks: num_train_epochs
-    decides the length."""
+    """Return the number of steps. For 0 or less (usually -1), the field is left out (Lacks, with
+    the reason), and num_train_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Return the number of epochs. For 0 or less, return a Lacks: the field is left out."""
+    """Return the number of epochs. For 0 or less, the field is left out (Lacks, with the reason)."""
     return positive(value)
 
 
@@ -92,8 +92,8 @@ def fsdp(value: Any) -> tuple[int, bool] | Lacks:
 
 
 def _version(value: Any) -> Lacks:
-    """Return a Lacks, because this key sets no field: tightfit chooses how it shards, and uses
-    neither version of FSDP."""
+    """Return Lacks, with the reason: this key sets no field, because tightfit chooses how it
+    shards, and uses neither version of FSDP."""
     return Lacks("tightfit shards by itself, neither with FSDP 1 nor 2", is_lost=False)
 
 
