@@ -106,7 +106,7 @@ class WholeRun:
     hours: float
     device_hours: float
     samples: int
-    tokens: float | None
+    tokens: int | None
     price: float | None
     cost: float | None
 
@@ -145,7 +145,7 @@ def whole_run(job: Job, predicted: Mapping[str, Any], length: Length, price: flo
         hours=hours,
         device_hours=device_hours,
         samples=length.steps * job.train.batch,
-        tokens=None if tokens_per_s is None else tokens_per_s * step_s * length.steps,
+        tokens=None if tokens_per_s is None else round(tokens_per_s * step_s * length.steps),
         price=price,
         cost=None if price is None else price * device_hours,
     )
