@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tightfit.errors import InputError
 from tightfit.job_sections.checks import refuse_plain
-from tightfit.job_sections.data import DataSpec
+from tightfit.job_sections.data import DataSpec, SourceSpec
 from tightfit.job_sections.evaluation import Evaluation, with_fields_of
 from tightfit.job_sections.model import LoraSpec, ModelSpec, flat_model
 from tightfit.job_sections.paths import with_absolute_paths
@@ -160,6 +160,21 @@ class Job(Value):
                 "job: train.keep_best",
                 "train.checkpoint_every is never, so no checkpoint is saved",
                 "set train.checkpoint_every: end, or leave out train.keep_best",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        """Check what a stream of unknown length needs."""
+        if not isinstance(self.data, DataSpec) or not self.data.streaming:
+            return self
+        if self.train.steps is None:
+            raise InputError("job: data.streaming", "gives the data no known length", "set train.steps: 1000")
+        if self.evaluate_every is not None and (self.evaluate is None or self.evaluate.data is None):
+            raise InputError(
+                "job: data.streaming",
+                "holds out no samples for the evaluations that the job asks for",
+                "give evaluate.data, such as {jsonl: evaluation.jsonl}, or leave out train.evaluate_every",
             )
         return self
 
@@ -332,6 +347,7 @@ __all__ = [
     "ModelSpec",
     "ParameterGroup",
     "PythonSpec",
+    "SourceSpec",
     "Train",
     "apply_change",
 ]

@@ -90,6 +90,8 @@ class Ledger:
     seconds             purpose -> seconds of work that is done once in a step
     ahead               the keys of `seconds` whose work overlaps with the step's computation
     sample_s            measured seconds to prepare one sample
+    stream_bytes        the most bytes of host memory that a process needs to read streamed data; 0
+                        if data is not streamed
     host                purpose -> bytes of host memory that are not this device's memory
     passing             purpose -> bytes of host memory that are used only before the first step or
                         between steps
@@ -132,6 +134,7 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     ahead: frozenset[str] = frozenset()
     sample_s: float = 0.0
+    stream_bytes: float = 0.0
     host: dict[str, float] = field(default_factory=dict)
     passing: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)

@@ -11,6 +11,7 @@ import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tightfit.data.order import Integers
 from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import TextSource
 from tightfit.data.tokenizer import SpecialTokens
-from tightfit.data.tokens import Mask, TokenFile
+from tightfit.data.tokens import Mask, TokenFile, plain_backend, token_dtype
 from tightfit.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -43,28 +44,23 @@ def conversation_tokens(
     Raises InputError also if the chat template is not valid, or if it renders the first messages of
     a conversation differently when others follow, so that the tokens that count cannot be found.
     """
-    backend = renderer.tokenizer.backend_tokenizer
-    backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
-    backend.no_padding()
+    backend = plain_backend(renderer.tokenizer)
     identity = ["conversations", source.identity, backend.to_str(), special.end, renderer.identity, skip_damaged]
 
     def make(folder: Path) -> None:
-        damage, roles, written = DamagePolicy(skip_damaged), set(), 0.0
-        dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
-        before = _leading_tokens(backend)
+        damage, written = DamagePolicy(skip_damaged), 0.0
+        roles: set[str] = set()
+        dtype = token_dtype(special)
         offsets, first_counted = array("q", [0]), array("q")
         with (folder / "text.bin").open("wb") as ids_file, (folder / "counted.bin").open("wb") as counted_file:
-            for batch in _batches(_conversations(source, damage)):
-                roles |= {message["role"] for conversation in batch for message in conversation.messages}
-                rendered = list(_rendered(batch, renderer, damage))
-                encodings = backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
-                for one, encoding in zip(rendered, encodings, strict=True):
-                    ids, counted = _tokens(one, encoding, before, special.end)
-                    np.array(ids, dtype=dtype).tofile(ids_file)
-                    counted.tofile(counted_file)
-                    offsets.append(offsets[-1] + len(ids))
-                    first_counted.append(_first_counted(counted))
-                written += sum(len(one.text) for one in rendered) / 1e6
+            for batch in tokenized_conversations(source, renderer, special, damage):
+                for one in batch:
+                    roles |= one.roles
+                    np.array(one.ids, dtype=dtype).tofile(ids_file)
+                    one.counted.tofile(counted_file)
+                    offsets.append(offsets[-1] + len(one.ids))
+                    first_counted.append(one.first_counted)
+                    written += one.characters / 1e6
                 _log.info("tokenizing %s: %.0f million characters so far", source.name, written)
         np.save(folder / "text-offsets.npy", np.array(offsets, dtype=np.int64))
         np.save(folder / "first-counted.npy", np.array(first_counted, dtype=np.int64))
@@ -74,31 +70,78 @@ def conversation_tokens(
     return TokenFile(cached_folder("tokens", identity, make))
 
 
+@dataclass(frozen=True)
+class TokenizedConversation:
+    """The tokens of a conversation.
+
+    ids            the token ids
+    counted        (tokens,) which of them count in the loss
+    first_counted  the position, from 1 on, of the first token that counts in the loss. Position 0
+                   is left out, because no earlier token predicts it. The number of tokens if there
+                   is none
+    roles          the roles of the messages
+    characters     the length of the rendered text
+    """
+
+    ids: list[int]
+    counted: Mask
+    roles: frozenset[str]
+    characters: int
+
+    @property
+    def first_counted(self) -> int:
+        places = np.flatnonzero(self.counted[1:])
+        return int(places[0]) + 1 if len(places) else len(self.counted)
+
+
+def tokenized_conversations(
+    source: TextSource,
+    renderer: Renderer,
+    special: SpecialTokens,
+    damage: DamagePolicy,
+    characters: int = _BATCH_CHARACTERS,
+) -> Iterator[list[TokenizedConversation]]:
+    """Yield the tokens of a source's conversations in lists of about so many characters. A
+    conversation that the chat template refuses is damaged."""
+    backend = plain_backend(renderer.tokenizer)
+    before = _leading_tokens(backend)
+    for batch in _batches(_conversations(source, damage), characters):
+        pairs = list(_rendered(batch, renderer, damage))
+        encodings = backend.encode_batch([one.text for _, one in pairs], add_special_tokens=False)
+        found = []
+        for (roles, one), encoding in zip(pairs, encodings, strict=True):
+            ids, counted = _tokens(one, encoding, before, special.end)
+            found.append(TokenizedConversation(ids, counted, roles, len(one.text)))
+        yield found
+
+
 def _conversations(source: TextSource, damage: DamagePolicy) -> Iterator[Conversation]:
     for document in source.documents(damage):
         assert isinstance(document, Conversation)
         yield document
 
 
-def _rendered(batch: list[Conversation], renderer: Renderer, damage: DamagePolicy) -> Iterator[Rendered]:
-    """Yield each conversation rendered as text. A conversation that the chat template refuses is
-    reported to `damage` and left out."""
+def _rendered(
+    batch: list[Conversation], renderer: Renderer, damage: DamagePolicy
+) -> Iterator[tuple[frozenset[str], Rendered]]:
+    """Yield (the roles of a conversation, its rendered text) for each conversation. One that the
+    chat template refuses is reported to `damage` and left out."""
     for conversation in batch:
         try:
-            yield renderer.render(conversation)
+            yield frozenset(message["role"] for message in conversation.messages), renderer.render(conversation)
         except RefusedMessages as error:
             damage.report(conversation.location, str(error))
 
 
-def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    """Yield the conversations in lists that have about a million characters each. The tokenizer
+def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator[list[Conversation]]:
+    """Yield the conversations in lists that have about so many characters each. The tokenizer
     encodes the conversations of a list in parallel."""
     batch: list[Conversation] = []
     size = 0
     for one in conversations:
         batch.append(one)
         size += len(one.text)
-        if size > _BATCH_CHARACTERS:
+        if size > characters:
             yield batch
             batch, size = [], 0
     if batch:
@@ -153,16 +196,6 @@ def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
     return found
 
 
-def _first_counted(counted: Mask) -> int:
-    """Return the position, from 1 on, of the first token that counts in the loss. Position 0 is
-    left out, because no earlier token predicts it. Return the number of tokens if there is none.
-
-    counted: (tokens,) bool, which tokens count. Example: [True, False, True] gives 2.
-    """
-    places = np.flatnonzero(counted[1:])
-    return int(places[0]) + 1 if len(places) else len(counted)
-
-
 def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integers, int, int]:
     """Choose the conversations that have a token to train on among their first `length` tokens.
 
@@ -192,4 +225,10 @@ def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integ
     return kept, int((lengths > length).sum()), len(lengths) - len(kept)
 
 
-__all__ = ["conversation_tokens", "kept_conversations", "overlapping"]
+__all__ = [
+    "TokenizedConversation",
+    "conversation_tokens",
+    "kept_conversations",
+    "overlapping",
+    "tokenized_conversations",
+]

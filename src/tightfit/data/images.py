@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor
 
 from tightfit.data.cache import cached_folder, stamps
+from tightfit.data.datasets_library import DatasetRows, dataset_rows
 from tightfit.data.order import Integers, split_ranges
 from tightfit.data.samples import DamagePolicy, ModelInput, one_sample
-from tightfit.data.text import find_files, load_dataset
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 from tightfit.job_sections.paths import expand_path
@@ -90,21 +90,20 @@ class ImageColumn:
     column  the name of the column with the images
     """
 
-    folder: Path
-    rows: Any
+    source: DatasetRows
     column: str
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.source.rows)
 
     def location(self, index: int) -> str:
-        return f"{self.folder}: row {index + 1}"
+        return f"{self.source.name}: row {index + 1}"
 
     def open(self, index: int) -> None:
         """Do nothing. A dataset returns only decoded images, so there is no header to read."""
 
     def image(self, index: int, size: int) -> Image.Image:
-        image = self.rows[index][self.column]
+        image = self.source.rows[index][self.column]
         if image is None:
             raise ValueError("no image")
         return image
@@ -213,9 +212,9 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
     if spec.images is not None:
         files, labels = class_folders(expand_path(spec.images))
         return _samples(spec, model, ImageFiles(files), labels, stamps(files))
-    folder = Path(str(spec.dataset))
-    column, labels = _image_column(folder, spec.label_field)
-    return _samples(spec, model, column, labels, stamps(find_files("dataset", str(folder))))
+    source = dataset_rows(spec)
+    column, labels = _image_column(source, spec.label_field)
+    return _samples(spec, model, column, labels, source.identity)
 
 
 def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
@@ -263,11 +262,10 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
     return files, np.array(labels, dtype=np.int64)
 
 
-def _image_column(folder: Path, label_field: str) -> tuple[ImageColumn, Integers]:
+def _image_column(source: DatasetRows, label_field: str) -> tuple[ImageColumn, Integers]:
     import datasets
 
-    rows = load_dataset(folder)
-    asked = f"data: dataset={folder}"
+    rows, asked = source.rows, source.asked
     columns = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
     if not columns:
         raise InputError(
@@ -282,7 +280,7 @@ def _image_column(folder: Path, label_field: str) -> tuple[ImageColumn, Integers
     labels = np.array(rows[label_field][:])
     if labels.dtype.kind not in "iu":
         raise InputError(asked, f"column {label_field!r} holds no whole numbers", "number the classes from 0")
-    return ImageColumn(folder, rows, columns[0]), labels.astype(np.int64)
+    return ImageColumn(source, columns[0]), labels.astype(np.int64)
 
 
 def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Integers, identity: Any) -> ImageSamples:

@@ -21,6 +21,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,6 +89,17 @@ def permute(places: Integers, count: int, secret: int) -> Integers:
     return found.astype(np.int64)
 
 
+def shuffled_epochs(positions: Integers, count: int, seed: int) -> tuple[Integers, Integers]:
+    """Return (numbers in [0, count), epochs) for positions of a stream of permutations of [0,
+    count), one permutation for each epoch."""
+    epochs, places = np.divmod(positions, count)
+    found = np.empty_like(places)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        found[here] = permute(places[here], count, hash_numbers(seed, epoch))
+    return found, epochs
+
+
 @dataclass(frozen=True)
 class Order:
     """Computes which samples are held out for evaluation, and in which order the others are used
@@ -121,21 +133,16 @@ class Order:
         The result is (indices, epochs), two arrays of shape (stop - start,): the index of each
         sample in the data, and the epoch in which it is read.
         """
-        if stop - start >= _CHUNK:
-            return self._compute(start, stop)
-        first, last = start // _CHUNK, max(stop - 1, start) // _CHUNK
-        chunks = [_chunk(self, number) for number in range(first, last + 1)]
-        indices, epochs = chunks[0] if len(chunks) == 1 else map(np.concatenate, zip(*chunks, strict=True))
-        here = slice(start - first * _CHUNK, stop - first * _CHUNK)
-        return indices[here], epochs[here]
+        return in_chunks(self, start, stop)
 
-    def _compute(self, start: int, stop: int) -> tuple[Integers, Integers]:
+    def compute(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Compute what `training_samples` returns."""
-        epochs, places = np.divmod(np.arange(start, stop, dtype=np.int64), self.training_count)
-        inner = np.empty_like(places)
-        for epoch in range(start // self.training_count, -(-stop // self.training_count)):
-            here = epochs == epoch
-            inner[here] = permute(places[here], self.training_count, hash_numbers(self.seed, epoch))
+        return self.samples_at(np.arange(start, stop, dtype=np.int64))
+
+    def samples_at(self, positions: Integers) -> tuple[Integers, Integers]:
+        """Return (indices, epochs) like `training_samples`, for any positions, in the order of
+        `positions`."""
+        inner, epochs = shuffled_epochs(positions, self.training_count, self.seed)
         return self._split(inner), epochs
 
     def held_out(self, limit: int) -> Integers:
@@ -150,11 +157,31 @@ class Order:
         )
 
 
+class Computed(Protocol):
+    """An order whose samples `in_chunks` reads: it is hashable, and `compute(start, stop)` returns
+    what `training_samples` of the same positions returns."""
+
+    def __hash__(self) -> int: ...
+
+    def compute(self, start: int, stop: int) -> tuple[Integers, Integers]: ...
+
+
+def in_chunks(order: Computed, start: int, stop: int) -> tuple[Integers, Integers]:
+    """Return what `order.compute(start, stop)` returns, from chunks of positions that are kept."""
+    if stop - start >= _CHUNK:
+        return order.compute(start, stop)
+    first, last = start // _CHUNK, max(stop - 1, start) // _CHUNK
+    chunks = [_chunk(order, number) for number in range(first, last + 1)]
+    indices, epochs = chunks[0] if len(chunks) == 1 else map(np.concatenate, zip(*chunks, strict=True))
+    here = slice(start - first * _CHUNK, stop - first * _CHUNK)
+    return indices[here], epochs[here]
+
+
 @functools.lru_cache(maxsize=8)
-def _chunk(order: Order, number: int) -> tuple[Integers, Integers]:
-    """Return `order.training_samples` of the positions from number * _CHUNK to (number + 1) *
-    _CHUNK. The few samples of a step would take as long as these."""
-    return order._compute(number * _CHUNK, (number + 1) * _CHUNK)
+def _chunk(order: Computed, number: int) -> tuple[Integers, Integers]:
+    """Return the samples of the positions from number * _CHUNK to (number + 1) * _CHUNK. The few
+    samples of a step would take as long to compute as these."""
+    return order.compute(number * _CHUNK, (number + 1) * _CHUNK)
 
 
 def split_ranges(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,17 +75,7 @@ class SegmentRows:
         first token of a segment never counts, because no earlier token of the segment predicts it.
         The position ids start at 0 in each segment. Padding is like a last segment without labels.
         """
-        rows = [self._row(index) for index in indices]
-        length = self.length if self.separate else max(len(ids) for ids, _, _ in rows)
-        ids = np.full((len(rows), length), self.pad, dtype=np.int64)
-        labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
-        positions = np.empty((len(rows), length), dtype=np.int64)
-        for number, (row, counted, places) in enumerate(rows):
-            ids[number, : len(row)] = row
-            labels[number, : len(row)] = np.where(counted, row, IGNORED)
-            positions[number, : len(row)] = places
-            positions[number, len(row) :] = np.arange(length - len(row))
-        return ids, labels, positions
+        return stack_segments(map(self._row, indices), self.length if self.separate else None, self.pad)
 
     def _row(self, index: int) -> tuple[Integers, Mask, Integers]:
         chosen = slice(self.firsts[index], self.firsts[index + 1])
@@ -97,6 +88,30 @@ class SegmentRows:
     def _segment_lengths(self, index: int) -> Integers:
         chosen = slice(self.firsts[index], self.firsts[index + 1])
         return self.stops[chosen] - self.starts[chosen]
+
+
+def stack_segments(
+    rows: Iterable[tuple[Integers, Mask, Integers]], length: int | None, pad: int
+) -> tuple[Integers, Integers, Integers]:
+    """Return (token ids, labels, position ids), each (B, L) int64, of rows of different lengths.
+
+    rows    (token ids, which of them count, position ids) of each row
+    length  L; None for that of the longest row
+
+    The label of a token is its id if it counts, else IGNORED. The padding continues as a segment of
+    its own, without labels.
+    """
+    rows = list(rows)
+    length = max(len(ids) for ids, _, _ in rows) if length is None else length
+    ids = np.full((len(rows), length), pad, dtype=np.int64)
+    labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
+    positions = np.empty((len(rows), length), dtype=np.int64)
+    for number, (row, counted, places) in enumerate(rows):
+        ids[number, : len(row)] = row
+        labels[number, : len(row)] = np.where(counted, row, IGNORED)
+        positions[number, : len(row)] = places
+        positions[number, len(row) :] = np.arange(length - len(row))
+    return ids, labels, positions
 
 
 @dataclass(frozen=True)
@@ -210,4 +225,12 @@ def in_separate_segments(position_ids: Any) -> bool:
     return bool((position_ids[:, 1:] - position_ids[:, :-1] != 1).any())
 
 
-__all__ = ["SegmentRows", "SegmentSamples", "in_separate_segments", "pack", "padded_rows", "separate_rows"]
+__all__ = [
+    "SegmentRows",
+    "SegmentSamples",
+    "in_separate_segments",
+    "pack",
+    "padded_rows",
+    "separate_rows",
+    "stack_segments",
+]

@@ -7,27 +7,32 @@ document has its file and line, for error messages. No reader holds a full file 
 
 from __future__ import annotations
 
-import glob
 import io
 import itertools
 import json
-import os
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from tightfit.data.cache import stamps
+from tightfit.data.datasets_library import DatasetRows, DatasetStream, dataset_rows, dataset_stream, file_stream
 from tightfit.data.long_records import LONG, LongRecord, incomplete
 from tightfit.data.samples import DamagePolicy
+from tightfit.data.source_files import (
+    JSON_ENDINGS,
+    PARQUET_ENDINGS,
+    PYTHON_STDLIB,
+    as_list,
+    find_files,
+    is_remote,
+    readable_files,
+    stdlib_files,
+)
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
-from tightfit.job_sections.paths import expand_path
 from tightfit.values import nearest
 
-PYTHON_STDLIB = "python-stdlib"
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BLOCK_BYTES = 1 << 20
 _PARQUET_ROWS = 256  # rows of a parquet file that are decoded at once
 
@@ -140,8 +145,8 @@ class TextSource:
 
     name        the source's name in messages
     identity    JSON-like content that changes when the files or the fields to read change: the key
-                of the cache
-    size_bytes  the size of all files together
+                of the cache. None for a stream, whose content is not known before it is read
+    size_bytes  the size of all files together; 0 for a stream
     columns     says which fields of each row are read
     documents   yields all documents, from the first one at each call; reports damaged rows to the
                 DamagePolicy that it is given
@@ -157,9 +162,14 @@ class TextSource:
 def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
     """Return the source of the text that `spec` names by its field text, jsonl, parquet or dataset.
 
+    With `spec.streaming`, nothing is copied into the cache: files at URLs and data sets are read
+    while the documents are.
+
     columns: says which fields of each row are read. Raises InputError if there are no such files,
     or if `columns` needs several fields of plain text, which has no fields.
     """
+    if spec.streaming and (stream := _open_stream(spec)) is not None:
+        return TextSource(str(spec), None, 0, columns, lambda damage: _read_dataset(stream, columns, damage))
     if spec.text is not None:
         if len(columns.names) > 1:
             raise InputError(
@@ -172,14 +182,38 @@ def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
             _refuse_parquet(file)
         return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
     if spec.jsonl is not None:
-        files = find_files("jsonl", spec.jsonl, (".jsonl", ".json", ".ndjson"))
+        files = find_files("jsonl", spec.jsonl, JSON_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_jsonl(files, columns, damage))
     if spec.parquet is not None:
-        files = find_files("parquet", spec.parquet, (".parquet",))
+        files = find_files("parquet", spec.parquet, PARQUET_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_parquet(files, columns, damage))
-    folder = Path(str(spec.dataset))
-    files = find_files("dataset", str(folder))
-    return _source(str(folder), files, columns, lambda damage: _read_dataset(folder, columns, damage))
+    rows = dataset_rows(spec)
+    identity = [rows.identity, columns.identity]
+    return TextSource(
+        str(spec), identity, rows.size_bytes, columns, lambda damage: _read_dataset(rows, columns, damage)
+    )
+
+
+def _open_stream(spec: DataSpec) -> DatasetRows | DatasetStream | None:
+    """Return a stream of the data set or of the files at URLs that `spec` names; None for local
+    files, whose readers hold little memory."""
+    if spec.dataset is not None:
+        return dataset_stream(spec)
+    if spec.text is not None:
+        if any(map(is_remote, as_list(spec.text))):
+            raise InputError(
+                f"data: text={spec.text}",
+                "plain text at a URL cannot be streamed, because each file would be held in memory",
+                "use data.jsonl or data.parquet, or leave out data.streaming, which copies the files into the cache",
+            )
+        return None
+    name, given, endings = (
+        ("jsonl", spec.jsonl, JSON_ENDINGS) if spec.jsonl else ("parquet", spec.parquet, PARQUET_ENDINGS)
+    )
+    if not any(map(is_remote, as_list(given))):
+        return None
+    files = [file for one in as_list(given) for file in readable_files(name, one, endings)]
+    return file_stream(f"data: {name}={given}", "json" if name == "jsonl" else name, files)
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
@@ -224,59 +258,6 @@ def _source(
 ) -> TextSource:
     seen = stamps(files)
     return TextSource(name, [seen, columns.identity], sum(size for _, size, _ in seen), columns, read)
-
-
-def stdlib_files() -> list[Path]:
-    """Return the source files of the running Python's standard library, without its tests: about
-    12 MB of text that every machine has."""
-    files: list[Path] = []
-    for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk visits only these
-        files += [Path(place, name) for name in names if name.endswith(".py")]
-    return sorted(files)
-
-
-def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that `given` names: a file, all files in a folder and its sub-folders
-    (hidden ones excepted), the files that match a glob, or a list of these.
-
-    field    the field of the job's data that has this value, for messages
-    endings  take only files with one of these endings from a folder; () takes all
-
-    Raises InputError if there are no such files.
-    """
-    if isinstance(given, list):
-        return [file for one in given for file in find_files(field, one, endings)]
-    path = expand_path(given)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = _files_below(path, endings)
-        if not files:
-            kinds = f" ending in {' or '.join(endings)}" if endings else ""
-            raise InputError(
-                f"data: {field}={given}", f"this folder contains no files{kinds}", "name a file, or another folder"
-            )
-        return files
-    files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-    if not files:
-        raise InputError(f"data: {field}={given}", "no such file or folder", _nearest_path_fix(path))
-    return files
-
-
-def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    inside = (file for file in folder.rglob("*") if file.is_file())
-    shown = (file for file in inside if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    return sorted(file for file in shown if not endings or file.suffix.lower() in endings)
-
-
-def _nearest_path_fix(path: Path) -> str:
-    """Return the remedy that an error message gives for a path that does not exist, such as the
-    nearest name in its folder."""
-    if glob.has_magic(str(path)) or not path.parent.is_dir():
-        return "check the path; relative paths start at the job file's folder"
-    names = sorted(other.name for other in path.parent.iterdir())
-    return nearest(path.name, names[:20]) if names else f"put data into {path.parent}, which is empty"
 
 
 def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
@@ -434,17 +415,20 @@ def _read_parquet(files: list[Path], columns: RowFormat, damage: DamagePolicy) -
             damage.report(str(file), f"not readable as parquet after row {number} ({error})")
 
 
-def _read_dataset(folder: Path, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
-    rows = load_dataset(folder)
-    missing = [name for name in columns.names if name not in rows.column_names]
-    if missing:
-        raise InputError(
-            f"data: dataset={folder}",
-            f"has no column {missing[0]!r}; it has {', '.join(rows.column_names)}",
-            f"{_field_fix(columns, missing[0])} ({nearest(missing[0], rows.column_names)})",
-        )
-    for number, row in enumerate(rows.select_columns(_present(columns, rows.column_names)), 1):
-        yield from columns.documents(f"{folder}: row {number}", row, damage)
+def _read_dataset(source: DatasetRows | DatasetStream, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
+    rows = source.rows
+    known = rows.column_names  # None for a stream that does not say
+    if known is not None:
+        missing = next((name for name in columns.names if name not in known), None)
+        if missing is not None:
+            raise InputError(
+                source.asked,
+                f"has no column {missing!r}; it has {', '.join(known)}",
+                f"{_field_fix(columns, missing)} ({nearest(missing, known)})",
+            )
+        rows = rows.select_columns(_present(columns, known))
+    for number, row in enumerate(source.read(rows), 1):
+        yield from columns.documents(f"{source.name}: row {number}", row, damage)
 
 
 def _present(columns: RowFormat, known: list[str]) -> list[str]:
@@ -455,33 +439,6 @@ def _present(columns: RowFormat, known: list[str]) -> list[str]:
 
 def _field_fix(columns: RowFormat, missing: str) -> str:
     return f"name an existing field with {columns.names[missing]}"
-
-
-def load_dataset(folder: Path) -> Any:
-    """Return the datasets.Dataset that save_to_disk wrote to a folder. If the folder holds several
-    splits, return the split named train.
-
-    Raises InputError if the folder holds no dataset, or splits of which none is named train.
-    """
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever arrow, json or fsspec raise for a folder that is not a dataset
-        raise InputError(
-            f"data: dataset={folder}",
-            f"not a folder written by datasets.save_to_disk ({error})",
-            "save it with dataset.save_to_disk(folder)",
-        ) from None
-    if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
-            raise InputError(
-                f"data: dataset={folder}",
-                f"has the splits {', '.join(loaded)}, but no split named train",
-                f"name the folder of one split, such as {folder / next(iter(loaded))}",
-            )
-        loaded = loaded["train"]
-    return loaded.with_format(None)
 
 
 def row_damage(row: Any, columns: RowFormat) -> str | None:

@@ -116,6 +116,12 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
     Raises InputError if the vocabulary size is unknown, or less than 256 (one token for each byte)
     plus the number of special tokens.
     """
+    if source.identity is None:
+        raise InputError(
+            f"data: {source.name}",
+            "is a stream, whose content may change, so no tokenizer is trained on it",
+            "set data.tokenizer, or use a model whose folder has a tokenizer",
+        )
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
     names += CHATML_NAMES if spec.chat_template == "chatml" else []
     if size is None:

@@ -105,7 +105,7 @@ def token_file(
         damage = DamagePolicy(skip_damaged)
         writer = _Writer(folder, tokenizer, special, template)
         counted = writer.counted(source.documents(damage))
-        for batch in _batches(chunk_documents(counted, writer.encode, PIECE)):
+        for batch in batches(chunk_documents(counted, writer.encode, PIECE)):
             writer.write(batch)
             _log.info("tokenizing %s: %.0f million characters so far", source.name, writer.read)
         writer.finish(source.name, damage)
@@ -113,37 +113,43 @@ def token_file(
     return TokenFile(cached_folder("tokens", identity, make))
 
 
-def _batches(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
-    """Yield the chunks in lists that have about a million characters each. The tokenizer encodes
-    the chunks of a list in parallel, which needs about 200 bytes of memory per character."""
+def batches(pieces: Iterable[DocumentChunk], characters: int = _BATCH_CHARACTERS) -> Iterator[list[DocumentChunk]]:
+    """Yield the chunks in lists that have about so many characters each. The tokenizer encodes the
+    chunks of a list in parallel, which needs about 200 bytes of memory per character."""
     batch: list[DocumentChunk] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size > _BATCH_CHARACTERS:
+        if size > characters:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-class _Writer:
-    """Tokenizes documents and writes the files of one TokenFile folder.
+def token_dtype(special: SpecialTokens) -> np.dtype[Any]:
+    """Return the type in which token ids are stored."""
+    return np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
 
-    Wrap the documents in `counted`, call `write` for each list of chunks, and `finish` at the end.
+
+def plain_backend(tokenizer: Any) -> Any:
+    """Return the Rust tokenizer of a transformers tokenizer, which neither truncates nor pads."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
+    backend.no_padding()
+    return backend
+
+
+class ChunkEncoder:
+    """Tokenizes documents in chunks, and puts their special tokens around them.
+
+    template  whether to put the tokenizer's special tokens around each text
     """
 
-    def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
-        self.folder, self.special, self.template = folder, special, template
-        self.backend = tokenizer.backend_tokenizer
-        self.backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
-        self.backend.no_padding()
-        self.dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
-        self.written = {"text": 0, "target": 0}
-        self.offsets = {"text": array("q", [0]), "target": array("q", [0])}
-        self.labels: list[int | str] = []
-        self.read = 0.0  # millions of characters
+    def __init__(self, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
+        self.special, self.template = special, template
+        self.backend = plain_backend(tokenizer)
         self._closing: list[int] = []  # the special tokens that follow the current document
         self._last = -1  # the last token of the current document
 
@@ -151,24 +157,13 @@ class _Writer:
         """Return the token ids of a text, without special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def counted(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents unchanged. As a side effect, collect their labels and count their
-        characters, for the log."""
-        for document in documents:
-            self.read += len(document.text) / 1e6
-            if document.is_last_part and document.label is not None:
-                self.labels.append(document.label)
-            yield document
-
-    def write(self, batch: list[DocumentChunk]) -> None:
-        """Tokenize chunks, and append the token ids of each to the file of its field, text.bin or
-        target.bin."""
+    def tokens(self, batch: list[DocumentChunk]) -> Iterator[tuple[DocumentChunk, list[int]]]:
+        """Yield each chunk with its token ids. Chunks of a document must come one after another."""
         encodings = self.backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        with (self.folder / "text.bin").open("ab") as text, (self.folder / "target.bin").open("ab") as target:
-            for piece, encoding in zip(batch, encodings, strict=True):
-                self._append_chunk(piece, encoding, target if piece.field == "target" else text)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            yield piece, self._ids(piece, encoding)
 
-    def _append_chunk(self, piece: DocumentChunk, encoding: Any, file: Any) -> None:
+    def _ids(self, piece: DocumentChunk, encoding: Any) -> list[int]:
         ids = encoding.ids
         if piece.begins:
             before, self._closing = self._template_tokens(encoding) if self.template else ([], [])
@@ -177,11 +172,8 @@ class _Writer:
             ids = [*ids, *self._closing]
             if (ids[-1] if ids else self._last) != self.special.end:
                 ids = [*ids, self.special.end]
-        np.array(ids, dtype=self.dtype).tofile(file)
         self._last = -1 if piece.ends else ids[-1] if ids else self._last
-        self.written[piece.field] += len(ids)
-        if piece.ends:
-            self.offsets[piece.field].append(self.written[piece.field])
+        return ids
 
     def _template_tokens(self, encoding: Any) -> tuple[list[int], list[int]]:
         """Return (the ids of the special tokens that the tokenizer puts before a text, the ids of
@@ -195,6 +187,41 @@ class _Writer:
             if whole[before : before + len(ids)] == ids:
                 return whole[:before], whole[before + len(ids) :]
         return [], []
+
+
+class _Writer(ChunkEncoder):
+    """Tokenizes documents and writes the files of one TokenFile folder.
+
+    Wrap the documents in `counted`, call `write` for each list of chunks, and `finish` at the end.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
+        super().__init__(tokenizer, special, template)
+        self.folder = folder
+        self.dtype = token_dtype(special)
+        self.written = {"text": 0, "target": 0}
+        self.offsets = {"text": array("q", [0]), "target": array("q", [0])}
+        self.labels: list[int | str] = []
+        self.read = 0.0  # millions of characters
+
+    def counted(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield the documents unchanged. As a side effect, collect their labels and count their
+        characters, for the log."""
+        for document in documents:
+            self.read += len(document.text) / 1e6
+            if document.is_last_part and document.label is not None:
+                self.labels.append(document.label)
+            yield document
+
+    def write(self, batch: list[DocumentChunk]) -> None:
+        """Tokenize chunks, and append the token ids of each to the file of its field, text.bin or
+        target.bin."""
+        with (self.folder / "text.bin").open("ab") as text, (self.folder / "target.bin").open("ab") as target:
+            for piece, ids in self.tokens(batch):
+                np.array(ids, dtype=self.dtype).tofile(target if piece.field == "target" else text)
+                self.written[piece.field] += len(ids)
+                if piece.ends:
+                    self.offsets[piece.field].append(self.written[piece.field])
 
     def finish(self, name: str, damage: DamagePolicy) -> None:
         """Write the files that are complete only after the last document: offsets, labels, facts.

@@ -163,6 +163,9 @@ class UserStream:
     seed   selects the random numbers that the iterable draws
     """
 
+    ragged = False
+    tokenizer = None
+
     def __init__(self, make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> None:
         self.make, self.model, self.seed = make, model, seed
 
@@ -180,6 +183,10 @@ class UserStream:
                 batch, place = [as_tensors(sample) for sample in taken], stop
                 check_labelled(batch[0], self.model)
             yield collate(batch, self.model)
+
+    def example(self, count: int) -> Batch:
+        """Return the batch of the first `count` samples."""
+        return next(self.batches([(0, count)]))
 
     @property
     def sample_items(self) -> int:

@@ -86,7 +86,7 @@ def _mean_loss(run: Run, samples: int | None, metrics: EvaluationMetrics | None)
         raise InputError(
             "evaluate",
             "the data has no evaluation samples with items that count in the loss",
-            "set data.held_out: 0.01, or give evaluate.data",
+            "give evaluate.data, or set data.held_out: 0.01 for data that is not streamed",
         )
     return float(total) / items
 

@@ -54,7 +54,7 @@ def _recompute(value: Any) -> str | Lacks:
 def _datasets(value: Any) -> list[dict[str, Any]]:
     """Return the list of data sets unchanged; each must be a mapping. A later step turns a single
     data set into data.jsonl, data.parquet, data.text or data.dataset, depending on its files.
-    Several data sets have no counterpart."""
+    Several data sets are left to the user, who knows their weights."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("a list of data sets, each with a path")
     return value
@@ -102,7 +102,9 @@ KEYS: tuple[Key, ...] = (
     *lacks(hf.CODE, "trust_remote_code"),
     Key("datasets", "data.dataset", _datasets, "datasets"),
     Key("pretraining_dataset", "data.dataset", _datasets, "datasets"),
-    *lacks("tightfit has one source of texts, and evaluates on the fraction data.held_out of it", "test_datasets"),
+    *lacks(
+        "name such data in evaluate.data; without it, the fraction data.held_out of the data is used", "test_datasets"
+    ),
     Key("val_set_size", "data.held_out", _share),
     Key("sequence_len", "data.sequence_length", whole),
     Key(
@@ -520,8 +522,8 @@ def _whole_paths(one: Any, folder: Path) -> Any:
 def _data(draft: Draft) -> None:
     sets = draft.parts.get("datasets") or []
     if len(sets) != 1 or not sets[0].get("path"):
-        draft.settle("datasets", "no counterpart", f"{len(sets)} data sets, and data takes one source")
-        draft.to_do.append("join the texts of the data sets, and name them in data.jsonl")
+        draft.settle("datasets", "no counterpart", f"{len(sets)} data sets, which data.sources draws by weight")
+        draft.to_do.append("name the data sets in data.sources, with weights in proportion to their sizes")
         return
     one = sets[0]
     path, files = one["path"], one.get("data_files")

@@ -23,6 +23,7 @@ from tightfit.importers.combine import combine
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, Row
 from tightfit.importers.reading import read_settings
 from tightfit.job import Job, Permission
+from tightfit.job_sections.paths import is_hub_id
 from tightfit.plan import Plan
 from tightfit.rules import RULES, needed_permissions
 from tightfit.yaml_input import write_yaml
@@ -279,11 +280,8 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
         draft.to_do.insert(0, f"model.from is {source}, which is not a folder on this machine: {remedy}")
     if not {"text", "jsonl", "parquet", "dataset", "images", "synthetic", "python"} & set(job.get("data", {})):
         draft.to_do.insert(1, "add the data, such as data: {text: folder/} or data: {jsonl: file.jsonl}")
-    elif "dataset" in job["data"] and not Path(job["data"]["dataset"]).is_dir():
-        draft.to_do.insert(
-            1,
-            f"data.dataset is {job['data']['dataset']}: name a folder that datasets.save_to_disk has written",
-        )
+    elif "dataset" in job["data"] and not (is_hub_id(name := job["data"]["dataset"]) or Path(name).is_dir()):
+        draft.to_do.insert(1, f"data.dataset is {name}: name an existing folder, or a data set of the Hub")
     if "train.learning_rate" not in draft.fields:
         draft.to_do.append("add train.optimizer and train.learning_rate, which the file does not have")
 

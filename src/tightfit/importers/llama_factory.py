@@ -48,7 +48,7 @@ _OWN: tuple[Key, ...] = (
         "names in LLaMA-Factory's dataset_info.json: write the texts as JSON lines and name them in data.jsonl",
     ),
     *lacks(
-        "tightfit has one source of texts, and evaluates on the fraction data.held_out of it",
+        "name such data in evaluate.data; without it, the fraction data.held_out of the data is used",
         "eval_dataset",
         "eval_on_each_dataset",
     ),

@@ -172,9 +172,7 @@ KEYS: tuple[Key, ...] = (
     Key("training.steps", "train.steps", whole, "steps"),
     Key("training.max_norm", "train.clip", positive),
     Key("training.dataset", "data.dataset", _data),
-    Key(
-        "training.dataset_path", "data.dataset", text, "dataset_path", "a folder that datasets.save_to_disk has written"
-    ),
+    Key("training.dataset_path", "data.dataset", text, "dataset_path", "a folder, or a data set of the Hub"),
     Key("training.dtype", "plan.precision", wide, "weights", "the type of the weights; bfloat16 is bf16-true"),
     Key(
         "training.mixed_precision_param",

@@ -115,7 +115,7 @@ KEYS: tuple[Key, ...] = (
     *lacks(MASKED, "dataset.train_on_input", "dataset.masking_strategy"),
     *lacks(_TEMPLATE, "dataset.*"),
     *lacks(
-        "tightfit has one source of texts, and evaluates on the fraction data.held_out of it",
+        "name such data in evaluate.data; without it, the fraction data.held_out of the data is used",
         "dataset_val._component_",
         "dataset_val.*",
     ),

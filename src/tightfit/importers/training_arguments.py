@@ -142,7 +142,7 @@ FSDP_KEYS = FSDP_NAMES + tuple(
 
 KEYS: tuple[Key, ...] = (
     Key("model_name_or_path", "model.from", text, "", "TRL's; a folder with config.json and safetensors files"),
-    Key("dataset_name", "data.dataset", text, "", "TRL's; a folder that datasets.save_to_disk has written"),
+    Key("dataset_name", "data.dataset", text, "", "TRL's; a folder, or a data set of the Hub"),
     Key("torch_dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
     Key("dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
     Key("per_device_train_batch_size", "plan.micro_batch", whole, "micro_batch", "also a factor of train.batch"),
@@ -382,7 +382,7 @@ KEYS: tuple[Key, ...] = (
     *lacks(QUANTIZED, "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_*"),
     *lacks(PREFERENCES, "beta", "max_prompt_length", "max_completion_length", "num_generations", "reward_*"),
     *lacks(
-        "tightfit reads one source of texts, of its own machine",
+        "name them with data.sources, data.subset, data.split and data.streaming",
         "dataset_mixer",
         "dataset_mixer.*",
         "dataset_mixture",

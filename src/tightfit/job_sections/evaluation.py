@@ -19,7 +19,8 @@ class Evaluation(Value):
     loss.
 
     data     a DataSpec (or its mapping), or a map-style dataset. A DataSpec takes the fields that
-             it does not set, such as sequence_length, from the job's data. If data is left out, the
+             it does not set, such as sequence_length, from the job's data, but not its split and
+             `streaming`. If data is left out, the
              evaluation uses samples that are held out of the job's data (the fraction
              `data.held_out`)
     every    number of steps between two evaluations; the same as train.evaluate_every
@@ -51,6 +52,12 @@ class Evaluation(Value):
         content = dict(content)
         if isinstance(content.get("data"), dict):
             content["data"] = DataSpec.parse(content["data"], "job: evaluate.data")
+            if content["data"].streaming:
+                raise InputError(
+                    "job: evaluate.data.streaming",
+                    "is true, and every evaluation reads the same samples",
+                    "leave out evaluate.data.streaming",
+                )
         refuse_plain(content, "data", "{jsonl: evaluation.jsonl}", "evaluate.data")
         metrics = content.get("metrics")
         if metrics is None:
@@ -96,5 +103,8 @@ def with_fields_of(evaluate: Any, data: Any) -> Any:
     own = evaluate.data if isinstance(evaluate, Evaluation) else None
     if not isinstance(own, DataSpec) or not isinstance(data, DataSpec):
         return evaluate
-    shared = {name: value for name, value in data if name not in (*SOURCES, *own.model_fields_set)}
+    left_out = {*SOURCES, *own.model_fields_set, "split", "streaming", "shuffle_buffer"}
+    if own.dataset != data.dataset:
+        left_out.add("subset")
+    shared = {name: value for name, value in data if name not in left_out}
     return evaluate.replace(data=own.replace(**shared))

@@ -36,7 +36,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tightfit.cost.ledger import Ledger
-from tightfit.data import Order, Samples, UserStream, open_evaluation, open_samples
+from tightfit.data import (
+    MixedOrder,
+    Order,
+    Samples,
+    SampleStream,
+    first_samples,
+    open_evaluation,
+    open_samples,
+    order_of,
+)
 from tightfit.data.order import Integers, split_ranges
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
@@ -70,14 +79,18 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Return the ledger (the predicted memory and time of a step) with the host memory of the
-    workers and of their prefetched micro-batches, and with the seconds that it takes to prepare a
+    workers, of their prefetched micro-batches and of a stream, and with the seconds that it takes to prepare a
     step's samples and to copy them to the device.
     """
     samples = ledger.micro_batch * ledger.micro_batches
     workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
     ready = piece * workers * plan.prefetch * ledger.batch_bytes
     host = {"loader": (SERVER_BYTES if workers else 0) + workers * WORKER_BYTES + ready}
-    seconds, ahead = {"prepare": samples * ledger.sample_s / max(workers, 1)}, {"prepare"} if workers else set()
+    prepared = samples
+    if ledger.stream_bytes:
+        host["stream"] = ledger.stream_bytes
+        prepared *= plan.data_parallel  # every data rank tokenizes the whole stream
+    seconds, ahead = {"prepare": prepared * ledger.sample_s / max(workers, 1)}, {"prepare"} if workers else set()
     if machine.device == "cuda":
         step = samples * ledger.batch_bytes
         host["loader"] += step
@@ -118,7 +131,7 @@ def apply(run: Run, plan: Plan) -> Run:
     source = open_samples(run.job)
     evaluation = open_evaluation(run.job, source)
     part = run.mesh.data_rank_and_size if run.mesh is not None else (0, 1)
-    if isinstance(source, UserStream):
+    if isinstance(source, SampleStream):
         return replace(run, data=_streamed(source, evaluation, run.job, plan, part))
     return replace(run, data=_ordered(source, evaluation, run.job, plan, part))
 
@@ -167,7 +180,7 @@ class OrderedData:
     """
 
     source: Samples
-    order: Order
+    order: Order | MixedOrder
     batch: int
     plan: Plan
     data_rank: tuple[int, int] = (0, 1)
@@ -218,7 +231,7 @@ class OrderedData:
         """
         micro = self.plan.micro_batch_of(self.batch)
         if self.evaluation is not None:
-            return _evaluation_batches(self.evaluation, _first(self.evaluation, samples), micro, self.data_rank)
+            return _evaluation_batches(self.evaluation, first_samples(self.evaluation, samples), micro, self.data_rank)
         indices = self.order.held_out(self.order.evaluation_count if samples is None else samples)
         return _evaluation_batches(self.source, indices, micro, self.data_rank)
 
@@ -247,20 +260,20 @@ class OrderedData:
 
 @dataclass(frozen=True)
 class StreamedData:
-    """Yields the micro-batches of an iterable dataset, in the iterable's own order. It implements
+    """Yields the micro-batches of a stream or an iterable dataset, in its own order. It implements
     the interface `Data` (see `runtime/run.py`).
 
-    source        the iterable
+    source        the stream or iterable
     batch         samples in a step, on all devices
     sample_items  tokens in a full sample; 1 for images
     plan          its fields set the size of micro-batches and the number of worker processes
     data_rank     (rank, count): the samples of each step are divided into `count` shares, and this
                   process reads share number `rank`
     evaluation    the samples of the job's `evaluate.data`; None: there are no evaluation samples,
-                  because none are held out from an iterable
+                  because none are held out from a stream
     """
 
-    source: UserStream
+    source: SampleStream
     batch: int
     plan: Plan
     sample_items: int
@@ -291,21 +304,15 @@ class StreamedData:
         if self.evaluation is None:
             return iter(())
         micro = self.plan.micro_batch_of(self.batch)
-        return _evaluation_batches(self.evaluation, _first(self.evaluation, samples), micro, self.data_rank)
+        return _evaluation_batches(self.evaluation, first_samples(self.evaluation, samples), micro, self.data_rank)
 
     def example(self) -> Batch:
-        return next(iter(self.source.batches([(0, EXAMPLE_SAMPLES)])))
+        return self.source.example(EXAMPLE_SAMPLES)
 
     def _prepare(self, read: _StreamMicroBatches) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:
             return (_pinned(batch, self.plan) for batch in read.batches())
         return _from_workers(read, None, self.plan)
-
-
-def _first(source: Samples, samples: int | None) -> Integers:
-    """Return the indices of the first `samples` samples of `source`, or of all samples if it has
-    fewer or if `samples` is None."""
-    return np.arange(len(source) if samples is None else min(samples, len(source)))
 
 
 def _evaluation_batches(source: Samples, indices: Integers, micro: int, part: tuple[int, int]) -> Iterator[Batch]:
@@ -323,7 +330,7 @@ def _evaluation_batches(source: Samples, indices: Integers, micro: int, part: tu
 def _ordered(source: Samples, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
     # no samples are held out from a dataset that the user passes as an object
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
-    order = Order(len(source), share, job.train.seed)
+    order = order_of(source, share, job.train.seed)
     if job.evaluate_every and evaluation is None and not order.evaluation_count:
         raise InputError(
             f"job: train.evaluate_every={job.evaluate_every}",
@@ -337,23 +344,32 @@ def _ordered(source: Samples, evaluation: Samples | None, job: Job, plan: Plan, 
 
 
 def _streamed(
-    source: UserStream, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]
+    source: SampleStream, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]
 ) -> StreamedData:
     if job.train.steps is None:
-        raise InputError("data", "an iterable has no length, so the number of steps is unknown", "set train.steps")
+        raise InputError("data", "has no known length, so the number of steps is unknown", "set train.steps")
     if job.evaluate_every and evaluation is None:
         raise InputError(
             f"job: train.evaluate_every={job.evaluate_every}",
-            "an iterable has no held-out samples",
-            "give evaluate.data, or a dataset with __len__ and __getitem__, or leave out train.evaluate_every",
+            "a stream or an iterable has no held-out samples",
+            "give evaluate.data, or data that has a length, or leave out train.evaluate_every",
         )
     if plan.loader_workers > 1:
         raise InputError(
             f"plan: loader_workers={plan.loader_workers}",
-            "only one worker can read an iterable",
+            "only one worker can read a stream or an iterable",
             "use loader_workers: 1",
         )
-    return StreamedData(source, job.train.batch, plan, source.sample_items, data_rank=part, evaluation=evaluation)
+    return StreamedData(
+        source,
+        job.train.batch,
+        plan,
+        source.sample_items,
+        ragged=source.ragged,
+        tokenizer=source.tokenizer,
+        data_rank=part,
+        evaluation=evaluation,
+    )
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
@@ -422,7 +438,7 @@ class _StreamMicroBatches(IterableDataset[Any]):
     """
 
     def __init__(
-        self, source: UserStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
+        self, source: SampleStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
     ) -> None:
         self.source, self.consumed, self.until, self.batch, self.micro = source, consumed, until, batch, micro
         self.part = part

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.job_sections.paths import expand_path, is_hub_id
+from tightfit.job_sections.paths import expand_path, is_hub_id, refuse_mistyped_folder
 
 PRETRAINED_FOLDER_FIX = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config and tokenizer
@@ -34,12 +34,16 @@ def pretrained_folder(source: str, weights: bool = False) -> Path:
 
     A repository that the cache of `huggingface_hub` does not have is downloaded. If `source` cannot
     be an id on the Hub, it is returned as a path, whether it exists or not. Raises InputError if
-    the Hub has no such repository or cannot be reached, or if weights are missing in the download.
+    the Hub has no such repository or cannot be reached, or if weights are missing in the download,
+    and before the Hub is asked if a local folder has a similar name.
     """
     folder = expand_path(source)
     if folder.exists() or not is_hub_id(source):
         return folder
-    return _cached(source, weights) or _download(source, weights)
+    if (found := _cached(source, weights)) is not None:
+        return found
+    refuse_mistyped_folder("model.from", source, Path())
+    return _download(source, weights)
 
 
 def own_tokenizer(source: str) -> Path | None:

@@ -333,6 +333,8 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
     machine = estimator.machine
     named = machine.host_memory_bytes.source == "published"  # the host of a catalogue machine is unknown
     most = MAX_WORKERS if named else min(MAX_WORKERS, machine.cores // machine.devices_per_node)
+    if job.data.streaming:
+        most = min(most, 1)  # only one worker can read a stream
     return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
 
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tightfit.data import Order, UserStream, open_samples
+from tightfit.data import Order, SampleStream, open_samples
+from tightfit.data.source_files import needs_copies
 from tightfit.data.text import Columns, open_text
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
@@ -66,16 +67,18 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
     try:
         if isinstance(spec, DataSpec) and spec.synthetic is not None:
             count = spec.samples
-        elif isinstance(spec, DataSpec) and (spec.text or spec.jsonl):
-            if spec.packing == "padded" or spec.format:
+        elif isinstance(spec, DataSpec) and spec.streaming:
+            return None
+        elif isinstance(spec, DataSpec) and all(part.text or part.jsonl for part in spec.parts()):
+            if spec.packing == "padded" or any(part.format or needs_copies(part) for part in spec.parts()):
                 return None
-            size = open_text(spec, Columns(spec.field)).size_bytes
-            count, about = size // BYTES_PER_TOKEN // spec.sequence_length, "about "
+            sizes = [open_text(part, Columns(part.field)).size_bytes for part in spec.parts()]
+            count, about = sum(size // BYTES_PER_TOKEN // spec.sequence_length for size in sizes), "about "
         elif isinstance(spec, DataSpec) and spec.python is None and spec.images is None:
             return None
         else:
             source = open_samples(job)
-            if isinstance(source, UserStream):
+            if isinstance(source, SampleStream):
                 return None
             count = len(source)
     except InputError:  # the data is not on this machine

@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -114,7 +114,7 @@ def train_in_folder(
         record = observer.record(machine)
     if predicted is not None:
         tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
-        whole = predicted["memory"]["peak"] if machine.device == "cpu" else None
+        whole = _predicted_process(predicted, run.plan, machine) if machine.device == "cpu" else None
         peak = record.peak_bytes.replace(predicted=sum(tensors) + predicted["workspace_bytes"], predicted_process=whole)
         record = record.replace(peak_bytes=peak, predicted_step_s=predicted["time"]["step_s"])
     record = record.replace(
@@ -203,6 +203,13 @@ def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Pat
         return keep_metrics(out / "metrics.jsonl", start)
     except OSError as error:
         raise not_writable(out, error) from error
+
+
+def _predicted_process(predicted: Mapping[str, Any], plan: Plan, machine: Machine) -> float:
+    """Return the predicted bytes of a training process on a CPU: its peak, and the buffer of a stream
+    that no worker reads."""
+    stream = predicted["host_memory"].get("stream", 0) / min(machine.devices_per_node, plan.devices)
+    return predicted["memory"]["peak"] + (stream if plan.loader_workers == 0 else 0)
 
 
 def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:

@@ -12,11 +12,12 @@ import time
 import numpy as np
 import torch
 
-from tightfit.data import Samples, UserStream, model_input, open_samples
+from tightfit.data import Samples, SampleStream, model_input, open_samples
 from tightfit.data.images import DIGITS, first_images
 from tightfit.data.language import check_task
 from tightfit.data.segments import in_separate_segments
 from tightfit.data.sequences import corruption, row_length
+from tightfit.data.streams import seconds_per_sample
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.models.expert_routing import forget_values
@@ -39,11 +40,12 @@ def example_batch(job: Job) -> tuple[Batch, float]:
     Raises InputError if the data cannot be opened.
     """
     spec = job.data
-    if isinstance(spec, DataSpec) and (spec.format or spec.packing == "separate"):
-        check_task(spec, model_input(job))
+    for part in spec.parts() if isinstance(spec, DataSpec) else ():
+        if part.format or part.packing == "separate" or part.streaming:
+            check_task(part, model_input(job))
     stands_in = _synthetic_spec(job, spec) if isinstance(spec, DataSpec) and spec.python is None else None
     source = open_samples(job if stands_in is None else job.replace(data=stands_in))
-    if isinstance(source, UserStream):
+    if isinstance(source, SampleStream):
         return next(iter(source.batches([(0, 1)]))), 0.0
     count = min(_EXAMPLES, len(source))
     if stands_in is not None and stands_in.synthetic == "tokens":  # keep the synthetic text small
@@ -66,14 +68,16 @@ def _seconds_per_sample(job: Job, source: Samples | None) -> float:
     do not change a prediction. A dataset of the user's may wait for something else than the
     processor, such as a network, so for it they are seconds of the clock.
 
-    source  the job's own samples; None for text, which is read from memory-mapped tokens, and for
-            data that does not exist yet
+    source  the job's own samples; None for text, which is read from memory-mapped tokens or
+            streamed, and for data that does not exist yet
 
     Returns 0.0 if `source` is None or a sample is damaged.
     """
     spec = job.data
     if isinstance(spec, DataSpec) and spec.images not in (None, DIGITS):
         source = first_images(spec, model_input(job), _EXAMPLES)
+    if isinstance(spec, DataSpec) and spec.streaming:
+        return seconds_per_sample(spec, model_input(job))
     if source is None:
         return 0.0
     clock = time.thread_time if isinstance(spec, DataSpec) and spec.python is None else time.perf_counter

@@ -25,9 +25,11 @@ from tightfit._torch.pytree import tree_map_only
 from tightfit.cost.entries import EVERYWHERE, Parameter, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Operation
+from tightfit.data import model_input
+from tightfit.data.streams import stream_bytes
 from tightfit.distributed.mesh import make_mesh
 from tightfit.errors import InputError, Untraceable
-from tightfit.job import Job, LossSpec
+from tightfit.job import DataSpec, Job, LossSpec
 from tightfit.methods import (
     METHODS,
     compile,
@@ -95,6 +97,7 @@ class Profiler:
     def __init__(self, job: Job, device: str) -> None:
         self.job, self.device = job, device
         self.batch, self.sample_s = example_batch(job)
+        self.stream_bytes = stream_bytes(job.data, model_input(job)) if isinstance(job.data, DataSpec) else 0.0
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
         self.labelled = label_share(job, self.batch)
@@ -141,6 +144,7 @@ class Profiler:
             whole_step=self.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
             sample_s=self.sample_s,
+            stream_bytes=self.stream_bytes,
             host_batch=self.device == "cpu",
             dataflow=self.dataflow,
             check_segments=self.try_segments,
