@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tightfit.errors import InputError
 from tightfit.job_sections.checks import refuse_plain
-from tightfit.job_sections.data import DataSpec
+from tightfit.job_sections.data import DataSpec, SourceSpec
 from tightfit.job_sections.evaluation import Evaluation, with_fields_of
 from tightfit.job_sections.model import LoraSpec, ModelSpec, flat_model
 from tightfit.job_sections.paths import with_absolute_paths
@@ -347,6 +347,7 @@ __all__ = [
     "ModelSpec",
     "ParameterGroup",
     "PythonSpec",
+    "SourceSpec",
     "Train",
     "apply_change",
 ]

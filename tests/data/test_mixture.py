@@ -264,3 +264,11 @@ def test_the_jobs_of_the_documentation_are_valid() -> None:
     assert len(blocks) == 4
     for block in blocks:
         assert isinstance(Job.parse({"model": GPT, "train": {"steps": 1}, **yaml.safe_load(block)}).data, DataSpec)
+
+
+def test_the_order_is_the_same_from_chunks_that_are_kept() -> None:
+    order = MixedOrder((Order(50, 0.0, 1), Order(20, 0.0, 2)), (1.0, 2.0), 3)
+    whole = order.compute(0, 3000)
+    parts = [order.training_samples(start, start + 4) for start in range(0, 3000, 4)]
+    for place in (0, 1):
+        assert np.array_equal(np.concatenate([part[place] for part in parts]), whole[place])

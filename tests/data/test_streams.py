@@ -330,3 +330,25 @@ def test_streams_survive_a_job_file(tmp_path: Path, file: str) -> None:
     data = Job.load(tmp_path / "job.json").data
     assert (data.streaming, data.shuffle_buffer) == (True, 50)
     assert DataSpec.parse(data.content()) == data
+
+
+def test_a_streamed_training_resumes_with_the_same_losses(file: str, tmp_path: Path) -> None:
+    """A run that is interrupted after 3 of 6 steps trains as one that is not, and saves the
+    tokenizer with its checkpoint."""
+    from tightfit.machine import Machine
+    from tightfit.report.run_folder import train_in_folder
+
+    model = {**GPT, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    data = {"jsonl": file, "streaming": True, "packing": "padded", "shuffle_buffer": 8}
+    settings: Any = {"batch": 8, "schedule": "constant", "trackers": []}
+    losses = []
+    for name, lengths, plan in (("whole", (6,), Plan()), ("parts", (3, 6), Plan(micro_batch=3))):
+        for steps_trained in lengths:
+            wanted = job(data, model, **settings, steps=steps_trained)
+            again = steps_trained != lengths[0]
+            train_in_folder(wanted, plan, Machine.detect(), tmp_path / name, again=again)
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines])
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert list((tmp_path / "parts" / "checkpoints").glob("*/tokenizer.json"))

@@ -206,7 +206,9 @@ def _load(asked: str, path: str, subset: str | None, split: str | None, streamin
     import datasets
 
     try:
-        return datasets.load_dataset(path, subset, split=split or "train", streaming=streaming, **files)
+        return datasets.load_dataset(
+            path, subset, split=split or "train", streaming=streaming, keep_in_memory=False, **files
+        )
     except Exception as error:  # the library raises many classes, also of httpx and of arrow
         text = str(error)
         if found := _SUBSETS.search(text):

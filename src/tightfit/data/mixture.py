@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tightfit.data.language import check_task, open_language, row_length_and_spans, text_source
-from tightfit.data.order import Integers, Order, hash_numbers, shuffled_epochs
+from tightfit.data.order import Integers, Order, hash_numbers, in_chunks, shuffled_epochs
 from tightfit.data.samples import DamagePolicy, ModelInput, Samples, one_sample
 from tightfit.data.sequences import LabelledSamples
 from tightfit.data.text import Document, TextSource, first_document
@@ -64,6 +64,10 @@ class MixedOrder:
     def training_samples(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Return (indices, epochs) of the training samples at positions start..stop of the stream,
         without stop: two arrays of shape (stop - start,). The epochs are those of the sources."""
+        return in_chunks(self, start, stop)
+
+    def compute(self, start: int, stop: int) -> tuple[Integers, Integers]:
+        """Compute what `training_samples` returns."""
         places, rounds = shuffled_epochs(np.arange(start, stop, dtype=np.int64), self.training_count, self.seed)
         sources = np.searchsorted(self._bounds, places, side="right") - 1
         indices, epochs = np.empty_like(places), np.empty_like(places)

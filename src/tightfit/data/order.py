@@ -17,9 +17,11 @@ Source  the mixer is splitmix64's (Steele et al. 2014, doi:10.1145/2660193.26601
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,7 @@ _MASK = (1 << 64) - 1
 _STRIDE = 0x9E3779B97F4A7C15
 _FIRST_MULTIPLIER, _SECOND_MULTIPLIER = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 8
+_CHUNK = 1024  # positions whose samples are computed together, and kept for the next steps
 # used as an epoch number for the permutation that separates training from evaluation samples
 _EVALUATION_SPLIT = -1
 
@@ -130,6 +133,10 @@ class Order:
         The result is (indices, epochs), two arrays of shape (stop - start,): the index of each
         sample in the data, and the epoch in which it is read.
         """
+        return in_chunks(self, start, stop)
+
+    def compute(self, start: int, stop: int) -> tuple[Integers, Integers]:
+        """Compute what `training_samples` returns."""
         return self.samples_at(np.arange(start, stop, dtype=np.int64))
 
     def samples_at(self, positions: Integers) -> tuple[Integers, Integers]:
@@ -148,6 +155,33 @@ class Order:
         return (
             permute(places, self.count, hash_numbers(self.seed, _EVALUATION_SPLIT)) if self.evaluation_count else places
         )
+
+
+class Computed(Protocol):
+    """An order whose samples `in_chunks` reads: it is hashable, and `compute(start, stop)` returns
+    what `training_samples` of the same positions returns."""
+
+    def __hash__(self) -> int: ...
+
+    def compute(self, start: int, stop: int) -> tuple[Integers, Integers]: ...
+
+
+def in_chunks(order: Computed, start: int, stop: int) -> tuple[Integers, Integers]:
+    """Return what `order.compute(start, stop)` returns, from chunks of positions that are kept."""
+    if stop - start >= _CHUNK:
+        return order.compute(start, stop)
+    first, last = start // _CHUNK, max(stop - 1, start) // _CHUNK
+    chunks = [_chunk(order, number) for number in range(first, last + 1)]
+    indices, epochs = chunks[0] if len(chunks) == 1 else map(np.concatenate, zip(*chunks, strict=True))
+    here = slice(start - first * _CHUNK, stop - first * _CHUNK)
+    return indices[here], epochs[here]
+
+
+@functools.lru_cache(maxsize=8)
+def _chunk(order: Computed, number: int) -> tuple[Integers, Integers]:
+    """Return the samples of the positions from number * _CHUNK to (number + 1) * _CHUNK. The few
+    samples of a step would take as long to compute as these."""
+    return order.compute(number * _CHUNK, (number + 1) * _CHUNK)
 
 
 def split_ranges(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:

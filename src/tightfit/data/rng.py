@@ -43,6 +43,17 @@ class GeneratorStates:
             _restore(outside)
 
 
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Context manager: on exit, the global generators of Python, NumPy and torch get back the state
+    that they had on entry."""
+    outside = _states()
+    try:
+        yield
+    finally:
+        _restore(outside)
+
+
 def seed_generators(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch."""
     random.seed(seed)

@@ -7,12 +7,9 @@ document has its file and line, for error messages. No reader holds a full file 
 
 from __future__ import annotations
 
-import glob
 import io
 import itertools
 import json
-import os
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,18 +18,23 @@ from typing import Any, BinaryIO, Protocol
 from tightfit.data.cache import stamps
 from tightfit.data.datasets_library import DatasetRows, DatasetStream, dataset_rows, dataset_stream, file_stream
 from tightfit.data.long_records import LONG, LongRecord, incomplete
-from tightfit.data.remote import local_files, local_path, remote_files
 from tightfit.data.samples import DamagePolicy
+from tightfit.data.source_files import (
+    JSON_ENDINGS,
+    PARQUET_ENDINGS,
+    PYTHON_STDLIB,
+    as_list,
+    find_files,
+    is_remote,
+    readable_files,
+    stdlib_files,
+)
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
-from tightfit.job_sections.paths import expand_path, is_url
 from tightfit.values import nearest
 
-PYTHON_STDLIB = "python-stdlib"
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BLOCK_BYTES = 1 << 20
 _PARQUET_ROWS = 256  # rows of a parquet file that are decoded at once
-_JSON_ENDINGS, _PARQUET_ENDINGS = (".jsonl", ".json", ".ndjson"), (".parquet",)
 
 
 @dataclass(frozen=True)
@@ -180,10 +182,10 @@ def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
             _refuse_parquet(file)
         return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
     if spec.jsonl is not None:
-        files = find_files("jsonl", spec.jsonl, _JSON_ENDINGS)
+        files = find_files("jsonl", spec.jsonl, JSON_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_jsonl(files, columns, damage))
     if spec.parquet is not None:
-        files = find_files("parquet", spec.parquet, _PARQUET_ENDINGS)
+        files = find_files("parquet", spec.parquet, PARQUET_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_parquet(files, columns, damage))
     rows = dataset_rows(spec)
     identity = [rows.identity, columns.identity]
@@ -198,7 +200,7 @@ def _open_stream(spec: DataSpec) -> DatasetRows | DatasetStream | None:
     if spec.dataset is not None:
         return dataset_stream(spec)
     if spec.text is not None:
-        if any(map(_is_remote, _listed(spec.text))):
+        if any(map(is_remote, as_list(spec.text))):
             raise InputError(
                 f"data: text={spec.text}",
                 "plain text at a URL cannot be streamed, because each file would be held in memory",
@@ -206,32 +208,12 @@ def _open_stream(spec: DataSpec) -> DatasetRows | DatasetStream | None:
             )
         return None
     name, given, endings = (
-        ("jsonl", spec.jsonl, _JSON_ENDINGS) if spec.jsonl else ("parquet", spec.parquet, _PARQUET_ENDINGS)
+        ("jsonl", spec.jsonl, JSON_ENDINGS) if spec.jsonl else ("parquet", spec.parquet, PARQUET_ENDINGS)
     )
-    if not any(map(_is_remote, _listed(given))):
+    if not any(map(is_remote, as_list(given))):
         return None
-    files = [file for one in _listed(given) for file in _readable(name, one, endings)]
+    files = [file for one in as_list(given) for file in readable_files(name, one, endings)]
     return file_stream(f"data: {name}={given}", "json" if name == "jsonl" else name, files)
-
-
-def _readable(field: str, given: str, endings: tuple[str, ...]) -> list[str]:
-    """Return the URLs or local paths of the files that `given` names."""
-    if _is_remote(given):
-        return remote_files(field, given, endings)
-    return [str(file) for file in find_files(field, given, endings)]
-
-
-def _listed(given: str | list[str] | None) -> list[str]:
-    return [given] if isinstance(given, str) else given or []
-
-
-def _is_remote(given: str) -> bool:
-    return is_url(given) and not given.startswith("file://")
-
-
-def is_remote(spec: DataSpec) -> bool:
-    """Return whether a source of text names files at URLs, which would have to be copied."""
-    return any(map(_is_remote, _listed(spec.text or spec.jsonl or spec.parquet)))
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
@@ -276,62 +258,6 @@ def _source(
 ) -> TextSource:
     seen = stamps(files)
     return TextSource(name, [seen, columns.identity], sum(size for _, size, _ in seen), columns, read)
-
-
-def stdlib_files() -> list[Path]:
-    """Return the source files of the running Python's standard library, without its tests: about
-    12 MB of text that every machine has."""
-    files: list[Path] = []
-    for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk visits only these
-        files += [Path(place, name) for name in names if name.endswith(".py")]
-    return sorted(files)
-
-
-def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that `given` names: a file, all files in a folder and its sub-folders
-    (hidden ones excepted), the files that match a glob, or a list of these. Of a URL such as
-    s3://bucket/folder, local copies of its files are returned.
-
-    field    the field of the job's data that has this value, for messages
-    endings  take only files with one of these endings from a folder; () takes all
-
-    Raises InputError if there are no such files.
-    """
-    if isinstance(given, list):
-        return [file for one in given for file in find_files(field, one, endings)]
-    if _is_remote(given):
-        return local_files(field, given, endings)
-    path = expand_path(local_path(given) if is_url(given) else given)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = _files_below(path, endings)
-        if not files:
-            kinds = f" ending in {' or '.join(endings)}" if endings else ""
-            raise InputError(
-                f"data: {field}={given}", f"this folder contains no files{kinds}", "name a file, or another folder"
-            )
-        return files
-    files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-    if not files:
-        raise InputError(f"data: {field}={given}", "no such file or folder", _nearest_path_fix(path))
-    return files
-
-
-def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    inside = (file for file in folder.rglob("*") if file.is_file())
-    shown = (file for file in inside if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    return sorted(file for file in shown if not endings or file.suffix.lower() in endings)
-
-
-def _nearest_path_fix(path: Path) -> str:
-    """Return the remedy that an error message gives for a path that does not exist, such as the
-    nearest name in its folder."""
-    if glob.has_magic(str(path)) or not path.parent.is_dir():
-        return "check the path; relative paths start at the job file's folder"
-    names = sorted(other.name for other in path.parent.iterdir())
-    return nearest(path.name, names[:20]) if names else f"put data into {path.parent}, which is empty"
 
 
 def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in, warn_unshifted
 from tightfit.data.order import Integers, hash_numbers
-from tightfit.data.rng import GeneratorStates, seed_generators
+from tightfit.data.rng import GeneratorStates, generators_restored, seed_generators
 from tightfit.data.samples import ModelInput, one_sample
 from tightfit.data.shared_memory import pack_dataset, unpack_dataset
 from tightfit.errors import InputError, TightfitError
@@ -27,6 +27,7 @@ from tightfit.models import load_python
 from tightfit.models.objective import Batch
 
 _SEEN = 8  # samples that are inspected when a dataset is opened
+_DRAW_NOTHING = (list, tuple, TensorDataset)  # datasets that draw no random numbers to return a sample
 _END = object()  # marks the end of an iterator
 
 
@@ -130,11 +131,16 @@ class UserSamples:
         return collate(self._samples(indices.tolist(), epochs.tolist()), self.model)
 
     def _samples(self, indices: Iterable[int], epochs: Iterable[int]) -> list[Any]:
-        with GeneratorStates(self.seed).active():
-            return [self._sample(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
+        if type(self.dataset) in _DRAW_NOTHING:
+            return [self._sample(index) for index in indices]
+        found = []
+        with generators_restored():
+            for index, epoch in zip(indices, epochs, strict=True):
+                seed_generators(hash_numbers(self.seed, epoch, index))
+                found.append(self._sample(index))
+        return found
 
-    def _sample(self, index: int, epoch: int) -> Any:
-        seed_generators(hash_numbers(self.seed, epoch, index))
+    def _sample(self, index: int) -> Any:
         try:
             return as_tensors(self.dataset[index])
         except TightfitError:

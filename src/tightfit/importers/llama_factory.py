@@ -47,8 +47,9 @@ _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}  # 
 
 
 def _names(value: Any) -> list[str]:
-    """Keep the names of the data sets, a list or a text with commas. dataset_info.json in dataset_dir
-    says where they are and what their rows hold; several data sets become data.sources."""
+    """Return the names of the data sets, as a list; a text with commas is divided. A later step
+    reads dataset_info.json in dataset_dir, which says where they are and what their rows hold.
+    Several data sets become data.sources."""
     found = value if isinstance(value, list) else text(value).split(",")
     if not all(isinstance(one, str) and one.strip() for one in found):
         raise ValueError("names of data sets")
@@ -56,27 +57,29 @@ def _names(value: Any) -> list[str]:
 
 
 def _info(value: Any) -> dict[str, Any] | Lacks:
-    """The key sets no field. dataset_info.json in this folder says where the data sets are."""
+    """Return the content of dataset_info.json in this folder, which says where the data sets are. The
+    key itself sets no field (Lacks, with the reason)."""
     if isinstance(value, dict):
         return value
     return Lacks(f"it has no {_INFO} here, or none that can be read", False)
 
 
 def _targets(value: Any) -> str | list[str] | Lacks:
-    """Keep names of layers, a list or a text with commas. all is all-linear."""
+    """Return the names of layers, as a list; a text with commas is divided. "all" becomes
+    "all-linear"."""
     names = value if isinstance(value, list) else [one.strip() for one in text(value).split(",")]
     return "all-linear" if names == ["all"] else lora_targets(names)
 
 
 def _bits(value: Any) -> str | Lacks:
-    """Convert 4 to nf4: the frozen linear layers are stored in 4 bits. Other numbers of bits have no
-    counterpart."""
+    """Return "nf4" for 4: the frozen linear layers are stored in 4 bits. For other numbers of bits,
+    there is no counterpart (Lacks, with the reason)."""
     return "nf4" if whole(value) == 4 else Lacks(EIGHT_BITS)
 
 
 def _probabilities(value: Any) -> list[float]:
-    """Keep the probabilities of the data sets, a list or a text with commas. They are the weights of
-    data.sources."""
+    """Return the probabilities of the data sets, as a list; a text with commas is divided. A later
+    step turns them into the weights of data.sources."""
     return [number(one) for one in (value if isinstance(value, list) else str(value).split(","))]
 
 

@@ -66,35 +66,36 @@ _JOINED = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """The key sets no field, because config.json in the folder of the weights describes the model.
-    If the builder's name has lora or qlora in it, model.lora is set: its rank is 8, its alpha 16,
-    unless other keys say so. qlora stores the frozen linear layers in 4 bits."""
+    """Return Lacks, with the reason: this key sets no field, because config.json in the folder of
+    the weights describes the model. But if the builder's name has "lora" in it, a later step sets
+    model.lora, and if it has "qlora" in it, model.lora.quantize: nf4."""
     return Lacks("config.json in the folder of model.from gives it", is_lost=not text(value))
 
 
 def _attention_layers(value: Any) -> list[str]:
-    """Keep names of layers: q_proj, k_proj, v_proj; output_proj becomes o_proj."""
+    """Return the names of layers in transformers' models: "output_proj" becomes "o_proj"."""
     if not isinstance(value, list) or not value or any(str(one) not in _LAYERS for one in value):
         raise ValueError(f"a list of: {', '.join(_LAYERS)}")
     return [_LAYERS[one] for one in value]
 
 
 def _several(value: Any) -> Lacks:
-    """The key sets no field if it is a list of data sets, which torchtune joins."""
+    """Return Lacks, with the reason: a list of data sets, which torchtune joins, sets no field."""
     return Lacks("name several data sets in data.sources, with weights in proportion to their sizes")
 
 
 def _columns(value: Any) -> dict[str, str]:
-    """Keep the names of the columns. They become data.fields."""
+    """Return the names of the columns, a mapping. A later step turns them into data.fields."""
     if not isinstance(value, dict) or not all(isinstance(one, str) and one for one in value.values()):
         raise ValueError("a mapping of columns' names")
     return dict(value)
 
 
 def _loss(value: Any) -> int | Lacks:
-    """Convert LinearCrossEntropyLoss and CEWithChunkedOutputLoss to chunked_loss: 1024.
-    CrossEntropyLoss needs no counterpart: it is the loss of tightfit's language models, too. Other
-    losses have no counterpart."""
+    """Return 1024, the tokens of a chunk (plan.chunked_loss), for "LinearCrossEntropyLoss" and
+    "CEWithChunkedOutputLoss". "CrossEntropyLoss" sets no field (Lacks, with the reason): it is the
+    loss of tightfit's language models, too. For any other loss, there is no counterpart (Lacks,
+    with the reason)."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
@@ -104,13 +105,14 @@ def _loss(value: Any) -> int | Lacks:
 
 
 def _recipe_step(value: Any) -> str | Lacks:
-    """Convert true to full (every block is recomputed) and false to none."""
+    """Return "full" (recompute every block) for true, and "none" for false. Any other value is an
+    error (ValueError)."""
     return "full" if flag(value) else "none"
 
 
 def _tracker(value: Any) -> list[str] | Lacks:
-    """Convert TensorBoardLogger to tensorboard, WandBLogger to wandb, MLFlowLogger to mlflow. Other
-    loggers set no field."""
+    """Return ["tensorboard"] for "TensorBoardLogger", ["wandb"] for "WandBLogger" and ["mlflow"]
+    for "MLFlowLogger". Any other logger sets no field (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2].lower()
     for name in ("tensorboard", "wandb", "mlflow"):
         if name in word:

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tightfit.data import Order, SampleStream, open_samples
-from tightfit.data.text import Columns, is_remote, open_text
+from tightfit.data.source_files import needs_copies
+from tightfit.data.text import Columns, open_text
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.optim.schedule import total_steps
@@ -69,7 +70,7 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
         elif isinstance(spec, DataSpec) and spec.streaming:
             return None
         elif isinstance(spec, DataSpec) and all(part.text or part.jsonl for part in spec.parts()):
-            if spec.packing == "padded" or any(part.format or is_remote(part) for part in spec.parts()):
+            if spec.packing == "padded" or any(part.format or needs_copies(part) for part in spec.parts()):
                 return None
             sizes = [open_text(part, Columns(part.field)).size_bytes for part in spec.parts()]
             count, about = sum(size // BYTES_PER_TOKEN // spec.sequence_length for size in sizes), "about "
@@ -106,7 +107,7 @@ class WholeRun:
     hours: float
     device_hours: float
     samples: int
-    tokens: float | None
+    tokens: int | None
     price: float | None
     cost: float | None
 
@@ -145,7 +146,7 @@ def whole_run(job: Job, predicted: Mapping[str, Any], length: Length, price: flo
         hours=hours,
         device_hours=device_hours,
         samples=length.steps * job.train.batch,
-        tokens=None if tokens_per_s is None else tokens_per_s * step_s * length.steps,
+        tokens=None if tokens_per_s is None else round(tokens_per_s * step_s * length.steps),
         price=price,
         cost=None if price is None else price * device_hours,
     )

@@ -110,7 +110,24 @@ def _field(key: Key) -> str:
 
 def _words(key: Key) -> str:
     words = key.reason or (key.convert.__doc__ if key.convert else "") or ""
-    return _sentence(" ".join(words.split())).replace("|", "\\|")
+    return _sentence(_for_users(" ".join(words.split()))).replace("|", "\\|")
+
+
+def _for_users(words: str) -> str:
+    """Return the text of a docstring without what only the code's reader needs: "Return the value as
+    a whole number" becomes "a whole number"."""
+    for name in (
+        " (Lacks, with the reason)",
+        "Lacks, with the reason: ",
+        " (ValueError)",
+        ", as an OptimizerChoice,",
+        ", as a ScheduleChoice,",
+        "Return the value as ",
+        "Return the value ",
+        "Return ",
+    ):
+        words = words.replace(name, "")
+    return words
 
 
 def _sentence(words: str) -> str:
