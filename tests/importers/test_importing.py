@@ -84,7 +84,7 @@ def test_written_files_are_read_back(name: str, tmp_path: Path) -> None:
     model, data = content.get("model", {}), content.get("data", {})
     if not {"preset", "from"} & set(model):
         content["model"] = {"preset": "gpt2", **model}
-    if not {"text", "jsonl", "dataset", "sources"} & set(data):
+    if not {"text", "jsonl", "parquet", "dataset", "sources"} & set(data):
         content["data"] = {"jsonl": "samples.jsonl", **data}
     assert Job.parse(content).train == Job.parse({**content, "train": imported.job.get("train", {})}).train
 

@@ -38,7 +38,6 @@ from tightfit.importers.conversions import (
 )
 from tightfit.importers.data_sources import Source
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
-from tightfit.importers.selection import combine_selection
 
 _SPLICED = "tightfit packs texts one after another, in the order that train.seed gives"
 _PLAIN = ("completion", "pretrain")
@@ -690,6 +689,8 @@ def _loss(draft: Draft, sets: list[dict[str, Any]], sources: list[Source]) -> No
                 "datasets", f"roles_to_train is empty: axolotl trains on the last answer alone; {data.LAST_TURN}"
             )
             value = "response"
+        else:
+            draft.remark("datasets", "the header of a message counts in the loss, too, unless it is the assistant's")
     elif len(roles) > 1:
         draft.contradict("the data sets have different roles_to_train, but data.loss_on holds for all sources")
         draft.drop("data.loss_on")
@@ -794,7 +795,6 @@ def _combine(draft: Draft) -> None:
         _template(draft, [])
         _packing(draft, False)
     _adapters(draft)
-    combine_selection(draft)
     hf.combine(draft)
     sharded = any(row.key.startswith(("fsdp_config.", "fsdp_version")) for row in draft.rows)
     if sharded or parts.get("dp_shard", 1) > 1:

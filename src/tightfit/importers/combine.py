@@ -8,6 +8,7 @@ import math
 
 from tightfit.importers.conversions import OptimizerChoice, ScheduleChoice
 from tightfit.importers.mapping import Draft
+from tightfit.importers.selection import combine_selection
 
 
 def combine(draft: Draft) -> None:
@@ -23,6 +24,7 @@ def combine(draft: Draft) -> None:
     _schedule(draft)
     _interval(draft, "save", "train.checkpoint_every", without="never")
     _interval(draft, "eval", "train.evaluate_every", without=None)
+    combine_selection(draft)
     _offload(draft)
 
 

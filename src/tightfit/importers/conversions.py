@@ -115,12 +115,6 @@ def compiled(value: Any) -> str:
     return "block" if flag(value) else "none"
 
 
-def packed(value: Any) -> str | Lacks:
-    """Return "packed" for true, and "padded" for false. In a packed sequence, tokens also attend to
-    the earlier texts of the sequence."""
-    return "packed" if flag(value) else "padded"
-
-
 @dataclass(frozen=True)
 class OptimizerChoice:
     """The tightfit settings that correspond to an optimizer's name in another tool.

@@ -33,7 +33,6 @@ from tightfit.importers.conversions import (
 from tightfit.importers.data_sources import Source
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless
 from tightfit.importers.reading import read_settings
-from tightfit.importers.selection import combine_selection
 
 _IMAGES = "tightfit trains language models on text alone"
 _INFO = "dataset_info.json"
@@ -523,7 +522,6 @@ def _adapters(draft: Draft) -> None:
 
 def _combine(draft: Draft) -> None:
     hf.combine(draft)
-    combine_selection(draft)
     stage = str(draft.value("stage") or "sft").lower()
     _data(draft, stage)
     _packing(draft, stage)

@@ -1,4 +1,5 @@
-"""Sets train.keep_best and train.early_stopping from the keys of another tool."""
+"""Sets train.keep_best and train.early_stopping, which choose a checkpoint and the end of a training
+by an evaluation metric."""
 
 from __future__ import annotations
 
@@ -6,35 +7,45 @@ from typing import Any
 
 from tightfit.importers.mapping import Draft
 
+_PARTS = ("keep_best", "patience", "best_metric", "best_greater")
+
 
 def combine_selection(draft: Draft) -> None:
     """Set train.keep_best from the part keep_best, and train.early_stopping from the part patience.
+    Both compare the loss. Call this after train.evaluate_every is set.
 
-    Both compare the metric of the parts best_metric (the loss if it is not given) and best_greater.
+    Another metric, in the part best_metric, is left to the user, because the job must define it.
+    So is the number of steps between two evaluations, if the file does not give it.
     """
     parts = draft.parts
-    criterion = _criterion(parts)
-    if parts.get("keep_best"):
-        draft.fields["train.keep_best"] = criterion
-    if parts.get("patience"):
-        draft.fields["train.early_stopping"] = {**criterion, "patience": parts["patience"]}
-    if not parts.get("keep_best") and not parts.get("patience"):
-        for part in ("best_metric", "best_greater"):
+    wanted = {
+        "train.keep_best": {} if parts.get("keep_best") else None,
+        "train.early_stopping": {"patience": parts["patience"]} if parts.get("patience") else None,
+    }
+    chosen = [field for field, settings in wanted.items() if settings is not None]
+    if not chosen:
+        for part in _PARTS:
             draft.settle(part, "not needed", "no checkpoint is chosen by a metric")
         return
-    for part in ("best_metric", "best_greater"):
-        draft.point(part, "train.keep_best" if parts.get("keep_best") else "train.early_stopping")
-    if criterion["metric"] != "loss":
-        draft.to_do.append(f"add the metric {criterion['metric']} to evaluate.metrics in the job")
-
-
-def _criterion(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the metric and, for another metric than the loss, whether larger values are better.
-    transformers takes larger values as better if it is not said, and the name is not a loss."""
     metric = parts.get("best_metric", "loss")
-    greater = parts.get("best_greater", not metric.endswith("loss"))
-    return (
-        {"metric": metric}
-        if metric == "loss" and not greater
-        else {"metric": metric, "mode": "max" if greater else "min"}
-    )
+    missing = _missing(draft, metric)
+    if missing:
+        for part in _PARTS:
+            draft.settle(part, "no counterpart", f"{' and '.join(chosen)} need {missing}")
+        draft.to_do.append(f"set {missing}, and then {' and '.join(chosen)}")
+        return
+    mode = {"mode": "max"} if parts.get("best_greater") else {}
+    for field in chosen:
+        draft.fields[field] = {"metric": metric, **mode, **(wanted[field] or {})}
+    for part in ("best_metric", "best_greater"):
+        draft.point(part, chosen[0])
+
+
+def _missing(draft: Draft, metric: str) -> str:
+    """Return the fields of the job that a choice by the metric needs and that the file does not
+    give, in words; empty if there are none."""
+    needed: dict[str, Any] = {
+        f"evaluate.metrics (with {metric})": metric == "loss",
+        "train.evaluate_every": draft.fields.get("train.evaluate_every"),
+    }
+    return " and ".join(field for field, given in needed.items() if not given)

@@ -41,7 +41,6 @@ from tightfit.importers.conversions import (
 )
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
 from tightfit.importers.reading import read_settings
-from tightfit.importers.selection import combine_selection
 
 PREFERENCES = "tightfit has no training on preferences or rewards (DPO, KTO, PPO, GRPO, ORPO)"
 TOKENIZER = "tightfit uses the tokenizer unchanged"
@@ -555,7 +554,6 @@ def combine(draft: Draft) -> None:
 
 def _combine(draft: Draft) -> None:
     combine(draft)
-    combine_selection(draft)
     is_sft = any(row.key in SFT_KEYS for row in draft.rows)
     if is_sft:
         _defaults_of_sft(draft)
