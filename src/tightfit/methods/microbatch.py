@@ -5,8 +5,8 @@ Saves   activations and temporaries, in proportion to the size of a micro-batch.
 Costs   no extra arithmetic; smaller matrix products, and one gradient addition for each
         micro-batch.
 When    the batch does not fit, or a smaller micro-batch fits the cache better.
-Order   after the model exists, before the optimizer: it corrects BatchNorm's momentum, because the
-        running statistics are updated once per micro-batch.
+Order   after the model is created, and before the optimizer. It corrects BatchNorm's momentum,
+        because the running statistics are updated once per micro-batch.
 Source  gradient accumulation. The loss is divided by the number of labelled items of the whole
         step, as for one large batch.
 """

@@ -16,8 +16,8 @@ Costs   copies at the rate of the link or the disk. States are copied to the dev
         overlap.
 When    nothing else fits on one device. Large batches hide the copies of states, whose bytes do not
         grow with the batch.
-Order   around the forward with its precision, and around blocks that recompute and compile have
-        changed; before pipeline or zero shards the offloaded data.
+Order   after `precision`, `recompute` and `compile`, because it wraps the forward and the blocks
+        that they have changed; before `pipeline` and `zero`, which then shard the offloaded data.
 Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity),
         arXiv:2104.07857.
 """

@@ -10,7 +10,8 @@ Costs   -mixed: casts of the weights. -true: small updates are lost in rounding,
 When    always if the hardware multiplies 16-bit numbers faster. fp16 needs loss scaling, because
         small gradients become zero and numbers beyond 65,504 overflow; bf16 does not. tf32 stores
         fp32 numbers and rounds the factors of products to 10 mantissa bits.
-Order   around the compiled function, so that the compiler sees one type per operation.
+Order   after `compile`: autocast wraps the compiled function, so that the compiler sees one type
+        per operation.
 Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al.
         2019, arXiv:1905.12322 (bf16). torch's documentation of autocast lists the operations that
         run in fp32: on CUDA sums, softmax and norms, on a CPU fewer. The cross entropy of a
