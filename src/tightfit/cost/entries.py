@@ -27,7 +27,7 @@ EVERYWHERE = (-1, 10**9)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter or buffer of the model, in the dtype in which it is stored.
+    """Describes one parameter or buffer of the model, in the dtype in which it is stored.
 
     name       its dotted name in the model
     shape      the unsharded shape
@@ -286,7 +286,7 @@ class RankProgram:
     def sent_bytes(self, samples: int) -> float:
         """Return the bytes that this rank sends to its neighbours in all actions of the schedule.
 
-        samples  samples in one micro-batch
+        samples  number of samples in one micro-batch
         """
         own = (consumer_of(action) for action in self.schedule[self.pipeline_rank] if action.kind != WEIGHTS)
         return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))

@@ -56,8 +56,8 @@ ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "c
 class Ledger:
     """All memory and work of one device in one optimizer step. Sizes are in bytes.
 
-    micro_batch         samples of one micro-batch
-    micro_batches       micro-batches in one step
+    micro_batch         number of samples in one micro-batch
+    micro_batches       number of micro-batches in one step
     training            recorded step of one micro-batch: forward, then backward
     inference           function that returns the recorded step of one micro-batch of an evaluation.
                         Its first call traces the model

@@ -210,7 +210,8 @@ class Rendered:
     """A conversation rendered as one text.
 
     text     the whole text
-    counted  the spans of characters that count in the loss, as (begin, end) without end, in order
+    counted  the spans of characters that count in the loss, as (begin, end), in order; `end` is
+             exclusive
     ends     whether an end-of-text token must be added after the text. False for the text of a chat
              template, which writes its own end
     """

@@ -227,7 +227,8 @@ def only_full_batches(
     for other shapes.
 
     compiled, plain  the same loss function with and without compilation: batch -> sum of the losses
-    full             samples in a full micro-batch; None: a micro-batch of any size counts as full
+    full             number of samples in a full micro-batch; None: a micro-batch of any size counts
+                     as full
     """
 
     def loss_sum(batch: Batch) -> Tensor:

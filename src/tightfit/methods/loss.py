@@ -499,8 +499,8 @@ def _sum_and_gradients(
 def _chunk_loss(
     logits: Tensor, labels: Tensor, kernels: LossKernels, divided: VocabularyShard | None, learning: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a chunk, and its gradient with respect to the logits. The gradient
-    may be written over the logits.
+    """Return the summed loss of one chunk of tokens, and its gradient with respect to the logits.
+    The gradient may be written over the logits.
 
     logits    (tokens, classes)
     labels    (tokens)

@@ -270,7 +270,7 @@ def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buff
     and that are larger than MIN_OFFLOAD_BYTES.
 
     training  the segments of the recorded step
-    samples   samples in a micro-batch
+    samples   number of samples in a micro-batch
     """
     saved: set[Buffer] = set()
     again: set[Buffer] = set()  # allocated in backward, as in a recomputation
@@ -308,7 +308,7 @@ class _Prefetch:
     that are freed next are prefetched.
 
     saved    the offloaded buffers
-    samples  samples in a micro-batch
+    samples  number of samples in a micro-batch
     most     largest number of bytes that are prefetched at a time; a single larger buffer is
              prefetched nevertheless
     """

@@ -52,12 +52,11 @@ _CUSTOM_LOSS_FIX = (
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """One of torch's losses, split into two functions.
+    """One of torch's losses, split into two functions. The loss of torch is a mean over items
+    (elements, targets or samples): total / count.
 
     total  (output, target) -> the sum of the losses of all items, a scalar tensor
     count  target -> the number of items; targets equal to ignore_index are not counted
-
-    The loss of torch is total / count.
     """
 
     total: Callable[[Tensor, Tensor], Tensor]
@@ -100,9 +99,9 @@ def _hashable(thing: Any) -> bool:
 
 
 class _Total:
-    """Computes the sum of one of torch's losses over all items of a micro-batch, when it is called
-    with (output, target). Raises InputError if a loss that compares element by element is called
-    with an output and a target of different shapes."""
+    """A function (output, target) -> the sum of one of torch's losses over all items (elements,
+    targets or samples) of a micro-batch. It raises InputError if the loss compares element by
+    element, and output and target have different shapes."""
 
     def __init__(self, loss: Any) -> None:
         self.name = type(loss).__name__

@@ -67,7 +67,7 @@ class ServerData:
         """Yield an empty list of micro-batches for each step of the workers.
 
         consumed  the number of samples that earlier steps have used
-        until     the number of the sample at which to stop; None: go on without end
+        until     the number of samples after which to stop; None: never stop
         """
         batch = getattr(self.worker_data, "batch", 1)
         while until is None or consumed < until:
