@@ -69,10 +69,9 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger (the predicted memory and time of a step) with the host memory of the
-    workers and of their prefetched micro-batches, and with the seconds that it takes to prepare a
-    step's samples and to copy them to the device.
-    """
+    """Return the ledger (the predicted memory and time of a step) with two additions: the host
+    memory of the workers and of their prefetched micro-batches, and the seconds in which a step's
+    samples are prepared and copied to the device."""
     samples = ledger.micro_batch * ledger.micro_batches
     workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
     ready = piece * workers * plan.prefetch * ledger.batch_bytes

@@ -214,8 +214,8 @@ def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
 def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
     """Return the effect of offloading the activations that forward saves for backward.
 
-    In the recorded step, a saved buffer is now freed at the end of the part of forward that
-    allocates it (a segment, such as one block), and allocated again before backward uses it. A CPU
+    The recorded step is changed. It now frees a saved buffer at the end of the segment of forward
+    (such as one block) that allocates it, and allocates it again before backward uses it. A CPU
     does not allocate it again, because it reads it from the store.
     """
     samples, plan = ledger.micro_batch, place.plan

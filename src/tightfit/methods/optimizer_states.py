@@ -256,8 +256,8 @@ def optimizer_of(
     device   the kind of device that updates: "cpu" or "cuda"
 
     Raises InputError if the optimizer does not support a parameter (complex numbers, sparse
-    gradients), if it has no fused kernel although the plan asks for one, or for the other reasons
-    that `make_optimizer` lists.
+    gradients), or if it has no fused kernel although the plan asks for one. Also raises it for the
+    other reasons that `make_optimizer` lists.
     """
     check_complex(model, train, plan)
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)

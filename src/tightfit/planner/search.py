@@ -374,9 +374,12 @@ def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimat
 
 def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
     """Return estimates of pipeline plans that differ only in the micro-batch, the smallest first.
+    The estimates end with the first plan that
 
-    The last one returned is the first that does not fit, that is slower than the one before it, or
-    after which no larger micro-batch can take less than `best_s` seconds per step.
+    - does not fit,
+    - is slower than the plan before it,
+    - or after which no larger micro-batch can be faster than both this plan and `best_s` seconds
+      per step.
 
     plans  sorted from the largest micro-batch to the smallest
     """

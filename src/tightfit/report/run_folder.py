@@ -74,9 +74,11 @@ def train_in_folder(
     predicted  the plan's prediction, which is written to predicted.json and to the record; None if
                there is none
 
-    Returns (record, sample, stopped): the record of the run, a sample of generated text (None if
-    the model cannot generate text), and the number of the signal that ended the training early
-    (None if no signal did).
+    Returns (record, sample, stopped):
+
+    record   the record of the run
+    sample   a sample of generated text; None if the model cannot generate text
+    stopped  the number of the signal that ended the training early; None if no signal did
 
     Raises DoesNotFit if memory runs out, and TightfitError if the loss or a weight becomes NaN or
     infinite.

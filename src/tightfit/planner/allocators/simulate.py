@@ -164,9 +164,9 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
 
 
 def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
-    """Return parameter name -> (bytes of its optimizer states, bytes of their largest memory
-    block). A memory block has at most the parameter's own bytes. Example: Adam's two states are two
-    memory blocks."""
+    """Return parameter name -> (bytes of its optimizer states, bytes of the largest memory block in
+    which they are allocated). Such a memory block has at most the parameter's own bytes. Example:
+    Adam's two states are two memory blocks."""
     sizes = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
         name: (update.state_bytes, min(sizes[name], update.state_bytes))
