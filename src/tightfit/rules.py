@@ -418,8 +418,8 @@ def needed_permissions(plan: Plan) -> set[str]:
 
 
 def check(plan: Plan, job: Job, device: str) -> None:
-    """Raise InputError if the plan changes the numerics in a way that the job's `allow` does not
-    permit, or if the plan breaks one of the RULES for this job and device.
+    """Raise InputError if a plan cannot be used for a job: if the job's `allow` does not permit a
+    change of the numerics that the plan makes, or if the plan breaks one of the RULES.
 
     device  the kind of device: cpu or cuda
     """

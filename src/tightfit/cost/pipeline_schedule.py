@@ -273,19 +273,19 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
 
 @cache
 def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
-    """Return the actions whose input must not be requested early (by posting a receive), on devices
-    that may stop in the middle of an action and wait for their messages. Such an input is requested
-    only when the action itself begins, instead of during the action before it.
+    """Return the actions whose input must not be requested early. Such an input is requested (a
+    receive is posted) only when the action itself begins, instead of during the action before it.
+    This is for devices that may stop in the middle of an action and wait for their messages.
 
     schedule         a plan's `schedule`, such as "1f1b"
     devices, chunks  ranks of the pipeline, and stages on each rank
-    micro_batches    micro-batches in one step
+    micro_batches    number of micro-batches in one step
 
     Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, while
     rank 1 computes the backward that rank 0 needs next. If both requested these messages early and
     both stopped, they would wait for each other for ever. So all actions of a step are put into one
-    order, and a device requests a message early only if its producer comes before the device's
-    current action in this order. Then no cycle of waits can form.
+    order. A device requests a message early only if its producer comes before the device's current
+    action in this order. Then no cycle of waits can form.
 
     The result is empty for pipedream: its ranks work on different steps, so a requested message was
     produced in an earlier round.
@@ -432,7 +432,7 @@ def simulate(
     seconds   returns the seconds that an action takes
     transfer  returns the seconds to send an action's output to the next stage. A transfer starts
               when the output is complete and the receiver has requested it. The receiver requests
-              it when it begins the action before the one that needs it
+              the input of an action one action earlier: when it begins the action before it
     late      actions whose input is requested only when the rank is free to begin them
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).

@@ -83,8 +83,8 @@ _LABELS_FIX = {
 
 
 def warn_unshifted(sample: Any, model: ModelInput) -> None:
-    """Issue a TightfitWarning if the labels of a sample probably have to be shifted by one
-    position, but will not be shifted, because the job gives the model no task.
+    """Issue a TightfitWarning if the labels of a sample are probably meant to be shifted by one
+    position. They will not be shifted, because the job gives the model no task.
 
     A sample is taken for one of a causal language model if it has input_ids and labels of the same
     shape. Jobs with their own loss get no warning.

@@ -248,8 +248,9 @@ class Renderer:
         """Return a conversation rendered as text.
 
         Raises RefusedMessages if the template fails for this conversation. Raises InputError if the
-        template is not valid Jinja, or if it renders the first messages of a conversation
-        differently when others follow, so that the characters that count cannot be found.
+        template is not valid Jinja. Also raises InputError if the template renders the first
+        messages of a conversation differently when others follow, because the characters that count
+        in the loss cannot be found then.
         """
         if self.template is None:
             assert conversation.prompt is not None

@@ -398,8 +398,8 @@ class _SampleMicroBatches(Dataset[Any]):
     """The dataset from which the worker processes read: dataset[sample indices, epochs] is the
     micro-batch of these samples.
 
-    If reading fails with a TightfitError, the error is returned instead of raised, because an
-    exception that a worker raises loses its attributes on the way to the main process.
+    If reading fails with a TightfitError, the error is returned instead of raised. An exception
+    that a worker raises would lose its attributes on the way to the main process.
     """
 
     def __init__(self, source: Samples) -> None:

@@ -175,8 +175,8 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
 
 
 def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Raise InputError if a group of blocks cannot be recomputed as one segment, because a block
-    does not feed the next one, or because other code uses the outputs in between.
+    """Raise InputError if a group of blocks cannot be recomputed as one segment. There are two
+    reasons: a block does not feed the next one, or other code uses the outputs in between.
 
     The check runs the model twice on fake tensors. A real run checks the same before its first
     update.

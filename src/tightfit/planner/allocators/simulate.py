@@ -114,8 +114,9 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
     """Simulate `steps` training steps: make `allocator` allocate and free the buffers of `ledger`,
     in order.
 
-    Yields the number of the step after each micro-batch (in a pipeline, after each action of the
-    rank) and after the optimizer update, so that the caller can read the allocator's counters.
+    Yields the number of the step again and again, so that the caller can read the allocator's
+    counters in between: after each micro-batch (in a pipeline, after each action of the rank), and
+    after the optimizer update.
 
     zero_grad_late  whether the training loop zeroes gradients just before backward, so that they
                     are alive during the next step's forward
