@@ -171,7 +171,7 @@ class ShardedParameters:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Everything that one device sends in a step by one kind of communication, such as the
+    """Describes everything that one device sends in a step by one kind of communication, such as the
     all-reduce of the gradients, or the copies of offloaded tensors.
 
     name         what is sent, such as "gradients"
@@ -245,7 +245,7 @@ class StageBoundary:
 
 @dataclass(frozen=True, eq=False)
 class RankProgram:
-    """Everything that one pipeline rank does in a step.
+    """Describes everything that one pipeline rank does in a step.
 
     stage_programs  stage number -> what the stage does with a micro-batch, for each stage that the
                     rank holds

@@ -40,9 +40,8 @@ def conversation_tokens(
     skip_damaged  True leaves out damaged rows, and conversations that the chat template refuses.
                   False raises InputError at the first one
 
-    Raises InputError also if the chat template is not valid. The same holds if it renders the first
-    messages of a conversation differently when others follow, because the tokens that count cannot
-    be found then.
+    Raises InputError also if the chat template is not valid, or if it renders the first messages of
+    a conversation differently when others follow. The tokens that count cannot be found then.
     """
     backend = renderer.tokenizer.backend_tokenizer
     backend.no_truncation()  # a tokenizer.json may switch on truncation and padding

@@ -291,10 +291,11 @@ class Renderer:
         """Return the span of message number `at` (from 0) in the rendered text.
 
         The span is found by rendering two parts of the conversation: the messages before message
-        `at`, and the messages up to it, with it. The first text ends where the span begins, and the
-        second text ends where the span ends. For an assistant's message, the first text includes
-        the generation prompt, so the header of the message (such as "<|im_start|>assistant") is not
-        in the span. The span of message 0 begins at the beginning of the text.
+        `at`, and the messages up to and including it. The first text ends where the span begins,
+        and the second text ends where the span ends. For an assistant's message, the first text
+        includes the generation prompt, so the header of the message (such as
+        "<|im_start|>assistant") is not in the span. The span of message 0 begins at the beginning
+        of the text.
 
         whole  the rendered text of the whole conversation
         place  the file and row of the conversation, for the message

@@ -68,8 +68,10 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     torch's.
 
     loss: a class (nn.MSELoss), an instance (nn.MSELoss()) or a function (functional.mse_loss).
-    Raises InputError for a loss that is not a mean of independent items: one whose reduction is not
-    a mean, that has class weights, or that takes more than an output and a target.
+
+    Raises InputError for a loss that is not a mean of independent items (elements, targets or
+    samples). This is a loss whose reduction is not a mean, that has class weights, or that takes
+    more than an output and a target.
     """
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, Loss):

@@ -123,12 +123,11 @@ def parallelism_fields(
 
 
 def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """Return the plans to try, in order: `start`, or `start` with sequence parallelism and then
-    `start` itself.
+    """Return the plans to try, in order. These are `start` with sequence parallelism and, for
+    models that do not support it, `start` itself.
 
-    Sequence parallelism is tried only if `start` uses tensor parallelism and does not fit, and if
-    the user did not pin the field `sequence_parallel`. `start` follows for models that do not
-    support sequence parallelism.
+    Return only [start] if `start` has no tensor parallelism or fits without sequence parallelism,
+    or if the user pinned the field `sequence_parallel` (it is in `pins`).
     """
     smallest = start.replace(micro_batch=1) if start.pp > 1 else start
     if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, smallest):

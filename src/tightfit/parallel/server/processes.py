@@ -197,7 +197,8 @@ class _ServerProcess(UnshardedReduction):
 
     def drain(self, run: Run) -> Iterator[None]:
         """Make the weights of all processes equal after asynchronous updates: the server broadcasts
-        its weights. After synchronous updates they are equal already.
+        its weights. After synchronous updates they are equal already. `engine/step.py` calls this
+        before an evaluation, before a checkpoint and at the end of the training.
 
         Returns an empty iterator, because no step is in flight.
         """
