@@ -171,8 +171,8 @@ class ShardedParameters:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Describes everything that one device sends in a step by one kind of communication, such as the
-    all-reduce of the gradients, or the copies of offloaded tensors.
+    """Describes everything that one device sends in a step by one kind of communication, such as
+    the all-reduce of the gradients, or the copies of offloaded tensors.
 
     name         what is sent, such as "gradients"
     bytes        bytes that the device sends in the step

@@ -254,7 +254,7 @@ def estimate_candidates(
       therefore never faster than a lower stage that fits.
     - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
       Of such plans with the same precision and optimizer states, only one is estimated, so that the
-      user sees why such plans were rejected. If no plan fits, it is the leanest of them.
+      user sees why they were rejected. If no plan fits, the leanest of them is estimated.
 
     start   the plan from which the variants differ in the options that trade memory for time
     pins    plan fields that the user fixed: the variants keep them
