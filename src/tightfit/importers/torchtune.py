@@ -37,8 +37,8 @@ HUB_SOURCES = {
 
 def _component(value: Any) -> str | Lacks:
     """Return Lacks, with the reason: this key sets no field, because config.json in the folder of
-    the weights describes the model. A model builder with "lora" in its name has no counterpart,
-    because adapters are not imported."""
+    the weights describes the model. For a model builder with "lora" in its name, there is no
+    counterpart, because adapters are not imported."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 

@@ -74,8 +74,8 @@ def apply(run: Run, plan: Plan) -> Run:
     """Return the run with ring attention in its model, and with data that gives each device its own
     chunks of every sequence.
 
-    Raises InputError if the model mixes positions outside of attention, if its attention is of a
-    kind that the ring does not support, or if the job has no loss for each position.
+    Raises InputError if the model mixes positions outside of attention, or if the ring does not
+    support its kind of attention. Also raises it if the job has no loss for each position, and cp shards the positions.
     """
     assert run.mesh is not None
     task = task_of(run.job.model)

@@ -95,8 +95,8 @@ def warn_of_dropped_tokens(run: Run) -> None:
     with the full batch.
 
     An expert of limited capacity drops the tokens that exceed its capacity. In some models, the
-    capacity is for all samples of a forward together, not for each sequence. The dropped tokens
-    then depend on the samples of the micro-batch.
+    capacity is for all samples of a forward together, not for each sequence. Which tokens are
+    dropped then depends on which samples are in the micro-batch.
     """
     model_type = getattr(getattr(run.model, "config", None), "model_type", None)
     batch, micro_batch = run.job.train.batch, run.plan.micro_batch_of(run.job.train.batch)

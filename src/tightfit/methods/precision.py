@@ -78,9 +78,12 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Return the values of `precision` that search tries: that of the plan `start` and, in one
-    case, bf16-true. It is tried if `start` has bf16-mixed, the model has no complex parameters, and
-    16-bit weights may be the better choice (the plan does not fit without them, or is slower).
+    """Return the values of `precision` that search tries: that of the plan `start` and, in some
+    cases, bf16-true.
+
+    bf16-true is tried if three conditions hold: `start` has bf16-mixed; the model has no complex
+    parameters; and 16-bit weights may be better, because the plan does not fit without them or
+    because they are faster.
     """
     narrow = start.precision == "bf16-mixed" and not facts.is_complex and facts.narrow_pays()
     return {"precision": [start.precision, "bf16-true"] if narrow else [start.precision]}
