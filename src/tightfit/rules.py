@@ -330,7 +330,8 @@ RULES = (
         "leave out train.clip, or use schedule: 1f1b",
     ),
     Rule(
-        "pipedream keeps several versions of the full weights, so zero cannot shard them, and it cannot skip a step that overflows in fp16",
+        "pipedream keeps several versions of the full weights, so zero cannot shard them, and it cannot skip a step that "
+        "overflows in fp16",
         lambda plan, job, device: (
             plan.schedule != "pipedream" or (plan.zero == 0 and not plan.precision.startswith("fp16"))
         ),
