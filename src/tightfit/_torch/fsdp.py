@@ -159,8 +159,12 @@ def padded_shard_size(record: ParameterRecord) -> torch.Size:
 
 
 def take_new_shard(record: ParameterRecord) -> None:
-    """Make fully_shard use the parameter that the model has now, after code has replaced it.
-    fully_shard may replace the data of the parameter by a padded copy."""
+    """Make fully_shard use the parameter that the model has now. Call this after a parameter has
+    been replaced.
+
+    If the shard is smaller than fully_shard's padded size, this call replaces the parameter's data
+    by a padded copy. So take references to the data only after this call.
+    """
     record.reset_sharded_param()
 
 

@@ -377,7 +377,7 @@ class Ledger:
         of a step.
 
         The FLOPs and bytes of an operation are those of one run. In the phases "forward" and
-        "backward", they depend on the samples of a micro-batch.
+        "backward", they are functions of the number of samples in a micro-batch.
         """
         for segment in self.training:
             for operation in segment.timeline.operations:

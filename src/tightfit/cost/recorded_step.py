@@ -35,8 +35,8 @@ WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm")  # matrix products with a layer's we
 
 @dataclass(frozen=True, slots=True)
 class BatchLinear:
-    """A number that grows linearly with the samples of a micro-batch: fixed + per_sample x
-    samples."""
+    """A size or a count that is a linear function of the number of samples in a micro-batch: fixed
+    + per_sample x samples."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
@@ -100,9 +100,9 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockInput:
-    """A tensor argument of a call of a block.
+    """Describes one tensor among the arguments of a block's call.
 
-    path          the tensor's path within the block's arguments
+    path          where the tensor is in the arguments (args, kwargs), as text: "(0, 2)" is args[2]
     size          bytes of the tensor, which may be a view of a part of its storage
     buffer        the tensor's storage; None if the step did not allocate it
     has_gradient  whether backward computes a gradient of the tensor
@@ -187,8 +187,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedSegment:
-    """Bytes by row at the peak and at the end of a replayed timeline. They are relative to the
-    bytes that are allocated when the timeline begins.
+    """The result of `replay`: the bytes by row at the peak and at the end of a timeline. They are
+    relative to the bytes that are allocated when the timeline begins.
 
     at_peak              row -> bytes that the timeline adds at its peak
     at_end               row -> bytes that the timeline adds at its end

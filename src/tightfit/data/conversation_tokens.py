@@ -183,9 +183,10 @@ def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
     """Return a mask, (tokens,) bool, of the tokens that overlap with at least one span. This is how
     transformers computes its mask of the assistant's tokens.
 
-    offsets  (tokens, 2): the first character of each token in the text, and the end of the token,
-             without end
-    spans    (begin, end) in characters of the text, without end
+    offsets  (tokens, 2): the position of each token in the text, as (begin, end) in characters
+    spans    (begin, end) of each span, in characters of the text
+
+    In both, `end` is exclusive: it is the position after the last character.
 
     Example: offsets [[0, 3], [3, 7], [7, 9]] and the span (4, 7) give [False, True, False].
     """

@@ -86,9 +86,9 @@ class ModelInput:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InputError if a token id is negative or not below the vocabulary size, so that the
-        model has no embedding for it. On a GPU such an id would abort the process without a clear
-        error."""
+        """Raise InputError if the model has no embedding for a token id, because the id is negative
+        or not below the vocabulary size. On a GPU such an id would abort the process without a
+        clear error."""
         if self.vocabulary is not None and ids.numel():
             smallest, largest = (int(value) for value in ids.aminmax())
             if smallest < 0 or largest >= self.vocabulary:

@@ -13,8 +13,8 @@ from tightfit.importers.training_arguments import FSDP_KEYS
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the ZeRO stage, 0 to 3. The second element of the result, False, says that the model is
-    not also replicated over nodes."""
+    """Return (ZeRO stage, False). The stage is the value, 0, 1, 2 or 3. False says that the model
+    is not also replicated over nodes."""
     found = whole(value)
     if found not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -32,7 +32,8 @@ def _place(*words: str) -> Any:
 
 
 def _accumulation(value: Any) -> int:
-    """Keep the number of accumulation steps, a factor of train.batch."""
+    """Return the number of accumulation steps. It is a factor of train.batch, which is micro-batch
+    x accumulation steps x data ranks."""
     return whole(value)
 
 

@@ -30,38 +30,40 @@ _PLAIN = ("completion", "pretrain")
 
 
 def _bf16(value: Any) -> bool | str:
-    """Keep true (bf16-mixed), false or full (bf16-true). auto counts as true, because axolotl
-    switches bf16 on for GPUs since Ampere."""
+    """Return true, false or "full". true becomes bf16-mixed, and "full" becomes bf16-true. "auto"
+    counts as true, because axolotl switches bf16 on for GPUs since Ampere."""
     word = str(value).lower()
     return word if word == "full" else True if word == "auto" else flag(value)
 
 
 def _tf32(value: Any) -> bool | Lacks:
-    """Keep true or false. True selects tf32 if neither bf16 nor fp16 is on. With auto, the plan
-    decides."""
+    """Return true or false: true asks for tf32 in the products that do not run in bf16 or fp16.
+    "auto" sets no field (Lacks, with the reason), so the plan decides."""
     return Lacks("tightfit uses tf32 where the plan says so", False) if value == "auto" else flag(value)
 
 
 def _recompute(value: Any) -> str | Lacks:
-    """Convert true to full (every block is recomputed) and false to none. Values that also offload
-    the activations, such as offload_disk, have no counterpart here."""
+    """Return "full" (recompute every block) for true, and "none" for false. For values that also
+    offload the activations ("offload", "offload_disk", "unsloth"), there is no counterpart (Lacks,
+    with the reason)."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
         return Lacks("use plan.recompute: full with plan.offload: [activations]")
     return "full" if flag(value) else "none"
 
 
 def _datasets(value: Any) -> list[dict[str, Any]]:
-    """Keep the list of data sets, each of them a mapping with a path. Later, a single data set
-    becomes data.jsonl, data.parquet, data.text or data.dataset, depending on its files. Several
-    data sets are left to the user, who knows their weights."""
+    """Return the list of data sets unchanged; each must be a mapping. A later step turns a single
+    data set into data.jsonl, data.parquet, data.text or data.dataset, depending on its files.
+    Several data sets are left to the user, who knows their weights."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("a list of data sets, each with a path")
     return value
 
 
 def _share(value: Any) -> float | Lacks:
-    """Keep the fraction of the samples that is held out for evaluation; 0 holds out none. A number
-    of samples (1 or more) has no counterpart."""
+    """Return the fraction of the samples that is held out for evaluation, a number below 1; 0 holds
+    out none. For 1 or more, a number of samples, there is no counterpart (Lacks, with the reason).
+    """
     found = number(value)
     return found if found < 1 else Lacks("data.held_out is a share of the samples, not a number of them")
 

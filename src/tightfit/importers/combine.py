@@ -290,11 +290,11 @@ def _schedule(draft: Draft) -> None:
 
 def _interval(draft: Draft, name: str, field: str, without: str | None) -> None:
     """Set `field`, the number of steps between two checkpoints or two evaluations, from the tool's
-    strategy (no, steps or epoch) and its number of steps. A number below 1 is a fraction of all
-    steps.
+    strategy ("no", "steps" or "epoch") and its number of steps. A number below 1 is a fraction of
+    all steps.
 
-    name     save or eval, the first word of the names in `draft.parts`, such as save_steps
-    without  the value of the field if the strategy is no; None leaves the field out
+    name     "save" or "eval", the first word of the names in `draft.parts`, such as save_steps
+    without  the value of the field if the strategy is "no"; None leaves the field out
     """
     parts = draft.parts
     strategy, every = parts.get(f"{name}_strategy"), parts.get(f"{name}_steps")

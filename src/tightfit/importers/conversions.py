@@ -1,8 +1,8 @@
 """Conversions that the tables of several tools share.
 
 A conversion takes a value from another tool's file. It returns the value of tightfit's field, or
-Lacks if there is no counterpart. For a value that the other tool would not accept either, it raises
-ValueError, whose message names the accepted values. docs/import.md prints the docstrings.
+`Lacks` (the reason why no field is set). For a value that the other tool would not accept either,
+it raises ValueError, whose message names the accepted values. docs/import.md prints the docstrings.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tightfit.importers.mapping import Lacks
 
 
 def number(value: Any) -> float:
-    """Keep the value, a number. It may also be a text such as "1e-5", because YAML 1.1 reads 1e-5
-    as text. Any other value is an error."""
+    """Return the value as a number. It may also be a text such as "1e-5", because YAML 1.1 reads
+    1e-5 as text. Any other value is an error (ValueError)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number")
     try:
@@ -27,8 +27,8 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """Keep the value, a whole number. It may also be written like 5e8. Any other value is an
-    error."""
+    """Return the value as a whole number. It may also be written like 5e8. Any other value is an
+    error (ValueError)."""
     try:
         found = number(value)
     except ValueError:
@@ -39,8 +39,8 @@ def whole(value: Any) -> int:
 
 
 def flag(value: Any) -> bool:
-    """Keep the value, true or false. It may also be written as yes or no. Any other value is an
-    error."""
+    """Return the value as true or false. "yes" and 1 count as true; "no", 0, "none" and "" count as
+    false. Any other value is an error (ValueError)."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False, "": False}
     found = words.get(str(value).lower())
     if found is None:
@@ -49,39 +49,41 @@ def flag(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Keep the value, a text that must not be empty."""
+    """Return the value unchanged. It must be a text that is not empty; any other value is an error
+    (ValueError)."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text")
     return value
 
 
 def positive(value: Any) -> float | Lacks:
-    """Keep the value, a number. 0 or less switches the feature off in the other tool; then
-    tightfit's field is left out."""
+    """Return the value as a number. 0 or less switches the feature off in the other tool: then
+    tightfit's field is left out (Lacks, with the reason)."""
     found = number(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def count(value: Any) -> int | Lacks:
-    """Keep the value, a whole number. 0 or less switches the feature off in the other tool; then
-    tightfit's field is left out."""
+    """Return the value as a whole number. 0 or less switches the feature off in the other tool:
+    then tightfit's field is left out (Lacks, with the reason)."""
     found = whole(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def seed(value: Any) -> int | Lacks:
-    """Keep the seed. A negative seed makes the tool draw a random one; then tightfit uses its
-    default, 0."""
+    """Return the seed, a whole number. A negative seed makes the tool draw a random one: then the
+    field is left out (Lacks, with the reason), and tightfit uses its default, 0."""
     found = whole(value)
     return found if found >= 0 else Lacks("the tool draws a seed; tightfit's is 0 if left out", is_lost=False)
 
 
 def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any]:
-    """Return a conversion that looks a word up in `words`, a mapping from words in lower case to
-    the results of the conversion.
+    """Return a conversion that looks a word up in `words` and returns the entry. Upper case counts
+    as lower case.
 
-    otherwise  why all other words have no counterpart; if empty, the conversion raises ValueError
-               for them
+    words      word in lower case (or a bool or a number) -> the result of the conversion
+    otherwise  if not empty, the conversion returns Lacks(otherwise) for all other words; if empty,
+               it raises ValueError for them
     """
 
     def convert(value: Any) -> Any:
@@ -101,18 +103,18 @@ def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any
 
 
 def recompute_all(value: Any) -> str:
-    """Convert true to full (every block is recomputed) and false to none."""
+    """Return "full" (recompute every block) for true, and "none" for false."""
     return "full" if flag(value) else "none"
 
 
 def compiled(value: Any) -> str:
-    """Convert true to block (each block is compiled) and false to none."""
+    """Return "block" (compile each block) for true, and "none" for false."""
     return "block" if flag(value) else "none"
 
 
 def packed(value: Any) -> str | Lacks:
-    """Convert true to packed and false to padded. In a packed sequence, tokens also attend to the
-    earlier texts of the sequence."""
+    """Return "packed" for true, and "padded" for false. In a packed sequence, tokens also attend to
+    the earlier texts of the sequence."""
     return "packed" if flag(value) else "padded"
 
 
@@ -169,8 +171,10 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
 
 
 def optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Convert the optimizer's name, which may include the type of its states: adamw_bnb_8bit
-    becomes adamw with plan.states: 8-bit. Other optimizers have no counterpart."""
+    """Return the tightfit optimizer, as an OptimizerChoice, for the name of another tool's
+    optimizer. The name may include the type of the states: "adamw_bnb_8bit" becomes adamw with
+    plan.states: 8-bit. For an optimizer that tightfit does not have, there is no counterpart
+    (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2].lower()
     return OPTIMIZERS.get(word) or Lacks(f"tightfit has no optimizer {value}")
 
@@ -207,21 +211,22 @@ SCHEDULES: Mapping[str, ScheduleChoice] = {
 
 
 def schedule(value: Any) -> ScheduleChoice | Lacks:
-    """Convert the learning-rate schedule's name: constant_with_warmup becomes constant with
-    train.warmup. Other schedules have no counterpart."""
+    """Return the tightfit schedule, as a ScheduleChoice, for the name of another tool's
+    learning-rate schedule: "constant_with_warmup" becomes constant with train.warmup. For a
+    schedule that tightfit does not have, there is no counterpart (Lacks, with the reason)."""
     return SCHEDULES.get(text(value).rpartition(".")[2].lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def warmup(value: Any) -> int | float:
-    """Keep the length of the warm-up. A number between 0 and 1 is a fraction of all steps; any
+    """Return the length of the warm-up. A number between 0 and 1 is a fraction of all steps; any
     other number is a whole number of steps."""
     found = number(value)
     return found if 0 < found < 1 else whole(value)
 
 
 def wide(value: Any) -> str:
-    """Convert the name of the weights' dtype to bf16, fp16 or fp32: torch.bfloat16 becomes bf16.
-    Other dtypes are an error."""
+    """Return "bf16", "fp16" or "fp32" for the name of the weights' dtype: "torch.bfloat16" becomes
+    "bf16". Any other dtype is an error (ValueError)."""
     types = {
         "bf16": "bf16",
         "bfloat16": "bf16",
@@ -241,8 +246,9 @@ def wide(value: Any) -> str:
 
 
 def report_to(value: Any) -> list[str] | Lacks:
-    """Keep the trackers that tightfit also has: tensorboard, wandb, mlflow. all means these three,
-    and none means an empty list. A list of only other trackers has no counterpart."""
+    """Return a list of those trackers of the value that tightfit has, too: "tensorboard", "wandb"
+    and "mlflow". "all" gives these three, and "none" gives an empty list. If the value names only
+    other trackers, there is no counterpart (Lacks, with the reason)."""
     words = [value] if isinstance(value, str) else list(value)
     known = [word for word in ("tensorboard", "wandb", "mlflow") if word in words or words == ["all"]]
     if words in (["none"], []):
@@ -268,8 +274,9 @@ def fsdp_strategy(value: Any) -> tuple[int, bool]:
     """Return (ZeRO stage, whether the model is also replicated over nodes) for the name or number
     of an FSDP strategy.
 
-    FULL_SHARD is stage 3, SHARD_GRAD_OP stage 2 and NO_SHARD stage 0. The HYBRID_ strategies shard
-    within a node and replicate the model over nodes. Raises ValueError for another name or number.
+    "FULL_SHARD" is stage 3, "SHARD_GRAD_OP" is stage 2 and "NO_SHARD" is stage 0. The "HYBRID_"
+    strategies shard within a node and replicate the model over nodes. Raises ValueError for another
+    name or number.
     """
     word = int(value) if str(value).isdigit() else str(value).lower()
     if word not in FSDP_STRATEGIES:
@@ -278,10 +285,10 @@ def fsdp_strategy(value: Any) -> tuple[int, bool]:
 
 
 def reshard(value: Any) -> tuple[int, bool]:
-    """Return the ZeRO stage, and whether the model is also replicated over nodes. true (free the
-    gathered parameters after forward) is stage 3, and false (keep them until backward) is stage 2.
-    Names of FSDP strategies are accepted, too: FULL_SHARD is stage 3, SHARD_GRAD_OP is stage 2, and
-    the HYBRID_ strategies replicate the model over nodes."""
+    """Return (ZeRO stage, whether the model is also replicated over nodes). For true (free the
+    gathered parameters after forward) the stage is 3, and for false (keep them until backward) it
+    is 2. Names of FSDP strategies are accepted, too: the stage is 3 for "FULL_SHARD" and 2 for
+    "SHARD_GRAD_OP", and the "HYBRID_" strategies replicate the model over nodes."""
     try:
         return (3 if flag(value) else 2), False
     except ValueError:
@@ -289,15 +296,14 @@ def reshard(value: Any) -> tuple[int, bool]:
 
 
 def offload_all(value: Any) -> tuple[str, ...]:
-    """Convert true to an offload of states, gradients and parameters to the CPU, and false to
-    none."""
+    """Return ("states", "gradients", "parameters") for true: these are offloaded to the CPU. Return
+    () for false."""
     return ("states", "gradients", "parameters") if flag(value) else ()
 
 
 def existing(value: Any, folder: Path) -> Any:
-    """Return a path as an absolute path if it exists in `folder` or in the current folder. Any
-    other value, such as a hub id, is returned unchanged. For a list, return the list of these
-    results.
+    """Return a path as an absolute path if it exists in `folder` or in the current folder. Return
+    any other value, such as a hub id, unchanged. For a list, return the list of these results.
 
     folder  the folder of the imported file
     """

@@ -21,8 +21,8 @@ from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needl
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the ZeRO stage, 0 to 3. The second element of the result, False, says that the model is
-    not also replicated over nodes."""
+    """Return (ZeRO stage, False). The stage is the value, 0, 1, 2 or 3. False says that the model
+    is not also replicated over nodes."""
     stage = whole(value)
     if stage not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -30,7 +30,7 @@ def _stage(value: Any) -> tuple[int, bool]:
 
 
 def _pair(value: Any) -> list[float]:
-    """Keep the list of two numbers."""
+    """Return the value, a list of two numbers. Any other value is an error (ValueError)."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [number(one) for one in value]
@@ -48,19 +48,20 @@ def _offloaded(*words: str) -> Any:
 
 
 def _loss_scale(value: Any) -> float | str:
-    """Convert 0 to dynamic. Keep any other number, which is a fixed loss scale."""
+    """Return "dynamic" for 0, and any other number unchanged, as a fixed loss scale."""
     return number(value) or "dynamic"
 
 
 def _optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Convert Adam to adamw, because DeepSpeed's Adam decouples weight decay. AdamW, Lamb, Lion,
-    Muon and SGD keep their names. Optimizers that tightfit does not have, such as OneBitAdam, have
-    no counterpart."""
+    """Return the tightfit optimizer for the name of DeepSpeed's. "Adam" becomes adamw, because
+    DeepSpeed's Adam decouples weight decay. "AdamW", "Lamb", "Lion", "Muon" and "SGD" become the
+    optimizers of these names. For an optimizer that tightfit does not have, such as "OneBitAdam",
+    there is no counterpart (Lacks, with the reason)."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
 def _batch(value: Any) -> int:
-    """Keep the number of samples, which must be at least 1."""
+    """Return the number of samples, a whole number. A number below 1 is an error (ValueError)."""
     found = whole(value)
     if found < 1:
         raise ValueError("a number of 1 or more")
@@ -68,14 +69,14 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """The key sets no field, because tightfit also warms up from 0. A warm-up from another rate has
-    no counterpart."""
+    """Return Lacks, with the reason: this key sets no field. A warm-up from 0 needs no counterpart:
+    tightfit also warms up from 0. A warm-up from another rate has none."""
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 
 def _total_steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. With 0 or less, the field is left out. The training script may end
-    the training earlier."""
+    """Return the number of steps. For 0 or less, the field is left out (Lacks, with the reason).
+    The training script may end the training earlier."""
     return count(value)
 
 
@@ -294,8 +295,8 @@ def _combine(draft: Draft) -> None:
 
 
 def places(draft: Draft) -> None:
-    """Set plan.offload_to, the one place to which tightfit offloads everything: host for
-    DeepSpeed's cpu, disk for nvme. If the file offloads optimizer and parameters to different
+    """Set plan.offload_to, the one place to which tightfit offloads everything: "host" for
+    DeepSpeed's "cpu", "disk" for "nvme". If the file offloads optimizer and parameters to different
     places, add a contradiction."""
     said = {
         row.key: str(row.value).lower()
@@ -348,9 +349,9 @@ def combine_deepspeed(draft: Draft) -> None:
 
 
 def _combine_alone(draft: Draft) -> None:
-    """Set the fields that depend on several keys of a DeepSpeed file. If the file has neither
-    train_batch_size nor gradient_accumulation_steps, a step has one micro-batch, as in
-    DeepSpeed."""
+    """Do `combine_deepspeed` for a DeepSpeed file that is imported by itself, not as part of
+    another tool's file. If such a file has neither train_batch_size nor
+    gradient_accumulation_steps, a step has one micro-batch, as in DeepSpeed."""
     said = {row.key for row in draft.rows}
     if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
         draft.imply("accumulation", 1, "micro_batch")

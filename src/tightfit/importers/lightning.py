@@ -50,8 +50,10 @@ _EVALUATION = "tightfit evaluates train.evaluate_samples samples every train.eva
 
 
 def _precision(value: Any) -> str | Lacks:
-    """Convert 32-true to fp32, 16-mixed to fp16-mixed and 16-true to fp16-true. bf16-mixed and
-    bf16-true keep their names. 64 bits and transformer-engine have no counterpart."""
+    """Return tightfit's name of a precision: "fp32" for "32-true", "fp16-mixed" for "16-mixed", and
+    "fp16-true" for "16-true". "bf16-mixed" and "bf16-true" keep their names. For 64 bits and
+    "transformer-engine", there is no counterpart (Lacks, with the reason). Any other value is an
+    error (ValueError)."""
     word = str(value).lower()
     if word in PRECISIONS:
         return PRECISIONS[word]
@@ -61,16 +63,18 @@ def _precision(value: Any) -> str | Lacks:
 
 
 def _strategy(value: Any) -> tuple[int, bool] | Lacks:
-    """Convert the strategy to a ZeRO stage: ddp to 0, fsdp to 3, and deepspeed_stage_1, _2 and _3
-    to 1, 2 and 3. The second element of the result, False, says that the model is not also
-    replicated over nodes. Other strategies have no counterpart."""
+    """Return (ZeRO stage, False) for the name of a strategy: stage 0 for "ddp", 3 for "fsdp", and
+    1, 2 and 3 for "deepspeed_stage_1", "_2" and "_3". False says that the model is not also
+    replicated over nodes. For any other strategy, there is no counterpart (Lacks, with the reason).
+    """
     word = str(value).rpartition(".")[2].lower()
     return STRATEGIES.get(word) or Lacks(f"tightfit has no strategy {value}")
 
 
 def _devices(value: Any) -> int | Lacks:
-    """Keep the number of devices of a node; a list of devices becomes its length. auto and -1 mean
-    all devices of the machine, which tightfit takes from --nproc."""
+    """Return the number of devices of a node; for a list of devices, its length. "auto" and -1 mean
+    all devices of the machine. They set no field (Lacks, with the reason): --nproc gives the
+    number."""
     if isinstance(value, list):
         return len(value)
     word = str(value)
@@ -82,8 +86,8 @@ def _devices(value: Any) -> int | Lacks:
 
 
 def _interval(value: Any) -> int | Lacks:
-    """Keep the number of steps between two evaluations. A fraction of an epoch has no
-    counterpart."""
+    """Return the number of steps between two evaluations. For a fraction of an epoch, there is no
+    counterpart (Lacks, with the reason)."""
     found = number(value)
     if found < 1 or isinstance(value, float):
         return Lacks("train.evaluate_every is a number of steps, not a share of an epoch")
@@ -91,21 +95,22 @@ def _interval(value: Any) -> int | Lacks:
 
 
 def _steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. With 0 or less (usually -1), max_epochs decides the length."""
+    """Return the number of steps. For 0 or less (usually -1), the field is left out (Lacks, with
+    the reason), and max_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Keep the number of epochs. 0 or less (usually -1) means training without end, which has no
-    counterpart."""
+    """Return the number of epochs. 0 or less (usually -1) means training without end: there is no
+    counterpart (Lacks, with the reason)."""
     found = number(value)
     return found if found > 0 else Lacks("training without end: set train.steps")
 
 
 def _clip_by(value: Any) -> Lacks:
-    """The key sets no field, because tightfit also clips by norm. Clipping by value has no
-    counterpart."""
+    """Return Lacks, with the reason: this key sets no field. "norm" needs no counterpart, because
+    tightfit also clips by norm. "value" (clipping by value) has none."""
     return (
         Lacks("as in tightfit", False)
         if str(value) == "norm"
@@ -114,8 +119,9 @@ def _clip_by(value: Any) -> Lacks:
 
 
 def _trackers(value: Any) -> list[str] | Lacks:
-    """Keep the loggers that tightfit also has: TensorBoard, Weights & Biases, MLflow. Other loggers
-    have no counterpart."""
+    """Return those of "tensorboard", "wandb" and "mlflow" that the value names. true, false and
+    null set no field (Lacks, with the reason). For only other loggers, there is no counterpart
+    (Lacks, with the reason)."""
     if value in (True, False, None):
         return Lacks("tightfit writes TensorBoard's files unless train.trackers says otherwise", False)
     shown = str(value).lower()

@@ -18,11 +18,12 @@ Outcome = Literal["mapped", "default", "left open", "contradiction", "no counter
 
 @dataclass(frozen=True)
 class Lacks:
-    """The result of a conversion if tightfit has no counterpart for the value.
+    """What a conversion returns if the key's value sets no field of tightfit. The import then
+    reports the key as "no counterpart" or "not needed", with the reason.
 
-    reason   why there is no counterpart
-    is_lost  True if the training differs without the value; False if it is the same, so that no
-             counterpart is needed
+    reason   why no field is set
+    is_lost  True ("no counterpart") if the training differs without the value; False ("not needed")
+             if it is the same
     """
 
     reason: str
@@ -31,21 +32,22 @@ class Lacks:
 
 @dataclass(frozen=True)
 class Key:
-    """An entry in the table of another tool's keys: one key (or a pattern of keys), and the
-    tightfit field that it sets.
+    """One entry of the table of another tool's keys: a key (or a pattern of keys), and the tightfit
+    field that it sets.
 
     name        the key with its sections, joined by dots, such as fp16.enabled; * matches any
                 characters
     field       tightfit's field, such as train.learning_rate; empty if tightfit has no such field
-    convert     converts the key's value to the field's value, or returns Lacks if the value has no
-                counterpart; raises ValueError for a value that the tool itself would not accept
+    convert     a function that converts the key's value to the field's value. It returns `Lacks` if
+                the value sets no field, and raises ValueError for a value that the tool itself
+                would not accept
     part        if several keys determine the field together: the name under which `Draft.parts`
                 stores this key's value. For example, the micro-batch and the accumulation steps
                 determine train.batch
     reason      why tightfit has no such field, or a remark about the conversion
     is_lost     for a key without a field: True if the training differs without it, False if it is
                 the same, so that no counterpart is needed
-    takes_auto  True if `convert` accepts the word auto; False if auto leaves the field open
+    takes_auto  True if `convert` accepts the word "auto"; False if "auto" leaves the field open
     """
 
     name: str

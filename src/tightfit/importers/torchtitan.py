@@ -41,27 +41,28 @@ _QUANT = "tightfit's float8 is chosen by plan.float8, for the blocks' linear lay
 
 
 def _batch(value: Any) -> int | Lacks:
-    """Keep the number of samples of a step on all devices. -1 means local_batch_size x data
-    ranks."""
+    """Return the number of samples of a step on all devices. For -1, which means local_batch_size x
+    data ranks, the field is left out (Lacks, with the reason): it is computed from these two."""
     found = whole(value)
     return found if found > 0 else Lacks("it follows from local_batch_size and the data ranks", is_lost=False)
 
 
 def _data(value: Any) -> str | Lacks:
-    """Convert c4 to the hub id allenai/c4. Any other name is a data set of torchtitan's own and has
-    no counterpart."""
+    """Return the hub id "allenai/c4" for "c4". Any other name is a data set of torchtitan's own:
+    there is no counterpart (Lacks, with the reason)."""
     return "allenai/c4" if value == "c4" else Lacks(f"{value} is a data set of torchtitan's own")
 
 
 def _shard(value: Any) -> int:
-    """Keep the number of ranks over which the parameters are sharded. -1 means all ranks that the
-    other degrees of parallelism leave."""
+    """Return the number of ranks over which the parameters are sharded, unchanged. -1 means all
+    ranks that the other degrees of parallelism leave."""
     return whole(value)
 
 
 def _mode(value: Any) -> str | Lacks:
-    """Keep the mode of activation checkpointing: none, selective or full. memory_budget has no
-    counterpart."""
+    """Return the mode of activation checkpointing: "none", "selective" or "full". For
+    "memory_budget", there is no counterpart (Lacks, with the reason). Any other mode is an error
+    (ValueError)."""
     word = str(value).lower()
     if word == "memory_budget":
         return Lacks("tightfit has none, selective and full; search chooses by memory")
@@ -71,14 +72,17 @@ def _mode(value: Any) -> str | Lacks:
 
 
 def _pipeline(value: Any) -> str | Lacks:
-    """Convert 1F1B to 1f1b, GPipe to gpipe, Interleaved1F1B to interleaved, and ZBVZeroBubble,
-    InterleavedZeroBubble and DualPipeV to zero-bubble. Other schedules have no counterpart."""
+    """Return tightfit's name of a pipeline schedule: "1f1b" for "1F1B", "gpipe" for "GPipe",
+    "interleaved" for "Interleaved1F1B", and "zero-bubble" for "ZBVZeroBubble",
+    "InterleavedZeroBubble" and "DualPipeV". For any other schedule, there is no counterpart (Lacks,
+    with the reason)."""
     return SCHEDULES.get(str(value).lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def _converters(value: Any) -> str | Lacks:
-    """Convert float8 to tensorwise; if the file gives a recipe, the recipe replaces it. An empty
-    list sets no field. Other converters have no counterpart."""
+    """Return "tensorwise" if the only converter is float8; if the file also names a float8 recipe,
+    the recipe decides instead. An empty list sets no field (Lacks, with the reason). For other
+    converters, there is no counterpart (Lacks, with the reason)."""
     names = list(value) if isinstance(value, list | tuple) else [value]
     if not names:
         return Lacks("there are none", is_lost=False)
@@ -89,26 +93,23 @@ def _converters(value: Any) -> str | Lacks:
 
 
 def _recipe(value: Any) -> str:
-    """Convert the name of a float8 recipe to rowwise if it begins with rowwise, and to tensorwise
-    otherwise."""
+    """Return "rowwise" if the recipe's name begins with "rowwise", else "tensorwise"."""
     return "rowwise" if str(value).startswith("rowwise") else "tensorwise"
 
 
 def _decay(value: Any) -> str | Lacks:
-    """Keep linear or cosine, the shape in which the learning rate decays until the end of the
-    training. With a decay_ratio, the schedule becomes warmup-stable-decay. Other shapes have no
-    counterpart."""
+    """Return "linear" or "cosine", the shape in which the learning rate decays until the end of the
+    training. If the file also has a decay_ratio, the schedule becomes warmup-stable-decay. For any
+    other shape, there is no counterpart (Lacks, with the reason)."""
     word = str(value).lower()
     return word if word in ("linear", "cosine") else Lacks(f"tightfit has no decay {value}")
 
 
 def _reshard(value: Any) -> str:
-    """Return the value of reshard_after_forward (whether the gathered parameters are freed after
-    forward) in lower case. Raises ValueError if it is not default, always or never.
-
-    Later, always becomes zero: 3 and never becomes zero: 2. default is never in a pipeline, and
-    always otherwise.
-    """
+    """Return "default", "always" or "never": whether the gathered parameters are freed after
+    forward. "always" frees them (ZeRO stage 3) and "never" keeps them until backward (stage 2).
+    "default" is "never" in a pipeline and "always" otherwise. Upper case is accepted; any other
+    value raises ValueError."""
     word = str(value).lower()
     if word not in ("default", "always", "never"):
         raise ValueError("default, always or never")

@@ -36,16 +36,18 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """The key sets no field, because config.json in the folder of the weights describes the model.
-    A model builder with lora in its name has no counterpart, because adapters are not imported."""
+    """Return Lacks, with the reason: this key sets no field, because config.json in the folder of
+    the weights describes the model. A model builder with "lora" in its name has no counterpart,
+    because adapters are not imported."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 
 
 def _loss(value: Any) -> int | Lacks:
-    """Convert LinearCrossEntropyLoss and CEWithChunkedOutputLoss to chunked_loss: 1024.
-    CrossEntropyLoss needs no counterpart: it is the loss of tightfit's language models, too. Other
-    losses have no counterpart."""
+    """Return 1024, the tokens of a chunk (plan.chunked_loss), for "LinearCrossEntropyLoss" and
+    "CEWithChunkedOutputLoss". "CrossEntropyLoss" sets no field (Lacks, with the reason): it is the
+    loss of tightfit's language models, too. For any other loss, there is no counterpart (Lacks,
+    with the reason)."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
@@ -55,13 +57,14 @@ def _loss(value: Any) -> int | Lacks:
 
 
 def _recipe_step(value: Any) -> str | Lacks:
-    """Convert true to full (every block is recomputed) and false to none."""
+    """Return "full" (recompute every block) for true, and "none" for false. Any other value is an
+    error (ValueError)."""
     return "full" if flag(value) else "none"
 
 
 def _tracker(value: Any) -> list[str] | Lacks:
-    """Convert TensorBoardLogger to tensorboard, WandBLogger to wandb, MLFlowLogger to mlflow. Other
-    loggers set no field."""
+    """Return ["tensorboard"] for "TensorBoardLogger", ["wandb"] for "WandBLogger" and ["mlflow"]
+    for "MLFlowLogger". Any other logger sets no field (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2].lower()
     for name in ("tensorboard", "wandb", "mlflow"):
         if name in word:

@@ -47,26 +47,26 @@ CODE = "tightfit runs no code of the hub"
 
 
 def _steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. With 0 or less (usually -1), num_train_epochs decides the
-    length."""
+    """Return the number of steps. For 0 or less (usually -1), the field is left out (Lacks, with
+    the reason), and num_train_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Keep the number of epochs. With 0 or less, the field is left out."""
+    """Return the number of epochs. For 0 or less, the field is left out (Lacks, with the reason)."""
     return positive(value)
 
 
 def _warmup(value: Any) -> int | float:
-    """Keep the number of warm-up steps. A number between 0 and 1 is a fraction of all steps; later
-    it becomes a number of steps, rounded up."""
+    """Return the length of the warm-up. A number between 0 and 1 is a fraction of all steps, which
+    a later step turns into a number of steps, rounded up. Any other number is a number of steps."""
     return warmup(value)
 
 
 def _strategy(value: Any) -> str:
-    """Keep the strategy that decides when to save or evaluate: no, steps, epoch or best. With
-    steps, another key gives the number of steps."""
+    """Return when to save or evaluate, in lower case: "no", "steps", "epoch" or "best". With
+    "steps", another key gives the number of steps. Any other value is an error (ValueError)."""
     word = "no" if value is False else str(value).lower()
     if word not in ("no", "steps", "epoch", "best"):
         raise ValueError("no, steps or epoch")
@@ -92,13 +92,13 @@ def fsdp(value: Any) -> tuple[int, bool] | Lacks:
 
 
 def _version(value: Any) -> Lacks:
-    """The key sets no field, because tightfit chooses how it shards and uses neither version of
-    FSDP."""
+    """Return Lacks, with the reason: this key sets no field, because tightfit chooses how it
+    shards, and uses neither version of FSDP."""
     return Lacks("tightfit shards by itself, neither with FSDP 1 nor 2", is_lost=False)
 
 
 def _min_rate(value: Any) -> float:
-    """Keep the final learning rate, a fraction of the learning rate."""
+    """Return the final learning rate, unchanged: a fraction of the learning rate."""
     return number(value)
 
 

@@ -359,7 +359,9 @@ def _fields(plan: Plan, job: Job, args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an argument's value as text or a plain value, so that an enum equals its name."""
+    """Return an argument of transformers' TrainingArguments in a form that can be compared: an enum
+    member as its value, such as "cosine", and a list as one text with spaces. False, 0 and ""
+    become None. Anything else is returned unchanged."""
     if isinstance(value, list):
         return " ".join(str(_plain(one)) for one in value)
     return getattr(value, "value", value) or None

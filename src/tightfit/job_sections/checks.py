@@ -22,10 +22,11 @@ def check_one_source(section: str, sources: dict[str, Any]) -> None:
 
 
 def refuse_plain(content: dict[str, Any], name: str, example: str, asked: str = "") -> None:
-    """Raise InputError if the section `name` of a job is not written as a mapping: if it is a word,
-    a number or a list. The section data may be a list.
+    """Raise InputError if section `name` of a job is a word, a number or a list instead of a
+    mapping. Only the section named "data" may be a list.
 
     content  the job, or the section that contains section `name`
+    name     the section's key in `content`
     example  how to write the section, for the error message
     asked    the section's full name, for the error message; if empty, `name`
     """

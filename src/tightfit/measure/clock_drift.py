@@ -67,8 +67,9 @@ class ClockDrift:
         return control_s(self.device) if self.drifts else 1.0
 
     def control_around_s(self) -> float:
-        """Time the control workload again. Return the mean of this time and the previous one, in
-        seconds: one was taken before, the other after the measurements since the last call."""
+        """Time the control workload again. Return the mean of its seconds now and at the previous
+        call, which are its times just after and just before the measurements between the two calls.
+        """
         self.seen.append(self._now())
         return (self.seen[-2] + self.seen[-1]) / 2
 

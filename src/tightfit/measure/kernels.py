@@ -44,8 +44,8 @@ class AttentionCalls(TorchFunctionMode):
         self._first = [query, key, value, attn_mask], options, dtype
 
     def kernel(self, run: Run) -> str | None:
-        """Return the name of the kernel that torch chooses for the stored call if it trains on the
-        run's device, such as "flash" or "cpu-flash".
+        """Return the name of the attention kernel that torch chooses when the stored call runs in
+        training on the run's device, such as "flash" or "cpu-flash".
 
         If the plan uses tightfit's own attention, return "blocked". If the model did not call
         scaled_dot_product_attention, return the name of its own implementation, such as "eager".

@@ -38,9 +38,11 @@ _FORWARD = "tightfit: forward"  # name of the profiler event that spans a forwar
 
 
 class MemorySample:
-    """Samples the memory of one training step. With the pipedream schedule, whose pipeline never
-    drains, it samples several consecutive steps: so many that every tensor and every version of the
-    weights in flight was allocated in one of them.
+    """Samples the memory of one training step.
+
+    The pipeline of the pipedream schedule never drains, so several consecutive steps are sampled:
+    enough that every tensor and every version of the weights in flight was allocated during one of
+    them.
 
     steps  number of steps to sample
     peak   the largest peak of the sampled steps; None until all of them have run

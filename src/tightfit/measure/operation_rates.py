@@ -144,9 +144,10 @@ def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases of matrix products. Each case computes the three products of a linear layer with
-    input (4 s, s) and weight (s, s): the forward, the gradient of the input and the gradient of the
-    weight. On a GPU, also yield cases with the shapes of large layers."""
+    """Yield matrix products to time, as cases (size, FLOPs, function). Each function computes the
+    three products of a linear layer with input (4 s, s) and weight (s, s): the forward, the
+    gradient of the input and the gradient of the weight. On a GPU, also yield the shapes of large
+    layers."""
     square = [(4 * size, size, size) for size in PRODUCT_SIZES]
     for rows, depth, columns in (*square, *(LARGE_PRODUCTS if device.type == "cuda" else ())):
 
@@ -162,8 +163,8 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases of batched matrix products as in attention: each case multiplies a batch of 64
-    pairs of matrices (length, 64) x (64, length)."""
+    """Yield batched matrix products to time, as cases (size, FLOPs, function). Each function
+    multiplies a batch of 64 pairs of matrices (length, 64) x (64, length), as attention does."""
     for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
 
         def inputs(length: int = length) -> tuple[Tensor, ...]:
@@ -193,8 +194,8 @@ def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases that compute the gradients of a 3 x 3 convolution with respect to the image and
-    the weight."""
+    """Yield functions to time, as cases (size, FLOPs, function). Each function computes the
+    gradients of a 3 x 3 convolution with respect to the image and the weight."""
     for samples, channels in _channels(device):
         flops = 4.0 * samples * 32 * 32 * channels * channels * 9
 
@@ -245,8 +246,9 @@ def _pair_flops(length: int, device: torch.device, pairs: int) -> float:
 
 
 def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Yield cases of the forward of attention: two matrix products over all (query, key) pairs. If
-    `causal`, only over the pairs that a causal mask does not hide."""
+    """Yield forwards of attention to time, as cases (size, FLOPs, function). Each computes two
+    matrix products over all (query, key) pairs; if `causal`, only over the pairs that a causal mask
+    does not hide."""
     for length in _lengths(device):
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = causal_pairs(length, length) if causal else length**2
@@ -258,9 +260,9 @@ def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -
 
 
 def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Yield cases of the backward of attention: five matrix products, one of which recomputes a
-    product of the forward, over all (query, key) pairs. If `causal`, only over the pairs that a
-    causal mask does not hide."""
+    """Yield backwards of attention to time, as cases (size, FLOPs, function). Each computes five
+    matrix products, one of which recomputes a product of the forward, over all (query, key) pairs;
+    if `causal`, only over the pairs that a causal mask does not hide."""
     for length in _lengths(device):
         inputs = _attention_inputs(length, dtype, device)
         query, key, value = inputs
@@ -274,9 +276,9 @@ def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool =
 
 
 def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases of the forward of blocked attention, tightfit's own kernel for CPUs: two matrix
-    products over the (query, key) pairs that it computes under a causal mask. Yield nothing on a
-    GPU."""
+    """Yield forwards of blocked attention, tightfit's own kernel for CPUs, to time, as cases (size,
+    FLOPs, function). Each computes two matrix products over the (query, key) pairs that the kernel
+    computes under a causal mask. Yield nothing on a GPU."""
     for length in LENGTHS if device.type == "cpu" else ():
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = probability_count(length, causal=True)
@@ -288,8 +290,9 @@ def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases of the backward of blocked attention, tightfit's own kernel for CPUs: four matrix
-    products over the (query, key) pairs that its forward computes. Yield nothing on a GPU."""
+    """Yield backwards of blocked attention, tightfit's own kernel for CPUs, to time, as cases
+    (size, FLOPs, function). Each computes four matrix products over the (query, key) pairs that the
+    forward computes. Yield nothing on a GPU."""
     for length in LENGTHS if device.type == "cpu" else ():
         inputs = _attention_inputs(length, dtype, device)
         output, _ = blocked_attention(*inputs, None, True)
@@ -303,7 +306,7 @@ def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case
 
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
     """Return a function (dtype, device) -> the cases of an operation on one tensor, at several
-    sizes.
+    sizes. A case is (size, bytes accessed, function to time).
 
     make     the operation
     touched  bytes that the operation accesses, divided by the bytes of the tensor: 2 if it reads
@@ -324,7 +327,8 @@ def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., I
 
 
 def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases of casts between fp32 and bf16. `dtype` is the dtype of the result."""
+    """Yield casts between fp32 and bf16 to time, as cases (size, bytes accessed, function). `dtype`
+    is the dtype of the result."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     for moved in _bytes(device):
         count = moved // 6
@@ -374,9 +378,10 @@ def _embeddings(device: torch.device) -> Iterator[tuple[int, int, int]]:
 
 
 def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases that find the place of each fp32 value in a sorted table of 256 values, as an
-    optimizer does when it quantizes its states to 8 bits. The result is an int32 index for each
-    value. Yield nothing for other dtypes."""
+    """Yield searches to time, as cases (size, bytes accessed, function). Each finds the place of
+    every fp32 value in a sorted table of 256 values, as an optimizer does when it quantizes its
+    states to 8 bits. The result is an int32 index for each value. Yield nothing for a `dtype` other
+    than fp32."""
     table = torch.linspace(-1, 1, 256, device=device)
     for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
         values = torch.rand(moved // 8, device=device)
@@ -388,8 +393,9 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield cases of max pooling over 2 x 2 pixels. The output has a quarter of the input's
-    elements, and there is an int64 index for each of them."""
+    """Yield forwards of max pooling over 2 x 2 pixels to time, as cases (size, bytes accessed,
+    function). The output has a quarter of the input's elements, and there is an int64 index for
+    each of them."""
     for moved in _bytes(device)[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
         elements = channels * 64 * 64
@@ -417,16 +423,17 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _within_kernels(
     make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
 ) -> Callable[..., Iterator[Case]]:
-    """Return a function (dtype, device) -> one case that times the arithmetic inside a compiled
-    kernel. Each computed function value counts as 4 bytes.
+    """Return a function (dtype, device) -> one case, which measures how fast a compiled kernel
+    evaluates a function such as exp. The rate is in bytes per second, where each evaluation counts
+    as the 4 bytes of its fp32 result.
 
-    make   the function to compile
-    shape  shape of its input
-    times  how many function values it computes for each element. If it is 1, the kernel also saves
-           what backward needs
+    make   the function to compile; it takes a tensor of fp32 values
+    shape  shape of that tensor
+    times  how many evaluations `make` does for each element of the tensor. If it is 1, the kernel
+           also saves what backward needs
 
-    There is no case for dtypes other than fp32, for a GPU, whose kernels are limited by memory, or
-    without a compiler.
+    Only fp32 on a CPU with a compiler has a case; otherwise the returned function yields nothing. A
+    GPU has none, because its kernels are limited by memory and not by arithmetic.
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -440,8 +447,9 @@ def _within_kernels(
 
 
 def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that adds up eight values of `function`, for shifted inputs. Its kernel
-    spends most of its time on arithmetic and not on memory access."""
+    """Return a function that evaluates `function` eight times for each element, with shifted
+    inputs, and adds up the results. A kernel compiled from it spends most of its time on arithmetic
+    and not on memory access."""
 
     def make(values: Tensor) -> Tensor:
         return cast(Tensor, sum(function(values + shift) for shift in range(8)))

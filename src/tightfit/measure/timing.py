@@ -83,8 +83,8 @@ def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, le
 
 
 def calls_in_a_batch(seconds: float) -> int:
-    """Return how many calls of `seconds` each to time as one batch: so many that the batch takes
-    about BATCH_S seconds, at least 1 and at most MOST_CALLS."""
+    """Return how many calls are timed as one batch if one call takes `seconds`: so many that the
+    batch takes about BATCH_S seconds, at least 1 and at most MOST_CALLS."""
     return max(min(math.ceil(BATCH_S / max(seconds, 1e-9)), MOST_CALLS), 1)
 
 

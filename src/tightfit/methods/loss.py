@@ -88,7 +88,8 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def chunk_of(job: Job, machine: Machine) -> int:
-    """Return the default number of tokens in a chunk for this job on this machine."""
+    """Return the default of `plan.chunked_loss` for this job on this machine: the number of tokens
+    for which the loss computes logits at a time."""
     return default_chunk(model_input(job).vocabulary, machine.device, machine.memory_bytes.value)
 
 

@@ -123,9 +123,9 @@ def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> L
 
 
 def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
-    """Return the ledger with the optimizer's updates of the first device's shards instead of those
-    of full parameters. In ZeRO stage 3, also replace each parameter by the first device's shard.
-    """
+    """Return a copy of the ledger in which the optimizer updates only the first device's shards,
+    not the full parameters. In ZeRO stage 3, the parameters themselves are replaced by these
+    shards, too."""
     shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
     unpacked = {p.name: _stay_whole(p.shape, plan) for p in ledger.parameters}
     updates = {
@@ -240,8 +240,8 @@ class ShardedReduction:
     Stage 1 accumulates full gradients and reduce-scatters them in a step's last micro-batch. Stage
     2 reduce-scatters the gradients of each micro-batch.
 
-    blocks  the model's blocks, before each of which forward waits for the block's weights; empty if
-            the gathers do not overlap with forward
+    blocks  the model's blocks in forward order. Forward waits for the weights of a block just
+            before it calls the block. Empty if the all-gathers do not overlap with forward
 
     It implements the interface `Reduction` (see `runtime/run.py`).
     """

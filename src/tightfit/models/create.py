@@ -414,9 +414,12 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 
 def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
-    """Raise InputError if a size in a config is below 1, if a number of heads does not divide what
-    it must divide, or if heads with rotary embeddings have an odd size. transformers accepts some
-    of these configs, and fails in the first forward.
+    """Raise InputError if a size in a config is below 1, if the number of heads does not divide the
+    hidden size, if the number of key/value heads does not divide the number of heads, or if heads
+    with rotary embeddings have an odd size. Heads whose size the config gives (head_dim) need not
+    divide the hidden size.
+
+    transformers accepts some of these configs, and their first forward fails.
 
     kind  transformers' config class
     keys  the config keys with their values; missing ones have the defaults of the class

@@ -51,7 +51,7 @@ class TensorId(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a forward, such as a matrix product.
+    """Records one operation of a forward, such as a matrix product.
 
     block        number of the block in which the operation runs, or else of the last block before
                  it; BEFORE_BLOCKS (-1) before the first block, the number of blocks after the last
@@ -77,9 +77,9 @@ class Operation:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """The event that block number `block` is called.
+    """Records that block number `block` was called.
 
-    inputs: {path in (args, kwargs): the input tensor there}. Example: the path (0, 2) is args[2].
+    inputs  {path in (args, kwargs): the input tensor there}. Example: the path (0, 2) is args[2]
     """
 
     block: int
@@ -88,10 +88,10 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockReturn:
-    """The event that block number `block` returns.
+    """Records that block number `block` has returned.
 
-    outputs: (tensor, is_input) for each output tensor; `is_input` says whether the block returns
-    one of its input tensors unchanged
+    outputs  (tensor, is_input) for each output tensor; `is_input` is True if the block returns one
+             of its input tensors unchanged
     """
 
     block: int
@@ -142,7 +142,7 @@ class Dataflow:
     of blocks. If this forward changes parameters, buffers or attributes of the model, a second
     forward is recorded, too.
 
-    forwards         for each forward, its events (operations, calls, returns) in order
+    forwards         for each forward, its events in order (`Operation`, `BlockCall`, `BlockReturn`)
     parameters       {number of a storage: the names of the parameters in it}
     persistent       {number of a storage: the name of the buffer in it}
     uses             {name of a parameter: the numbers of the blocks that use it}; BEFORE_BLOCKS
@@ -177,7 +177,9 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """A part of a path that names an attribute. The other parts of a path are indices and keys."""
+    """One element of a `PathTo` that is the name of an attribute, such as `logits` in
+    outputs.logits. (A `PathTo` says where a tensor is in the arguments or outputs of a block. Its
+    other elements are indices and dict keys.)"""
 
     name: str
 

@@ -57,10 +57,11 @@ Choice = tuple[int, int]  # (number of experts, number that each token chooses)
 
 
 class _Value:
-    """The real values that belong to a fake tensor. They are computed when `get` is first called.
+    """Holds the real values that belong to a fake tensor. They are computed when `get` is first
+    called.
 
-    compute  returns the values as a real tensor, or as several for an operation with several
-             outputs
+    compute  a function that returns the values as a real tensor, or as several for an operation
+             with several outputs
     choices  the assumed choices of experts on which the values depend; empty for constants
     base     a weak reference to the tensor of which the fake tensor is a view; None if it is no
              view
@@ -85,12 +86,12 @@ class _Value:
 
 
 class ExpertRouting:
-    """Runs operations on fake tensors, and assumes which experts each token chooses.
+    """Runs operations on fake tensors, and assumes a routing: which experts each token chooses.
 
     imbalance  the number of tokens of the busiest expert, divided by the mean over all experts; 1
                spreads the tokens evenly
-    choices    the choices that mattered so far, as (number of experts, number that each token
-               chooses): those that decided a shape or went to a grouped matrix product
+    choices    the choices of experts that mattered so far, because they decided a shape or went to
+               a grouped matrix product: (number of experts, number that each token chooses)
     """
 
     def __init__(self, imbalance: float = 1.0) -> None:
@@ -99,8 +100,8 @@ class ExpertRouting:
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the operation `func` on fake tensors and return its output. If the output's shape
-        depends on values that follow from the assumed choice of experts, it is the shape for these
-        values."""
+        depends on values, and these follow from the assumed routing (which experts each token
+        chooses), the output has the shape for these values."""
         if not isinstance(func, OpOverload) or func.namespace != "aten":
             return func(*args, **kwargs)
         if func is _ATEN.index.Tensor:
@@ -129,8 +130,11 @@ class ExpertRouting:
         return output
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
-        """Return the value of a fake tensor with one element, as .item() would. If the value does
-        not follow from the assumed choice of experts, return 1 or True."""
+        """Return the value of a fake tensor with one element, as .item() would.
+
+        The value is known if it depends only on the assumed routing (which tokens go to which
+        expert). For any other tensor, return True, 1 or 1.0, depending on its dtype.
+        """
         value = _value_of(tensor)
         if value is not None and value.choices:
             return self._use(value, Tensor.item)  # type: ignore[no-any-return]
@@ -147,8 +151,9 @@ class ExpertRouting:
             return read(value.get())
 
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the indices of an indexing operation with each mask replaced by the positions
-        that it selects, if the mask follows from the assumed choice of experts."""
+        """Return the indices of an indexing operation with each mask replaced by the positions that
+        it selects. A mask that does not follow from the assumed routing (which experts each token
+        chooses) is not replaced."""
         found: list[Any] = []
         for index in indices:
             value = _value_of(index) if isinstance(index, Tensor) else None

@@ -62,7 +62,8 @@ class LabelCount:
 @dataclass(frozen=True)
 class Objective:
     """Defines a job's loss by two functions, a sum and a count, whose results can be added up over
-    micro-batches and data ranks. The loss is the sum divided by the count.
+    micro-batches and data ranks. The loss is the sum divided by the count: a mean over items, which
+    are tokens or samples.
 
     total    (model, batch) -> the sum of the losses of all items that count, a scalar tensor
     count    batch -> how many items count, an int; it must not need the model
@@ -100,8 +101,8 @@ def sample_count(batch: Batch) -> int:
 
 
 def processed_count(batch: Batch) -> int:
-    """Return how many items of a batch the throughput counts. If the batch has `input_ids`, these
-    are its token positions, padding included; else its samples."""
+    """Return what a batch adds to the throughput: the number of its token positions, padding
+    included, if it has `input_ids`; else the number of its samples."""
     if isinstance(batch, dict) and "input_ids" in batch:
         return batch["input_ids"].numel()
     return sample_count(batch)

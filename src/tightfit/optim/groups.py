@@ -1,14 +1,14 @@
 """Parameter groups: the learning rate and the weight decay of each parameter.
 
 `make_optimizer` divides a model's parameters with `parameter_groups`, and the engine sets the
-learning rates of each step with `set_learning_rates`.
+learning rates of each step with `set_learning_rates`. By default, norms and biases get no weight
+decay.
 
 Example: a job with learning_rate 3e-4 and the group {match: "*.embed*", learning_rate: 1e-5} has
 embeddings whose learning rate is 1/30 of the schedule's. In a warm-up step at 1e-4, it is 3.3e-6.
 
-Source  no weight decay for norms and biases: transformers' Trainer. nanoGPT leaves out all
-        parameters with fewer than two dims, which are the same in most models. torchtitan decays
-        all parameters.
+Source  transformers' Trainer: no weight decay for norms and biases. Others differ: nanoGPT exempts
+        all parameters with fewer than two dims, and torchtitan exempts none.
 """
 
 from __future__ import annotations

@@ -194,8 +194,9 @@ class PerParameter(Optimizer):
     def can_leave_out(self) -> bool:
         """Return whether `leave_out`, which skips the next step, may be called now.
 
-        Every parameter with a gradient must have states already, because the first update of a
-        parameter creates its states, and this cannot be undone.
+        A skipped step is computed and then undone: weights and states are restored from copies. The
+        first update of a parameter cannot be undone, because it creates the parameter's states. So
+        every parameter with a gradient must have states already.
         """
         return self.undoes and all(one in self.state for one in self._parameters() if one.grad is not None)
 

@@ -100,8 +100,20 @@ def _field(key: Key) -> str:
 
 
 def _words(key: Key) -> str:
-    words = key.reason or (key.convert.__doc__ if key.convert else "") or ""
+    words = key.reason or (_for_users(key.convert.__doc__ or "") if key.convert else "")
     return _sentence(" ".join(words.split())).replace("|", "\\|")
+
+
+def _for_users(docstring: str) -> str:
+    """Return a conversion's docstring without what only the code's reader needs: "Return the value as
+    a whole number" becomes "a whole number"."""
+    words = " ".join(docstring.split()).replace(" (Lacks, with the reason)", "").replace(" (ValueError)", "")
+    for name in (", as an OptimizerChoice,", ", as a ScheduleChoice,"):
+        words = words.replace(name, "")
+    for start in ("Return the value as ", "Return "):
+        if words.startswith(start):
+            return words.removeprefix(start)
+    return words
 
 
 def _sentence(words: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Activity:
-    """The operation that a process is running now, and when it began.
+    """Records which operation a process is running now, and when this operation began.
 
     operation  name of the operation, such as "forward"; "starting" before the first one
     step       number of the current training step, from 0; None before the first step

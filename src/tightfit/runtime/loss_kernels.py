@@ -47,7 +47,8 @@ FusedLoss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LossKernels:
-    """Options of the computation of one chunk of the loss.
+    """Options of the computation of one chunk of the loss. A chunk is a number of tokens; the loss
+    computes the logits of one chunk at a time. The logits of a token are a row.
 
     rows              without a fused kernel: how many rows of logits are cast to fp32 at a time for
                       the softmax. On a CPU the number is small, so that these rows stay in the
@@ -74,7 +75,7 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> LossKernels:
 
     kind    the kind of device: "cpu" or "cuda"
     narrow  whether the inputs of the matrix products have 16 bits
-    chunk   rows per chunk
+    chunk   number of tokens (rows of logits) in a chunk
 
     Call it when the run is built. Under a fake tensor mode, it returns options for a prediction:
     they do not round up the number of rows, so that memory grows in proportion to the batch.

@@ -42,8 +42,8 @@ class Data(Protocol):
     steps         (consumed, until) -> an iterator over optimizer steps, each a list of
                   micro-batches on the host. The steps contain the samples from number `consumed` up
                   to number `until`; None: without end. The last step may have fewer samples
-    held_out      a number of samples -> an iterator over the micro-batches of the first evaluation
-                  samples; None: of all
+    held_out      (number of samples) -> an iterator over the micro-batches of that many evaluation
+                  samples, from the first on; None: of all evaluation samples
     example       () -> a batch of a few samples, with the same types as micro-batches and with
                   sequences of full length
     """
@@ -185,8 +185,8 @@ class StepExecutor(Protocol):
     """Runs a rank's part of a step whose work is divided over ranks, such as a pipeline's. All of
     these ranks take part in each call.
 
-    replicated      names of the weights that another rank has, too, and that this rank must not
-                    count, for example in the gradient norm
+    replicated      names of the weights that another rank has, too. This rank leaves them out of
+                    the gradient norm, so that each weight counts once
     stale_buffers   names of the buffers whose correct values are on another rank
     accumulate      (run, micro-batches, factor by which losses are multiplied before backward) ->
                     sum of the losses on this rank. It runs all forwards and backwards
@@ -196,8 +196,9 @@ class StepExecutor(Protocol):
     losses          the losses that became known, oldest first: scalar tensors that are not modified
                     any more
     unsynchronized  whether ranks continue without waiting for each other in each step
-    counted         (items, samples, token positions) of the last step; None if the caller can count
-                    them in the micro-batches
+    counted         three numbers of the last step: items in the mean loss (such as target tokens),
+                    samples, and token positions. None if the caller can count them in the
+                    micro-batches
     staleness       for each gradient of the last step, how many updates the weights received
                     between its computation and its use. Empty if gradients are never stale
     drain           completes the steps that are still in flight. It yields after the backward of

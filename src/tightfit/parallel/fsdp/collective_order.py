@@ -78,10 +78,11 @@ class CollectiveOrder:
     def end_backward(self, last: bool) -> None:
         """Check that all devices have ended a backward. Call this after each backward.
 
-        last  whether this was the step's last backward before the update. If so, the checksum is
-              compared, too
+        last  whether this was the step's last backward before the update. If so, the checksum of
+              this device's collectives is compared with those of the other devices, too
 
-        Raises InputError, on all devices, if another device is elsewhere or has another checksum.
+        Raises InputError, on all devices, if another device has not ended its backward or has
+        another checksum.
         """
         self._check(_BACKWARD)
         self.passes += 1
@@ -95,8 +96,8 @@ class CollectiveOrder:
         number           the parameter group's number, counted from 0
         parameters_hash  a hash of which of the group's parameters have gradients
 
-        Raises InputError, on all devices, if they are not. After the first passes, `end_backward`
-        raises it instead.
+        Raises InputError, on all devices, if they are not. After the first `first` backward passes,
+        `end_backward` raises it instead, once a step.
         """
         self._check(_SUM, number, parameters_hash)
 
@@ -105,8 +106,8 @@ class CollectiveOrder:
 
         number  the parameter group's number, counted from 0
 
-        Raises InputError, on all devices, if they are not. After the first passes, `end_backward`
-        raises it instead.
+        Raises InputError, on all devices, if they are not. After the first `first` backward passes,
+        `end_backward` raises it instead, once a step.
         """
         self._check(_GATHER, number)
 

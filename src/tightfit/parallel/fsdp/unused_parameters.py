@@ -38,9 +38,9 @@ from tightfit.parallel.gradient_buckets import missing_everywhere
 
 
 class UsedParameters:
-    """Gives a zero gradient to each parameter that got no gradient in its block's backward, because
-    all devices must send the same tensors. It also remembers which parameters got a computed
-    gradient in this step.
+    """Remembers which parameters got a computed gradient in this step. It also gives a zero
+    gradient to each other parameter of a block after the block's backward, because all devices must
+    send the same tensors.
 
     groups     fully_shard's parameter groups
     agreement  the check that all devices reduce the same parameters

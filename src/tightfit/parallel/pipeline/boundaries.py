@@ -78,9 +78,9 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
     other.
 
     Returns (ledger, sent). In the returned ledger, each parameter's `places` are the numbers of the
-    blocks that use it. `sent` maps the number of a stage's first block to the paths of those
-    arguments of this block that the stage before sends. The model's first stage has no entry,
-    because its input is the batch.
+    blocks that use it. `sent` maps the number of a stage's first block to those arguments of this
+    block that the stage before sends. Each is given by its path in (args, kwargs): (0, 2) is
+    args[2]. The model's first stage has no entry, because its input is the batch.
 
     Raises InputError if the stages of the plan's pipeline would not compute what the full model
     computes.
@@ -203,7 +203,8 @@ def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int
     """Find the arguments that have to be sent to each stage.
 
     Returns the number of a stage's first block -> the paths of those arguments of this block that
-    the stage before sends. The model's first stage has no entry, because its input is the batch.
+    the stage before sends. A path leads to a value in (args, kwargs): (0, 2) is args[2]. The
+    model's first stage has no entry, because its input is the batch.
 
     flow    the trace of a forward of the full model
     pieces  the range of block numbers of each stage
@@ -282,7 +283,8 @@ class _StageTrace:
 
     A value is missing if it depends on parameters or blocks that the stage does not have. In its
     place the stage usually has a stub: a tensor of the right shape without the values. A tensor is
-    identified by its number, and its memory by the number of its storage, which views share.
+    identified by its number, and its memory by the number of its storage, which views share. A path
+    is the place of an argument in (args, kwargs): (0, 2) is args[2].
 
     flow     the trace of a forward of the full model
     piece    the range of the stage's block numbers

@@ -152,8 +152,8 @@ class StageMessages:
     def _free_sent(self, has_arrived: Callable[[Action], bool]) -> None:
         """Free the sent tensors that have arrived.
 
-        has_arrived  a function from the action that consumes sent tensors to whether they have
-                     arrived
+        has_arrived  called with the action that consumes some sent tensors; returns whether these
+                     tensors have arrived
         """
         there, self.pending_sends = self.pending_sends, [one for one in self.pending_sends if not has_arrived(one[0])]
         for taken, work, _ in there:

@@ -48,9 +48,8 @@ class _StepInFlight:
 
 
 class _StepMessages(StageMessages):
-    """The messages of a rank that has several steps in flight. The order of the rank's actions
-    therefore also depends on the step.
-    """
+    """Sends and receives the messages of a rank that has several steps in flight. The order of the
+    rank's actions therefore also depends on the step."""
 
     def position_of(self, action: Action) -> Any:
         """Return a value that orders the actions of a rank: a later action has a larger value. It

@@ -84,12 +84,13 @@ class ForwardState:
 
     block_outputs    for each block, the structure of its output
     boundary_inputs  number of a stage's first block -> the paths of those arguments of this block
-                     that the stage before sends
+                     that the stage before sends. A path leads to a value in (args, kwargs): (0, 2)
+                     is args[2]
     shapes           the shapes of one sample's tensors in the batch for which `block_outputs` was
                      recorded
     stage            the range of block numbers of the stage that runs
-    receive          a function from those arguments of the stage's first block that the stage
-                     before sends (here they are stubs) to the received tensors
+    receive          a function that is called with those arguments of the stage's first block that
+                     the stage before sends (here they are stubs); it returns the received tensors
     samples          the number of samples in the current batch
     batch_shapes     the shapes of one sample's tensors in the current batch
     blocks_called    how many blocks the current forward has called
@@ -118,8 +119,8 @@ class ForwardState:
         """Set the state for the forward of a stage. Call this before the forward.
 
         piece    the range of the stage's block numbers
-        take     a function from those arguments of the stage's first block that the stage before
-                 sends (here they are stubs) to the received tensors
+        take     a function that is called with those arguments of the stage's first block that the
+                 stage before sends (here they are stubs); it returns the received tensors
         samples  the number of samples in the batch
         shapes   the shapes of one sample's tensors in the batch
         """
@@ -234,8 +235,8 @@ class StubBlock(nn.Module):
     number         the number of the block in the model
     forward_state  the state that all stubs and wrapped blocks of the rank share
     block          the block that is replaced
-    given          a function from the block's input to a stub tensor of the output's shape, if the
-                   output is shorter than the input (sequence parallelism); None if the shapes are
+    given          called with the block's input if the output is shorter than the input (sequence
+                   parallelism); returns a stub tensor of the output's shape. None if the shapes are
                    equal. Stored as `output_like`
     hooks          the model's own hooks on the block, which still run
     """

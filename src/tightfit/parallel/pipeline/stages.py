@@ -142,7 +142,8 @@ def _stage_programs(
     stages           the range of block numbers of each stage of the model
     own              the numbers of the rank's stages
     boundary_inputs  number of a stage's first block -> the paths of those arguments of this block
-                     that the stage before sends
+                     that the stage before sends. A path leads to a value in (args, kwargs): (0, 2)
+                     is args[2]
     """
     sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
     inputs = [_block_inputs(ledger.training, blocks.start, boundary_inputs.get(blocks.start, ())) for blocks in stages]
@@ -164,14 +165,15 @@ def _stage_programs(
 
 
 def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, ...]) -> list[BlockInput]:
-    """Return those arguments of a block that are tensors at one of `paths`, as the recorded step
-    describes them.
+    """Return the tensors at `paths` in the arguments of a block, as the recorded step lists them. A
+    path without a tensor in that list is left out.
 
-    If several arguments share a storage, the recorded step describes only one of them.
+    The recorded step lists only one of several arguments that share a storage, so the others are
+    left out, too.
 
     training  the segments of the recorded step
     block     the number of the block
-    paths     paths within the block's arguments
+    paths     places in the block's arguments (args, kwargs): (0, 2) is args[2]
     """
     called = next((one for one in training if one.phase == "forward" and one.block == block), None)
     known = {one.path: one for one in called.timeline.block_inputs} if called is not None else {}

@@ -327,8 +327,8 @@ class Profiler:
 
     def _build_traced_run(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model and apply the plan's methods that decide which operations run
-        (those with TRACED_FIELDS). Return (run, BlockMap); the BlockMap says which blocks of the
-        model are left out.
+        (those with TRACED_FIELDS). Return (run, BlockMap). The BlockMap says which blocks the model
+        lacks because each of them repeats a traced block.
 
         Call this inside `_mode`, the fake tensor mode.
         """
@@ -347,8 +347,8 @@ class Profiler:
 
     def _build_model(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model; with tensor or context parallelism, the part of rank 0. Return
-        (run, BlockMap): a run without data and optimizer, and which blocks of the model are left
-        out.
+        (run, BlockMap). The run has no data and no optimizer. The BlockMap says which blocks the
+        model lacks because each of them repeats another block.
 
         Call this inside `_mode`, the fake tensor mode.
         """

@@ -114,8 +114,8 @@ class BlockMap:
 def create_without_repeated_blocks(
     spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bool
 ) -> tuple[nn.Module, BlockMap]:
-    """Create a transformers model without its repeated blocks. Return (model, BlockMap); the
-    BlockMap says which blocks are missing.
+    """Create a transformers model without its repeated blocks. Return (model, BlockMap). The
+    BlockMap says which blocks the model lacks, and which block each of them repeats.
 
     If the configuration states the number of blocks and all are of one kind, the repeated blocks
     are never created. Otherwise they are removed afterwards.
