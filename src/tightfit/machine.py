@@ -125,7 +125,7 @@ class Machine(Value):
                 if (field == "rates" and not table) or any(min(size, rate) <= 0 for size, rate in table.items()):
                     raise InputError(
                         f"machine: {field}.{kind}",
-                        "is no table of sizes and rates above 0",
+                        "must map sizes to rates, all above 0",
                         "write it like {1024: 2.5e+12}",
                     )
         return self

@@ -247,7 +247,7 @@ class Plan(Value):
     def micro_batch_of(self, batch: int) -> int:
         """Return the number of samples in one forward on one device.
 
-        batch  samples of a step on all devices together
+        batch  number of samples of a step on all devices together
 
         Example: batch = 30 on 4 data-parallel ranks is at most 8 samples on each rank.
         micro_batch = 3 gives 3, micro_batch = 16 or None gives 8.

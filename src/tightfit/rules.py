@@ -140,17 +140,17 @@ RULES = (
         "use rounding: nearest and not fp16-true with {train.optimizer_name}, or zero: 0",
     ),
     Rule(
-        "context parallelism uses ring attention, which has its own kernel",
+        "context parallelism replaces attention by ring attention, and attention: blocked is another kernel",
         lambda plan, job, device: plan.cp == 1 or plan.attention == "sdpa",
         "use attention: sdpa",
     ),
     Rule(
-        "ring attention attends over a whole sequence, and with data.packing: separate a sequence holds several samples",
+        "with data.packing=separate, a sequence holds several samples, and ring attention would let them attend to each other",
         lambda plan, job, device: plan.cp == 1 or getattr(job.data, "packing", None) != "separate",
         "use cp: 1, or data.packing: padded",
     ),
     Rule(
-        "ring attention's communication cannot be part of one compiled region",
+        "compile: model makes one compiled region, and ring attention's communication cannot be part of it",
         lambda plan, job, device: plan.cp == 1 or plan.compile != "model",
         "use compile: block",
     ),
@@ -214,8 +214,8 @@ RULES = (
         "use compile_mode: default",
     ),
     Rule(
-        "a CUDA graph needs compile: model, one device, one micro-batch for each step, no offload and no update_in_backward, "
-        "because it writes gradients to fixed addresses",
+        "a CUDA graph writes gradients to fixed addresses, so compile_mode=reduce-overhead needs compile=model, one device, "
+        "one micro-batch for each step, no offload and no update_in_backward",
         lambda plan, job, device: (
             plan.compile_mode != "reduce-overhead"
             or (
@@ -330,7 +330,8 @@ RULES = (
         "leave out train.clip, or use schedule: 1f1b",
     ),
     Rule(
-        "pipedream keeps several versions of the full weights, and cannot skip a step that overflows in fp16",
+        "pipedream keeps several versions of the full weights, so zero cannot shard them, and it cannot skip a step that "
+        "overflows in fp16",
         lambda plan, job, device: (
             plan.schedule != "pipedream" or (plan.zero == 0 and not plan.precision.startswith("fp16"))
         ),
@@ -418,8 +419,8 @@ def needed_permissions(plan: Plan) -> set[str]:
 
 
 def check(plan: Plan, job: Job, device: str) -> None:
-    """Raise InputError if the plan changes the numerics in a way that the job's `allow` does not
-    permit, or if the plan breaks one of the RULES for this job and device.
+    """Raise InputError if a plan cannot be used for a job: if the job's `allow` does not permit a
+    change of the numerics that the plan makes, or if the plan breaks one of the RULES.
 
     device  the kind of device: cpu or cuda
     """

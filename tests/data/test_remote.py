@@ -129,3 +129,12 @@ def test_a_failing_back_end_is_one_sentence(memory: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(type(memory), "get_file", fail)
     with pytest.raises(InputError, match=r"cannot be read \(PermissionError: Access Denied\)"):
         texts(jsonl="memory://data/a.jsonl")
+
+
+def test_a_mistyped_url_names_its_neighbour(memory: Any) -> None:
+    write(memory, "/data/train.jsonl", "one")
+    for streaming in (False, True):
+        with pytest.raises(InputError, match=r"did you mean 'train.jsonl'\?"):
+            texts(jsonl="memory://data/trian.jsonl", streaming=streaming)
+    with pytest.raises(InputError, match=r"no files ending in .parquet at this URL(.|\n)*check the URL"):
+        texts(parquet="memory://data")

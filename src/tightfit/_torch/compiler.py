@@ -19,8 +19,9 @@ def is_compiler_error(error: BaseException) -> bool:
 
 
 def is_compiler_file(path: str) -> bool:
-    """Return whether a source file belongs to those parts of torch's compiler that raise exceptions
-    of any class, so that only the file of the traceback tells that the compiler has failed.
+    """Return whether a source file belongs to certain parts of torch's compiler. These parts raise
+    exceptions of any class. So if the compiler has failed there, only the files in the traceback
+    show it.
 
     path  path of the source file
     """

@@ -27,7 +27,7 @@ EVERYWHERE = (-1, 10**9)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter or buffer of the model, in the dtype in which it is stored.
+    """Describes one parameter or buffer of the model, in the dtype in which it is stored.
 
     name       its dotted name in the model
     shape      the unsharded shape
@@ -171,8 +171,8 @@ class ShardedParameters:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Everything that one device sends in a step by one kind of communication, such as the
-    all-reduce of the gradients, or the copies of offloaded tensors.
+    """Describes everything that one device sends in a step by one kind of communication, such as
+    the all-reduce of the gradients, or the copies of offloaded tensors.
 
     name         what is sent, such as "gradients"
     bytes        bytes that the device sends in the step
@@ -245,7 +245,7 @@ class StageBoundary:
 
 @dataclass(frozen=True, eq=False)
 class RankProgram:
-    """Everything that one pipeline rank does in a step.
+    """Describes everything that one pipeline rank does in a step.
 
     stage_programs  stage number -> what the stage does with a micro-batch, for each stage that the
                     rank holds
@@ -286,7 +286,7 @@ class RankProgram:
     def sent_bytes(self, samples: int) -> float:
         """Return the bytes that this rank sends to its neighbours in all actions of the schedule.
 
-        samples  samples in one micro-batch
+        samples  number of samples in one micro-batch
         """
         own = (consumer_of(action) for action in self.schedule[self.pipeline_rank] if action.kind != WEIGHTS)
         return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))

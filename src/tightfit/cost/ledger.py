@@ -54,10 +54,10 @@ ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "c
 
 @dataclass(frozen=True)
 class Ledger:
-    """All memory and work of one device in one optimizer step. Sizes are in bytes.
+    """The ledger of one device: all memory and work of one optimizer step. Sizes are in bytes.
 
-    micro_batch         samples of one micro-batch
-    micro_batches       micro-batches in one step
+    micro_batch         number of samples in one micro-batch
+    micro_batches       number of micro-batches in one step
     training            recorded step of one micro-batch: forward, then backward
     inference           function that returns the recorded step of one micro-batch of an evaluation.
                         Its first call traces the model
@@ -73,7 +73,7 @@ class Ledger:
     whole_step          operations that run once in a step and belong to no segment and no update,
                         such as gradient clipping
     batch_bytes         bytes of one sample's data, in device memory (on a CPU: in host memory)
-    batches_ahead       micro-batches of data in device memory beside the current one
+    batches_ahead       number of micro-batches of data in device memory beside the current one
     update_in_backward  whether each parameter is updated as soon as its gradient is complete
     foreach             whether the optimizer updates all parameters with multi-tensor kernels
     host_batch          whether the device is the CPU, so that the data of all micro-batches of a

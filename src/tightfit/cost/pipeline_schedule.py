@@ -70,7 +70,7 @@ def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches:
     schedule        a plan's `schedule`: naive, gpipe, 1f1b, interleaved, zero-bubble or pipedream
     ranks           ranks of the pipeline
     virtual_stages  stages on each rank; more than one only for interleaved
-    micro_batches   micro-batches in one step
+    micro_batches   number of micro-batches in one step
 
     Raises KeyError for an unknown schedule.
     """
@@ -215,12 +215,12 @@ def coming(
     by the action that reads it.
 
     schedule         a plan's `schedule`, such as "1f1b"
-    devices, chunks  ranks of the pipeline, and stages on each rank
-    micro_batches    micro-batches in one step
+    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    micro_batches    number of micro-batches in one step
     device           the rank
     stops            whether the device may stop in the middle of an action, for example to free
-                     memory or to load a kernel, and then waits for all messages that it requested
-                     or sent. A GPU does
+                     memory or to load a kernel. It then waits for all messages that it requested or
+                     sent. A GPU may stop
 
     While an action computes, the input of the next action arrives (double buffering). So an entry
     of the result usually has the next action alone. The next action is left out if its input
@@ -263,7 +263,7 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
     an earlier step.
 
     actions        all actions of the rank, in order
-    micro_batches  micro-batches in one step
+    micro_batches  number of micro-batches in one step
     """
     here = actions[place]
     end = place + micro_batches - here.micro_batch % micro_batches  # of this step's forwards or backwards
@@ -273,19 +273,19 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
 
 @cache
 def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
-    """Return the actions whose input must not be requested early (by posting a receive), on devices
-    that may stop in the middle of an action and wait for their messages. Such an input is requested
-    only when the action itself begins, instead of during the action before it.
+    """Return the actions whose input must not be requested early. Such an input is requested (a
+    receive is posted) only when the action itself begins, instead of during the action before it.
+    This is for devices that may stop in the middle of an action and wait for their messages.
 
     schedule         a plan's `schedule`, such as "1f1b"
-    devices, chunks  ranks of the pipeline, and stages on each rank
-    micro_batches    micro-batches in one step
+    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    micro_batches    number of micro-batches in one step
 
     Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, while
     rank 1 computes the backward that rank 0 needs next. If both requested these messages early and
     both stopped, they would wait for each other for ever. So all actions of a step are put into one
-    order, and a device requests a message early only if its producer comes before the device's
-    current action in this order. Then no cycle of waits can form.
+    order. A device requests a message early only if its producer comes before the device's current
+    action in this order. Then no cycle of waits can form.
 
     The result is empty for pipedream: its ranks work on different steps, so a requested message was
     produced in an earlier round.
@@ -310,13 +310,15 @@ def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -
     0.
 
     schedule         a plan's `schedule`, such as "1f1b"
-    devices, chunks  ranks of the pipeline, and stages on each rank
-    micro_batches    micro-batches in one step
+    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    micro_batches    number of micro-batches in one step
 
-    The order is that of a run in which every action takes equally long. Among actions that run at
-    the same time, forwards come first, by increasing stage, then backwards, by decreasing stage:
-    the directions in which their messages travel. A device that stops also waits for its sends, so
-    if possible an action comes after the actions that receive what its rank sent before.
+    The order is that of a run in which every action takes equally long. Of the actions that run at
+    the same time, forwards come first, by increasing stage, and then backwards, by decreasing
+    stage. These are the directions in which their messages travel.
+
+    If possible, an action also comes after the actions that receive what its rank has sent before.
+    The reason is that a device that stops in an action waits for its sends, too.
     """
     table = make_schedule(schedule, devices, chunks, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
@@ -432,7 +434,7 @@ def simulate(
     seconds   returns the seconds that an action takes
     transfer  returns the seconds to send an action's output to the next stage. A transfer starts
               when the output is complete and the receiver has requested it. The receiver requests
-              it when it begins the action before the one that needs it
+              the input of an action one action earlier: when it begins the action before it
     late      actions whose input is requested only when the rank is free to begin them
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).

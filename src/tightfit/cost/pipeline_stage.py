@@ -185,10 +185,10 @@ def sections_of(training: tuple[Segment, ...], blocks: int, deferred: bool) -> S
 
 @dataclass(frozen=True)
 class StageInput:
-    """The tensors that a stage receives from the stage before it, for one micro-batch.
+    """Describes the tensors that a stage receives from the stage before it, for one micro-batch.
 
     saved     bytes of the received tensors that the stage's backward needs
-    passing   bytes of the other received tensors, which are freed at the end of its forward
+    passing   bytes of the other received tensors, which are freed at the end of the stage's forward
     replaced  buffers that the code before the blocks allocates in the whole model. The stage
               receives them, and so does not allocate them itself
     """

@@ -181,8 +181,8 @@ class _RecomputationEdit:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
     def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
-        """Return {buffer: its copy} for the buffers that are saved both for this block's backward
-        and for that of the next segment, such as the result of a ReLU at the end of the block.
+        """Return {buffer: its copy} for the buffers that both this block's backward and the next
+        segment's backward need. An example is the result of a ReLU at the end of the block.
 
         The first forward allocates the copy, which the next segment saves. The second forward
         allocates the buffer itself again, for this block's backward.
@@ -252,8 +252,12 @@ class _RecomputationEdit:
         return any(buffer in self.training[place].timeline.freed for place in self._after(call))
 
     def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
-        """Remove the event that frees the buffer in the forward pass after the forward of the
-        block's call `call`. Return whether there was such an event."""
+        """Keep a buffer allocated until backward: remove the event of the forward pass that frees
+        it after the block's forward. Return whether there was such an event.
+
+        call    the block and the number of its call
+        buffer  the buffer, an input of the block
+        """
         for place in self._after(call):
             timeline = self.training[place].timeline
             if buffer in timeline.freed:

@@ -124,9 +124,10 @@ class Timeline:
     operations     the operations that run, in order
     recompute_end  for a forward: (number of events, number of operations) up to the last tensor
                    that backward needs. A recomputation of this forward stops there
-    inputs         for a block: the buffers with which it was called
+    inputs         for a block: those storages of its arguments that this step has allocated
     saved          for a forward: the buffers, its own or earlier ones, that are saved for backward
-    block_inputs   for a block: all tensors with which it was called
+    block_inputs   for a block: every tensor among its arguments, also views of a storage and tensors
+                   that the step has not allocated, such as the batch
     """
 
     events: tuple[tuple[Buffer, int], ...] = ()

@@ -83,9 +83,12 @@ _LABELS_FIX = {
 
 
 def warn_unshifted(sample: Any, model: ModelInput) -> None:
-    """Issue a TightfitWarning if a sample looks like one for a causal language model (input_ids and
-    labels of the same shape), but its labels will not be shifted by one position, because the job
-    gives the model no task. Jobs with their own loss get no warning."""
+    """Issue a TightfitWarning if the labels of a sample are probably meant to be shifted by one
+    position. They will not be shifted, because the job gives the model no task.
+
+    A sample is taken for one of a causal language model if it has input_ids and labels of the same
+    shape. Jobs with their own loss get no warning.
+    """
     if model.task is not None or model.own_loss or not isinstance(sample, dict):
         return
     ids, labels = sample.get("input_ids"), sample.get("labels")

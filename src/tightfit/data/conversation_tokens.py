@@ -42,7 +42,7 @@ def conversation_tokens(
                   False raises InputError at the first one
 
     Raises InputError also if the chat template is not valid, or if it renders the first messages of
-    a conversation differently when others follow, so that the tokens that count cannot be found.
+    a conversation differently when others follow. The tokens that count cannot be found then.
     """
     backend = plain_backend(renderer.tokenizer)
     identity = ["conversations", source.identity, backend.to_str(), special.end, renderer.identity, skip_damaged]

@@ -210,7 +210,8 @@ class Rendered:
     """A conversation rendered as one text.
 
     text     the whole text
-    counted  the spans of characters that count in the loss, as (begin, end) without end, in order
+    counted  the spans of characters that count in the loss, as (begin, end), in order; `end` is
+             exclusive
     ends     whether an end-of-text token must be added after the text. False for the text of a chat
              template, which writes its own end
     """
@@ -247,8 +248,9 @@ class Renderer:
         """Return a conversation rendered as text.
 
         Raises RefusedMessages if the template fails for this conversation. Raises InputError if the
-        template is not valid Jinja, or if it renders the first messages of a conversation
-        differently when others follow, so that the characters that count cannot be found.
+        template is not valid Jinja. Also raises InputError if the template renders the first
+        messages of a conversation differently when others follow, because the characters that count
+        in the loss cannot be found then.
         """
         if self.template is None:
             assert conversation.prompt is not None
@@ -289,10 +291,11 @@ class Renderer:
         """Return the span of message number `at` (from 0) in the rendered text.
 
         The span is found by rendering two parts of the conversation: the messages before message
-        `at`, and the messages up to it, with it. The first text ends where the span begins, and the
-        second text ends where the span ends. For an assistant's message, the first text includes
-        the generation prompt, so the header of the message (such as "<|im_start|>assistant") is not
-        in the span. The span of message 0 begins at the beginning of the text.
+        `at`, and the messages up to and including it. The first text ends where the span begins,
+        and the second text ends where the span ends. For an assistant's message, the first text
+        includes the generation prompt, so the header of the message (such as
+        "<|im_start|>assistant") is not in the span. The span of message 0 begins at the beginning
+        of the text.
 
         whole  the rendered text of the whole conversation
         place  the file and row of the conversation, for the message

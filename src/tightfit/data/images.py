@@ -204,8 +204,9 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
     """Return the images of `spec.images` (a folder, or "digits") as samples. If this field is not
     set, return those in the image column of the saved dataset `spec.dataset`.
 
-    Raises InputError if images or labels are missing, if an image is damaged and `skip_damaged` is
-    not set, or if the model cannot take the image size, the number of channels or a label.
+    Raises InputError if images or labels are missing, or if an image is damaged and `skip_damaged`
+    is not set. Also raises it if the model cannot take the image size, the number of channels or a
+    label.
     """
     if spec.images == DIGITS:
         return _digits(spec, model)

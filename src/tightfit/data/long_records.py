@@ -29,8 +29,8 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 @dataclass(frozen=True)
 class LongRecord:
-    """A JSON object in a file, from byte `start` to byte `stop`, without `stop`. The methods raise
-    a ValueError that says why if the object is not valid JSON."""
+    """A JSON object in a file, from byte `start` to byte `stop` - 1. The methods raise a ValueError
+    that says why if the object is not valid JSON."""
 
     file: Path
     start: int
@@ -89,7 +89,7 @@ class _Scanner:
     """Finds where the members of a JSON object begin and end, without copying their values.
 
     data         the memory-mapped file
-    start, stop  the bytes of the object, without `stop`
+    start, stop  the bytes of the object are `start` to `stop` - 1
     """
 
     def __init__(self, data: mmap.mmap, start: int, stop: int) -> None:

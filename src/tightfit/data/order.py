@@ -127,8 +127,8 @@ class Order:
         return self.count - self.evaluation_count
 
     def training_samples(self, start: int, stop: int) -> tuple[Integers, Integers]:
-        """Return which training samples are read at positions `start` to `stop` (without `stop`) of
-        the run, counted from 0 over all epochs.
+        """Return which training samples are read at the positions `start` to `stop` - 1 of the run.
+        Positions are counted from 0 over all epochs.
 
         The result is (indices, epochs), two arrays of shape (stop - start,): the index of each
         sample in the data, and the epoch in which it is read.
@@ -179,14 +179,15 @@ def in_chunks(order: Computed, start: int, stop: int) -> tuple[Integers, Integer
 
 @functools.lru_cache(maxsize=8)
 def _chunk(order: Computed, number: int) -> tuple[Integers, Integers]:
-    """Return the samples of the positions from number * _CHUNK to (number + 1) * _CHUNK. The few
-    samples of a step would take as long to compute as these."""
+    """Return the samples of a chunk of positions: number * _CHUNK to (number + 1) * _CHUNK - 1. The
+    result is cached, because computing the few samples of a step takes as long as computing a
+    chunk."""
     return order.compute(number * _CHUNK, (number + 1) * _CHUNK)
 
 
 def split_ranges(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
-    """Split the range from `start` to `stop` (without `stop`) into consecutive ranges of `size`
-    numbers, and yield each as (begin, end). The last range may be shorter.
+    """Split the range from `start` to `stop` (exclusive) into consecutive ranges of `size` numbers,
+    and yield each as (begin, end); `end` is exclusive. The last range may be shorter.
 
     Example: split_ranges(0, 10, 4) yields (0, 4), (4, 8), (8, 10).
     """

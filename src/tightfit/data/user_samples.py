@@ -171,7 +171,7 @@ class UserStream:
 
     def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
         """Yield a batch for each of `ranges`, pairs (first, stop): the samples at the positions
-        `first` to `stop` of the stream, without `stop`.
+        `first` to `stop` - 1 of the stream.
 
         The ranges must be in ascending order, because the stream cannot go back. For a range that
         begins before the end of the previous one, the previous batch is yielded again.

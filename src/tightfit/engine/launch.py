@@ -104,8 +104,8 @@ def start_processes(count: int) -> int:
     """Run this command in `count` processes on this host, which train together. Return when all
     have ended.
 
-    Returns 0 if all processes succeeded, the exit code of the first process that failed, or 128 + n
-    if signal n, which this function had forwarded, ended that process.
+    The result is an exit code: 0 if all processes succeeded, else that of the first process that
+    failed. It is 128 + n if signal n ended that process and this function had forwarded the signal.
 
     This process hosts the key-value store through which the others find each other, and forwards
     signals to them. If one process fails, the other processes get GRACE_S seconds to end by

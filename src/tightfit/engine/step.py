@@ -209,7 +209,7 @@ def runs_unsynchronized(run: Run) -> bool:
 
 def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | torch.Tensor]) -> PendingSum:
     """Run forward and backward of each micro-batch. They add up, in `.grad`, the gradient of the
-    mean loss over all items of the step.
+    mean loss over all items (tokens or samples) of the step.
 
     In fp16 the loss is multiplied by the loss scale before backward, so that the small gradients of
     a step with many items do not become zero.
@@ -246,9 +246,12 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
 
 
 def _loss_factor(run: Run, items: int | torch.Tensor) -> float | torch.Tensor:
-    """Return the factor by which the loss of a micro-batch (a sum over items) is multiplied before
-    backward: the fp16 loss scale (1 without fp16) divided by `items`, the number of items in the
-    step on all devices."""
+    """Return the factor by which the loss of a micro-batch is multiplied before backward: the fp16
+    loss scale (1 without fp16) divided by `items`.
+
+    items  number of items (tokens or samples) in the step on all devices. The loss of a micro-batch
+           is a sum over its items
+    """
     scale = run.loss_scale.factor if run.loss_scale else 1.0
     if isinstance(items, torch.Tensor):  # in fp64, like Python's floats, to round only once
         return scale / items.clamp(min=1).double()

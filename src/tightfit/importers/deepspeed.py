@@ -69,14 +69,15 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """Return Lacks, with the reason: this key sets no field. A warm-up from 0 needs no counterpart:
-    tightfit also warms up from 0. A warm-up from another rate has none."""
+    """Return Lacks, with the reason: this key sets no field. A warm-up from 0 needs no counterpart,
+    because tightfit also warms up from 0. For a warm-up from another rate, there is no counterpart.
+    """
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 
 def _total_steps(value: Any) -> int | Lacks:
     """Return the number of steps. For 0 or less, the field is left out (Lacks, with the reason).
-    The training script may end the training earlier."""
+    This is the length of the schedule; the training script may end the training earlier."""
     return count(value)
 
 

@@ -110,7 +110,7 @@ def _epochs(value: Any) -> float | Lacks:
 
 def _clip_by(value: Any) -> Lacks:
     """Return Lacks, with the reason: this key sets no field. "norm" needs no counterpart, because
-    tightfit also clips by norm. "value" (clipping by value) has none."""
+    tightfit also clips by norm. For "value" (clipping by value), there is no counterpart."""
     return (
         Lacks("as in tightfit", False)
         if str(value) == "norm"

@@ -69,7 +69,8 @@ def _component(value: Any) -> str | Lacks:
     """Return Lacks, with the reason: this key sets no field, because config.json in the folder of
     the weights describes the model. But if the builder's name has "lora" in it, a later step sets
     model.lora, and if it has "qlora" in it, model.lora.quantize: nf4."""
-    return Lacks("config.json in the folder of model.from gives it", is_lost=not text(value))
+    text(value)
+    return Lacks("config.json in the folder of model.from gives it", is_lost=False)
 
 
 def _attention_layers(value: Any) -> list[str]:

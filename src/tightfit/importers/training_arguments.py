@@ -60,7 +60,7 @@ def _steps(value: Any) -> int | Lacks:
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Return the number of epochs. For 0 or less, the field is left out (Lacks, with the reason)."""
+    """Return the number of epochs. 0 or less sets no field (Lacks, with the reason)."""
     return positive(value)
 
 

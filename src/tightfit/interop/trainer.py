@@ -131,12 +131,12 @@ def for_trainer(
     machine        the machine to plan for, or its name, such as "h100-sxm:8"; None is this machine
     allow          what may change the numerics, as in `Job`; None is [bf16]
 
-    Predicts what tightfit's engine takes for the plan that the arguments describe. The Trainer adds
-    its own: some models copy all logits to fp32, for example.
+    The predicted memory and time are those of tightfit's engine with the plan that the arguments
+    describe. The Trainer needs more: some models copy all logits to fp32, for example.
 
     Raises InputError for arguments that the Trainer would refuse, too, and for a model that cannot
-    be traced; DoesNotFit if no arguments make the job fit. If a plan of tightfit fits, the error
-    names it.
+    be traced. Raises DoesNotFit if no arguments make the job fit; if a plan of tightfit fits, the
+    error names it.
     """
     machine = Machine.named(machine) if isinstance(machine, str) else machine or Machine.detect()
     devices = machine.devices_per_node * machine.nodes
@@ -158,7 +158,9 @@ def for_trainer(
     except DoesNotFit as error:
         if fastest is None:
             raise
-        raise DoesNotFit(f"{error}\n  tightfit can: {fastest.plan}", error.content) from None
+        raise DoesNotFit(
+            f"{error}\n  The job fits if tightfit trains it: tightfit.train with {fastest.plan}", error.content
+        ) from None
     assert fastest is not None  # its plans include all those of the Trainer
     if fastest.time.step_s > best.time.step_s:
         fastest = best
@@ -257,8 +259,10 @@ class _Samples:
 
 
 def _samples(model: nn.Module, args: Any, dataset: Any, collator: Callable[[list[Any]], Any] | None) -> Any:
-    """Return the dataset that the job reads. The Trainer drops columns that the model's forward
-    does not take, unless `args.remove_unused_columns` is false."""
+    """Return the dataset that the job reads: each sample of the Trainer's `dataset`, passed through
+    the data collator. As in the Trainer, fields that the model's forward does not take are dropped,
+    except labels; if `args.remove_unused_columns` is false, all fields are kept. An iterable
+    without a length is returned unchanged."""
     if not hasattr(dataset, "__len__"):
         return dataset
     kept = None
@@ -268,8 +272,9 @@ def _samples(model: nn.Module, args: Any, dataset: Any, collator: Callable[[list
 
 
 def _complete(plan: Plan, model: nn.Module, machine: Machine) -> Plan:
-    """Return the plan of the user's arguments with what they do not say: the dtype of the model's
-    weights, the number of devices, and memory of the host that a CPU does not have."""
+    """Return the plan of the user's TrainingArguments, completed by what these do not say: 16-bit
+    precision if the model's weights have 16 bits, and dp_shard or dp_replicate for all devices of
+    the machine. On a CPU, pinned memory and non-blocking copies are switched off."""
     import torch
 
     dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
@@ -325,8 +330,12 @@ def _plans(job: Job, model: nn.Module, machine: Machine, current: Plan) -> Itera
 
 
 def _shardings(current: Plan, machine: Machine) -> list[dict[str, Any]]:
-    """Return the plan fields of each way in which the Trainer can use all devices: replicas, and on
-    GPUs FSDP's two ways to shard. DeepSpeed's and the user's own layout stay as they are."""
+    """Return the ways in which the Trainer can use all devices of the machine, each as plan fields:
+    replicas, and on GPUs also FSDP with ZeRO stage 2 or 3.
+
+    Return [{}], which keeps the layout of `current`, for a single device and for a plan with tp, cp
+    or offload.
+    """
     count = machine.devices_per_node * machine.nodes
     if count == 1 or current.tp * current.cp > 1 or current.offload:
         return [{}]

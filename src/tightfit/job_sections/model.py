@@ -147,8 +147,8 @@ def flat_model(model: dict[str, Any]) -> dict[str, Any]:
     are moved up, next to architecture or preset. {preset: gpt2, config: {n_layer: 2}} becomes
     {preset: gpt2, n_layer: 2}.
 
-    The section is returned unchanged if a config key has the name of a ModelSpec field, or if the
-    section has no architecture or preset, because such a file could not be read back.
+    If a config key has the name of a ModelSpec field, or if the section has no architecture or
+    preset, such a file could not be read back. The section is then returned unchanged.
     """
     config = model.get("config", {})
     if not (model.get("architecture") or model.get("preset")) or {"from_", *ModelSpec.field_names()} & set(config):

@@ -28,9 +28,14 @@ def devices() -> dict[str, dict[str, Any]]:
 
 @cache
 def instances() -> dict[str, dict[str, Any]]:
-    """Return the table of cloud instance types, instances.yaml: instance type -> {device, count,
-    network, memory}, where device is a name in the table of devices, count its number of devices,
-    and network (Gbit/s) and memory (GiB) are those of the host."""
+    """Return the table of cloud instance types, instances.yaml: name of an instance type ->
+    {device, count, network, memory}.
+
+    device   the name in the table of devices
+    count    number of devices
+    network  Gbit/s of the host
+    memory   GiB of the host
+    """
     return _table("instances.yaml")
 
 

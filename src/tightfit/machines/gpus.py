@@ -29,7 +29,7 @@ class Gpu:
     """A GPU, with the properties that torch reports.
 
     architecture     sm_90 for compute capability 9.0; for AMD the LLVM name, such as gfx942
-    memory           bytes
+    memory           bytes of device memory
     processors       number of streaming multiprocessors, or of AMD's compute units
     clock_hz         clock of the processors in Hz
     memory_clock_hz  clock of the memory in Hz

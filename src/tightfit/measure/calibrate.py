@@ -100,8 +100,8 @@ def device_of(machine: Machine) -> torch.device:
 
 
 def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dict[str, Figure]:
-    """Return the figures of the communication between two processes: field of Machine -> figure,
-    for bandwidth and latency. The dict is empty if they were not measured.
+    """Return the measured bandwidth and latency of the communication between two processes, as
+    field of Machine -> figure. The dict is empty if they were not measured.
 
     sums_s  bytes of an all-reduced tensor -> seconds of the all-reduce; None if not measured
     now     factor that scales seconds to the machine's usual speed

@@ -57,9 +57,11 @@ def measure_rates(
     """Measure the rate of every kind of operation at several sizes. Return {"kind/dtype": {size:
     rate}}, such as {"product/float32": {102: ..., 203: ...}}.
 
-    A size is the cube root of the product of the three dimensions for matrix products and
-    attention, the number of FLOPs for convolutions, and the bytes accessed for all other kinds. A
-    rate is the number of FLOPs (or bytes accessed) that the operation achieves in the time of one
+    The size of a matrix product or of attention is the cube root of the product of its three
+    dimensions. The size of a convolution is its number of FLOPs, and that of all other kinds the
+    bytes accessed.
+
+    A rate is the number of FLOPs (or bytes accessed) that the operation achieves in the time of one
     run of the control, a fixed workload (see `measure/clock_drift.py`). To get FLOPs or bytes per
     second, the caller divides it by the control's usual seconds.
 

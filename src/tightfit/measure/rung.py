@@ -1,8 +1,8 @@
 """Measures one plan of a ladder (a list of plans that save memory step by step): runs a few steps
 of it in a separate process.
 
-A separate process is needed because a plan changes settings of its process that cannot be undone,
-such as the allocator, and because the operating system records peak memory for a whole process.
+A separate process is needed for two reasons. A plan changes settings of its process that cannot be
+undone, such as the allocator. And the operating system records peak memory for a whole process.
 """
 
 from __future__ import annotations

@@ -213,8 +213,8 @@ def observe_settled(
     The stages of a pipeline are first compared with the undivided model; raises InputError if they
     differ.
 
-    If steps were skipped because the dynamic loss scale of fp16 began too high, the run is built
-    again and begins with the scale that the last attempt ended with.
+    The dynamic loss scale of fp16 may begin too high, so that steps are skipped. The run is then
+    built again, and begins with the scale that the last attempt ended with.
 
     observing  the function that trains and observes: `observe` for one device, `observe_sharded`
                for several; None: `observe`

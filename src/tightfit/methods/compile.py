@@ -85,7 +85,8 @@ def pays_to_compile(job: Job) -> bool:
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Return the ledger (the predicted memory and time of a step) with the seconds that compiling
-    takes, and with a mark if CUDA graphs keep a step's memory from step to step.
+    takes. If the plan uses CUDA graphs, also mark in the ledger that a step's memory is kept from
+    step to step.
 
     The buffers and kernels of compiled code are in the ledger already, because the model was traced
     with the compiler on fake tensors. Not predicted: the time that a CUDA graph saves on launches,
@@ -227,7 +228,8 @@ def only_full_batches(
     for other shapes.
 
     compiled, plain  the same loss function with and without compilation: batch -> sum of the losses
-    full             samples in a full micro-batch; None: a micro-batch of any size counts as full
+    full             number of samples in a full micro-batch; None: a micro-batch of any size counts
+                     as full
     """
 
     def loss_sum(batch: Batch) -> Tensor:

@@ -74,8 +74,8 @@ def apply(run: Run, plan: Plan) -> Run:
     """Return the run with ring attention in its model, and with data that gives each device its own
     chunks of every sequence.
 
-    Raises InputError if the model mixes positions outside of attention, if its attention is of a
-    kind that the ring does not support, or if the job has no loss for each position.
+    Raises InputError if the model mixes positions outside of attention, or if the ring does not
+    support its kind of attention. Also raises it if the job has no loss for each position.
     """
     assert run.mesh is not None
     task = task_of(run.job.model)
@@ -99,7 +99,9 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
     """
     asked, config = f"plan: cp={plan.cp}", getattr(model, "config", None)
     if task not in ("causal-lm", "masked-lm"):
-        raise InputError(asked, f"a {task or 'custom'} job has no loss for each position", "use cp: 1")
+        raise InputError(
+            asked, f"a {task or 'custom'} job has no loss for each position, and cp shards the positions", "use cp: 1"
+        )
     takes = inspect.signature(model.forward).parameters
     if (
         getattr(config, "_attn_implementation", None) != "sdpa"

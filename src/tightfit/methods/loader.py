@@ -78,10 +78,9 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger (the predicted memory and time of a step) with the host memory of the
-    workers, of their prefetched micro-batches and of a stream, and with the seconds that it takes to prepare a
-    step's samples and to copy them to the device.
-    """
+    """Return the ledger (the predicted memory and time of a step) with two additions: the host
+    memory of the workers, of their prefetched micro-batches and of a stream, and the seconds in
+    which a step's samples are prepared and copied to the device."""
     samples = ledger.micro_batch * ledger.micro_batches
     workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
     ready = piece * workers * plan.prefetch * ledger.batch_bytes
@@ -172,7 +171,7 @@ class OrderedData:
     source      the samples of the dataset
     order       the order of the training samples, and which samples are held out for evaluations.
                 It does not depend on the number of workers
-    batch       samples in a step, on all devices
+    batch       number of samples in a step, on all devices
     plan        its fields set the size of micro-batches and the number of worker processes
     data_rank   (rank, count): the samples of each step are divided into `count` shares, and this
                 process reads share number `rank`
@@ -246,7 +245,7 @@ class OrderedData:
 
         begin, end  the step has the samples at positions `begin` to `end - 1` in the order of
                     training
-        micro       samples in a full micro-batch
+        micro       number of samples in a full micro-batch
         """
         indices, epochs = self.order.training_samples(begin, end)
         for first, last, _ in micro_batch_ranges(begin, end, micro, self.data_rank):
@@ -264,7 +263,7 @@ class StreamedData:
     the interface `Data` (see `runtime/run.py`).
 
     source        the stream or iterable
-    batch         samples in a step, on all devices
+    batch         number of samples in a step, on all devices
     sample_items  tokens in a full sample; 1 for images
     plan          its fields set the size of micro-batches and the number of worker processes
     data_rank     (rank, count): the samples of each step are divided into `count` shares, and this
@@ -319,7 +318,7 @@ def _evaluation_batches(source: Samples, indices: Integers, micro: int, part: tu
     """Yield one data rank's micro-batches of the samples of `source` with these indices. A rank
     with fewer micro-batches than others yields a DummyMicroBatch for each missing one.
 
-    micro  samples in a full micro-batch
+    micro  number of samples in a full micro-batch
     part   (rank, count): the data rank, and the number of data ranks
     """
     for begin, end, fills in micro_batch_ranges(0, len(indices), micro, part):
@@ -378,7 +377,7 @@ def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, 
     consumed  position at which the first step begins
     until     position at which the last step ends, which may therefore be short; None: there is no
               last step
-    batch     samples in a step
+    batch     number of samples in a step
     """
     begins = itertools.count(consumed, batch) if until is None else range(consumed, until, batch)
     for begin in begins:
@@ -393,7 +392,7 @@ def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) 
     micro-batches of one sample in addition, for which `is_dummy` is True.
 
     begin, end  the step has the samples at positions `begin` to `end - 1`
-    micro       samples in a full micro-batch
+    micro       number of samples in a full micro-batch
     part        (rank, count): the data rank, and the number of data ranks
 
     Example: a step of 5 samples on 2 ranks, with micro-batches of 2. Rank 0 has samples 0-1 and a
@@ -415,8 +414,8 @@ class _SampleMicroBatches(Dataset[Any]):
     """The dataset from which the worker processes read: dataset[sample indices, epochs] is the
     micro-batch of these samples.
 
-    If reading fails with a TightfitError, the error is returned instead of raised, because an
-    exception that a worker raises loses its attributes on the way to the main process.
+    If reading fails with a TightfitError, the error is returned instead of raised. An exception
+    that a worker raises would lose its attributes on the way to the main process.
     """
 
     def __init__(self, source: Samples) -> None:
@@ -432,8 +431,8 @@ class _StreamMicroBatches(IterableDataset[Any]):
     TightfitError instead of raising it.
 
     consumed, until  the samples at positions `consumed` to `until - 1` are used; None: no end
-    batch            samples in a step, on all devices
-    micro            samples in a full micro-batch
+    batch            number of samples in a step, on all devices
+    micro            number of samples in a full micro-batch
     part             (rank, count): the data rank, and the number of data ranks
     """
 

@@ -94,8 +94,8 @@ def chunk_of(job: Job, machine: Machine) -> int:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger (the predicted memory and time of a step) with the seconds that
-    torch.compile takes, before the first step, to generate the softmax kernel of the chunked loss.
+    """Return the ledger (the predicted memory and time of a step) with the seconds in which
+    torch.compile generates the softmax kernel of the chunked loss, before the first step.
 
     The buffers and operations of this loss are in the ledger already, because the model was traced
     with it. On a CPU, and with a sharded vocabulary (tp), the softmax consists of torch's own
@@ -128,8 +128,8 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
     FLOPs per element for this gradient. With fewer tokens, the memory traffic takes longer than the
     arithmetic.
 
-    On a CPU, a chunk has 1,024 tokens, or fewer if their fp32 logits would take more than 512 MiB,
-    which happens with a vocabulary of more than 131,072 classes.
+    On a CPU, a chunk has 1,024 tokens. It has fewer if their fp32 logits would take more than 512
+    MiB, which happens with more than 131,072 classes.
 
     vocabulary    number of classes of the output head on one device; None if unknown: 1,024 tokens
     device        "cpu" or "cuda"
@@ -499,8 +499,8 @@ def _sum_and_gradients(
 def _chunk_loss(
     logits: Tensor, labels: Tensor, kernels: LossKernels, divided: VocabularyShard | None, learning: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a chunk, and its gradient with respect to the logits. The gradient
-    may be written over the logits.
+    """Return the summed loss of one chunk of tokens, and its gradient with respect to the logits.
+    The gradient may be written over the logits.
 
     logits    (tokens, classes)
     labels    (tokens)

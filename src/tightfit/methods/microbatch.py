@@ -5,8 +5,8 @@ Saves   activations and temporaries, in proportion to the size of a micro-batch.
 Costs   no extra arithmetic; smaller matrix products, and one gradient addition for each
         micro-batch.
 When    the batch does not fit, or a smaller micro-batch fits the cache better.
-Order   after the model exists, before the optimizer: it corrects BatchNorm's momentum, because the
-        running statistics are updated once per micro-batch.
+Order   after the model is created, and before the optimizer. It corrects BatchNorm's momentum,
+        because the running statistics are updated once per micro-batch.
 Source  gradient accumulation. The loss is divided by the number of labelled items of the whole
         step, as for one large batch.
 """
@@ -95,8 +95,8 @@ def warn_of_dropped_tokens(run: Run) -> None:
     with the full batch.
 
     An expert of limited capacity drops the tokens that exceed its capacity. In some models, the
-    capacity is for all samples of a forward together, not for each sequence. The dropped tokens
-    then depend on the samples of the micro-batch.
+    capacity is for all samples of a forward together, not for each sequence. Which tokens are
+    dropped then depends on which samples are in the micro-batch.
     """
     model_type = getattr(getattr(run.model, "config", None), "model_type", None)
     batch, micro_batch = run.job.train.batch, run.plan.micro_batch_of(run.job.train.batch)

@@ -16,8 +16,8 @@ Costs   copies at the rate of the link or the disk. States are copied to the dev
         overlap.
 When    nothing else fits on one device. Large batches hide the copies of states, whose bytes do not
         grow with the batch.
-Order   around the forward with its precision, and around blocks that recompute and compile have
-        changed; before pipeline or zero shards the offloaded data.
+Order   after `precision`, `recompute` and `compile`, because it wraps the forward and the blocks
+        that they have changed; before `pipeline` and `zero`, which then shard the offloaded data.
 Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity),
         arXiv:2104.07857.
 """
@@ -214,8 +214,8 @@ def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
 def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
     """Return the effect of offloading the activations that forward saves for backward.
 
-    In the recorded step, a saved buffer is now freed at the end of the part of forward that
-    allocates it (a segment, such as one block), and allocated again before backward uses it. A CPU
+    The recorded step is changed. It now frees a saved buffer at the end of the segment of forward
+    (such as one block) that allocates it, and allocates it again before backward uses it. A CPU
     does not allocate it again, because it reads it from the store.
     """
     samples, plan = ledger.micro_batch, place.plan
@@ -270,7 +270,7 @@ def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buff
     and that are larger than MIN_OFFLOAD_BYTES.
 
     training  the segments of the recorded step
-    samples   samples in a micro-batch
+    samples   number of samples in a micro-batch
     """
     saved: set[Buffer] = set()
     again: set[Buffer] = set()  # allocated in backward, as in a recomputation
@@ -308,7 +308,7 @@ class _Prefetch:
     that are freed next are prefetched.
 
     saved    the offloaded buffers
-    samples  samples in a micro-batch
+    samples  number of samples in a micro-batch
     most     largest number of bytes that are prefetched at a time; a single larger buffer is
              prefetched nevertheless
     """

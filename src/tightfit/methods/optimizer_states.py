@@ -204,8 +204,8 @@ def _skips_on_device(plan: Plan, device: str) -> bool:
     """Return whether the device itself undoes the updates of an fp16 step that overflowed, so that
     the host need not wait to learn about the overflow.
 
-    This is not the case with fused_optimizer, whose kernel skips such steps itself, nor with
-    sharded parameters (ZeRO, tp), for which the host waits for the device and skips the step.
+    Return False with fused_optimizer, whose kernel skips such steps itself. Also return False with
+    sharded parameters (ZeRO, tp): there the host waits for the device and skips the step.
 
     device  the kind of device: "cpu" or "cuda"
     """
@@ -256,8 +256,8 @@ def optimizer_of(
     device   the kind of device that updates: "cpu" or "cuda"
 
     Raises InputError if the optimizer does not support a parameter (complex numbers, sparse
-    gradients), if it has no fused kernel although the plan asks for one, or for the other reasons
-    that `make_optimizer` lists.
+    gradients), or if it has no fused kernel although the plan asks for one. Also raises it for the
+    other reasons that `make_optimizer` lists.
     """
     check_complex(model, train, plan)
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)

@@ -125,8 +125,9 @@ def _rank_blocks(
     state: ForwardState,
     hooks: Sequence[Hooks],
 ) -> RankBlocks:
-    """Return the blocks that this rank keeps, a stub for each block of the model (a module that
-    stands in for the block on other ranks), and the parent module and name of each block.
+    """Return the RankBlocks of this rank: the blocks that it keeps, a stub for each block of the
+    model, and the parent module and name of each block. A stub stands in for a block while the
+    block does not run.
 
     blocks  (name, block) of all blocks of the model
     stages  for each stage, the range of its blocks' numbers

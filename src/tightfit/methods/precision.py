@@ -10,7 +10,8 @@ Costs   -mixed: casts of the weights. -true: small updates are lost in rounding,
 When    always if the hardware multiplies 16-bit numbers faster. fp16 needs loss scaling, because
         small gradients become zero and numbers beyond 65,504 overflow; bf16 does not. tf32 stores
         fp32 numbers and rounds the factors of products to 10 mantissa bits.
-Order   around the compiled function, so that the compiler sees one type per operation.
+Order   after `compile`: autocast wraps the compiled function, so that the compiler sees one type
+        per operation.
 Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al.
         2019, arXiv:1905.12322 (bf16). torch's documentation of autocast lists the operations that
         run in fp32: on CUDA sums, softmax and norms, on a CPU fewer. The cross entropy of a
@@ -77,9 +78,12 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Return the values of `precision` that search tries: that of the plan `start` and, in one
-    case, bf16-true. It is tried if `start` has bf16-mixed, the model has no complex parameters, and
-    16-bit weights may be the better choice (the plan does not fit without them, or is slower).
+    """Return the values of `precision` that search tries: that of the plan `start` and, in some
+    cases, bf16-true.
+
+    bf16-true is tried if three conditions hold: `start` has bf16-mixed; the model has no complex
+    parameters; and 16-bit weights may be better, because the plan does not fit without them or
+    because they are faster.
     """
     narrow = start.precision == "bf16-mixed" and not facts.is_complex and facts.narrow_pays()
     return {"precision": [start.precision, "bf16-true"] if narrow else [start.precision]}

@@ -124,9 +124,11 @@ def _selective(plan: Plan) -> int:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger (the predicted memory and time of a step) with a recorded step in which the
-    forward of a recomputed block, or group of blocks, saves only its input (with selective, also
-    some results), and runs again before its backward.
+    """Return the ledger (the predicted memory and time of a step) with recomputation in its
+    recorded step.
+
+    The forward of a recomputed block, or of a group of blocks, saves only its input; with
+    selective, it also saves some results. It runs again before the block's backward.
 
     Raises InputError with recompute: sqrt if the model's blocks cannot be recomputed in groups.
     """

@@ -200,9 +200,12 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     """Return the spec of the same transformers model with only `blocks` blocks (transformer
     layers).
 
-    Return None if this is not possible: if the model is the user's own or pretrained, if its config
-    lists types of layers (layer_types) or has no num_hidden_layers, if its adapters are for named
-    layers only, or if it has no more than `blocks` blocks.
+    Return None if this is not possible, for one of these reasons:
+
+    - The model is the user's own or pretrained.
+    - Its config lists types of layers (layer_types) or has no num_hidden_layers.
+    - Its adapters are for named layers only.
+    - It has no more than `blocks` blocks.
     """
     if not isinstance(model, ModelSpec) or model.python or model.from_:
         return None
@@ -414,12 +417,13 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 
 def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
-    """Raise InputError if a size in a config is below 1, if the number of heads does not divide the
-    hidden size, if the number of key/value heads does not divide the number of heads, or if heads
-    with rotary embeddings have an odd size. Heads whose size the config gives (head_dim) need not
-    divide the hidden size.
+    """Raise InputError if the sizes in a config cannot work. transformers accepts some of these
+    configs, and their first forward fails. The error is raised if
 
-    transformers accepts some of these configs, and their first forward fails.
+    - a size is below 1,
+    - the number of heads does not divide the hidden size, and the config has no head_dim,
+    - the number of key/value heads does not divide the number of heads,
+    - heads with rotary embeddings have an odd size.
 
     kind  transformers' config class
     keys  the config keys with their values; missing ones have the defaults of the class

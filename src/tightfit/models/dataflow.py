@@ -103,15 +103,16 @@ Event = Operation | BlockCall | BlockReturn
 
 @dataclass(frozen=True)
 class Leaf:
-    """Describes one value in a block's output, so that a stub, which replaces the block on other
-    pipeline stages, can return a value of this form without running the block.
+    """Describes one value in a block's output. With it, a stub can return a value of this form
+    without running the block, which the stub replaces on other pipeline stages.
 
     Exactly one of these applies; the other fields have their defaults:
 
-    same_as              the value is the block's input at this path in (args, kwargs)
+    same_as              the value is the block's input at this path in (args, kwargs): (0, 2) is
+                         args[2]
     like                 it is a tensor with the shape and type of the input at this path
-    sample_shape, dtype  it is a tensor of this dtype, of shape (samples of the batch,
-                         *sample_shape), or without dims if sample_shape is None
+    sample_shape, dtype  it is a tensor of this dtype and of shape (number of samples,
+                         *sample_shape); without dims if sample_shape is None
     constant             it is this value, which is not a tensor; it may be None
     """
 

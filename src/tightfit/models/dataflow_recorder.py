@@ -57,7 +57,7 @@ _VALUES = (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default)
 class _BlockRecord:
     """The record of one block's last call.
 
-    arguments  {path in (args, kwargs): the argument}
+    arguments  {path in (args, kwargs): the argument}; the path (0, 2) leads to args[2]
     spec       the nested containers of the output; None before the block has returned
     leaves     the tensors and constants in these containers
     storages   the numbers of the storages of the output tensors that are not inputs of the block

@@ -52,12 +52,11 @@ _CUSTOM_LOSS_FIX = (
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """One of torch's losses, split into two functions.
+    """One of torch's losses, split into two functions. The loss of torch is a mean over items
+    (elements, targets or samples): total / count.
 
     total  (output, target) -> the sum of the losses of all items, a scalar tensor
     count  target -> the number of items; targets equal to ignore_index are not counted
-
-    The loss of torch is total / count.
     """
 
     total: Callable[[Tensor, Tensor], Tensor]
@@ -69,8 +68,10 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     torch's.
 
     loss: a class (nn.MSELoss), an instance (nn.MSELoss()) or a function (functional.mse_loss).
-    Raises InputError for a loss that is not a mean of independent items: one whose reduction is not
-    a mean, that has class weights, or that takes more than an output and a target.
+
+    Raises InputError for a loss that is not a mean of independent items (elements, targets or
+    samples). This is a loss whose reduction is not a mean, that has class weights, or that takes
+    more than an output and a target.
     """
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, Loss):
@@ -100,9 +101,9 @@ def _hashable(thing: Any) -> bool:
 
 
 class _Total:
-    """Computes the sum of one of torch's losses over all items of a micro-batch, when it is called
-    with (output, target). Raises InputError if a loss that compares element by element is called
-    with an output and a target of different shapes."""
+    """A function (output, target) -> the sum of one of torch's losses over all items (elements,
+    targets or samples) of a micro-batch. It raises InputError if the loss compares element by
+    element, and output and target have different shapes."""
 
     def __init__(self, loss: Any) -> None:
         self.name = type(loss).__name__

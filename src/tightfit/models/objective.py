@@ -341,10 +341,10 @@ def predictions_and_targets(objective: Objective, outputs: Any, batch: Batch) ->
     objective  the job's loss
     outputs    what the model returned for `batch`
 
-    If the loss is a cross entropy with `targets`, as for every task, return the logits and the
-    labels of the items that count, of shapes (items, classes) and (items,). Otherwise return the
-    model's output, or its `logits` if it has them, and the target of the batch. 16-bit predictions
-    become fp32. Raises InputError if the batch has no target.
+    If the loss is a cross entropy with `targets`, as for every task, return the logits, (items,
+    classes), and the labels, (items,). They are those of the items (tokens or samples) that count
+    in the loss. Otherwise return the model's output, or its `logits` if it has them, and the target
+    of the batch. 16-bit predictions become fp32. Raises InputError if the batch has no target.
     """
     found = getattr(outputs, "logits", outputs)
     if isinstance(found, Tensor) and found.is_floating_point():

@@ -67,7 +67,7 @@ def read_config(source: str) -> dict[str, Any]:
         near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*/")], 1)
         raise InputError(
             asked,
-            "is a file" if folder.exists() else "no such folder",
+            "is a file, and a folder is needed" if folder.exists() else "no such folder",
             f"did you mean {folder.parent / near[0]}?" if near else PRETRAINED_FOLDER_FIX,
         )
     try:

@@ -166,7 +166,11 @@ def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train) ->
     others = [parameter for parameter in trainable if parameter not in set(hidden)]
     if not hidden or not others:
         found = "no hidden matrix" if not hidden else "hidden matrices only, and no embedding, head, norm or bias"
-        raise InputError("job: train.optimizer=muon", f"the model has {found}", "use optimizer: adamw")
+        raise InputError(
+            "job: train.optimizer=muon",
+            f"muon needs weight matrices in the blocks, and the model has {found}",
+            "use optimizer: adamw",
+        )
     rate = train.scaled_learning_rate
     matrices, rest = (parameter_groups(model, train, parameters) for parameters in (hidden, others))
     muon = torch.optim.Muon(matrices, lr=rate, momentum=train.momentum, adjust_lr_fn="match_rms_adamw")

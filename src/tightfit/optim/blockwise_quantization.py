@@ -43,8 +43,8 @@ def block_size(bits: Bits) -> int:
 
 
 def is_packed(elements: int, bits: Bits) -> bool:
-    """Return whether a state with this number of elements is quantized to `bits` bits. It is if it
-    has at least MIN_ELEMENTS (4096) elements, and their number is a multiple of the block size."""
+    """Return whether a state with this number of elements is quantized to `bits` bits. It must have
+    at least MIN_ELEMENTS (4096) elements, and their number must be a multiple of the block size."""
     return elements >= MIN_ELEMENTS and elements % block_size(bits) == 0
 
 

@@ -181,8 +181,8 @@ def _check_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
     if changed:
         raise InputError(
             OPTIMIZER,
-            f"{type(optimizer).__name__} changes {changed[0]} of its parameter groups in a step, and checkpoints hold only "
-            "the states of parameters",
+            f"a step of {type(optimizer).__name__} changes the value {changed[0]!r} of its parameter groups, and checkpoints "
+            "hold only the states of parameters",
             "use an optimizer that keeps its states in `state`",
         )
 

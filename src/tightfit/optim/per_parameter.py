@@ -341,9 +341,10 @@ class PerParameter(Optimizer):
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
     def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, backup: dict[str, Any]) -> None:
-        """Round the fp32 `weight` to the 16-bit type of `parameter` and write it to `here`, the
-        parameter's copy on the device (or the parameter itself, if it is on the device).
+        """Round the fp32 `weight` to the 16-bit type of `parameter`, and write the result to
+        `here`.
 
+        here     the parameter's copy on the device, or the parameter itself if it is on the device
         weight   the updated weight; with kahan, it is overwritten with the rounding error
         carried  with stochastic rounding, the number of earlier roundings of this parameter (None:
                  0); not read otherwise

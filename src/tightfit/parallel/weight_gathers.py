@@ -219,11 +219,11 @@ class WeightGathers:
         self._unpack(bucket, buffer)
 
     def _begin_broadcasts(self, bucket: _Bucket) -> None:
-        """Begin the broadcasts that all-gather a bucket, on a CPU.
+        """Begin the broadcasts that all-gather a bucket, on a CPU. Store their handles in the
+        bucket's `works`.
 
         Each device broadcasts its row of the buffer. It also broadcasts its shard of each parameter
-        that is received directly in the parameter's own memory. The bucket's `works` become the
-        handles.
+        that is received directly in the parameter's own memory.
         """
         pieces = []
         if bucket.buffered:

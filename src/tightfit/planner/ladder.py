@@ -136,9 +136,9 @@ def verdict(time_ratio: float, memory_ratio: float) -> str:
 
 
 def training_bytes(estimate: Estimate) -> float:
-    """Return the device bytes that training needs: the peak without the row "runtime" (memory that
-    a process needs before it trains, such as the CUDA context), but with the cuBLAS workspaces,
-    which are a part of that row."""
+    """Return the device bytes that training needs: the peak without the row "runtime", which is
+    memory that a process needs before it trains, such as the CUDA context. The cuBLAS workspaces
+    are a part of that row, but are counted."""
     return estimate.peak_bytes - estimate.peak.rows["runtime"] + estimate.workspace_bytes
 
 

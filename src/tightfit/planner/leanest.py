@@ -94,8 +94,9 @@ def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
 
 
 def _kernel_and_compile_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return the values to try, by field name, for the micro-batch, for the plan fields that choose
-    kernels, such as attention, and for compile ("none" and "block") if the machine can compile."""
+    """Return the values to try, by field name: those of `_kernel_options` (the micro-batch, and the
+    plan fields that choose kernels, such as attention), and those of compile. compile has the
+    values "none" and "block" if the machine can compile."""
     compiled = {"compile": ["none", "block"]} if can_compile(estimator.machine) else {}
     return {**_kernel_options(estimator, start), **compiled}
 

@@ -21,12 +21,12 @@ WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubbl
 
 
 def limited_to_batch(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
-    """Return the machine with at most as many devices as data parallelism can use: one for each
-    sample of a step, times the degrees of tp, pp and cp in `pins`, the plan fields that the user
-    fixed.
+    """Return a copy of the machine with only as many devices as data parallelism can use: one for
+    each sample of a step, times the degrees of tp, pp and cp that the user fixed in `pins`.
 
-    Only tensor, pipeline or context parallelism can use more devices. If the pins permit no such
-    parallelism in addition, the machine is returned unchanged.
+    The machine is returned unchanged if it does not have more devices than that. It is also
+    returned unchanged if no degrees of tp, pp and cp are left to try, because only these could use
+    the other devices.
 
     Example: 16 devices and a batch of 8 samples without pins give a machine with 8 devices.
     """
@@ -123,12 +123,11 @@ def parallelism_fields(
 
 
 def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """Return the plans to try, in order: `start`, or `start` with sequence parallelism and then
-    `start` itself.
+    """Return the plans to try, in order. These are `start` with sequence parallelism and, for
+    models that do not support it, `start` itself.
 
-    Sequence parallelism is tried only if `start` uses tensor parallelism and does not fit, and if
-    the user did not pin the field `sequence_parallel`. `start` follows for models that do not
-    support sequence parallelism.
+    Return only [start] if `start` has no tensor parallelism or fits without sequence parallelism,
+    or if the user pinned the field `sequence_parallel` (it is in `pins`).
     """
     smallest = start.replace(micro_batch=1) if start.pp > 1 else start
     if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, smallest):

@@ -254,7 +254,7 @@ def estimate_candidates(
       therefore never faster than a lower stage that fits.
     - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
       Of such plans with the same precision and optimizer states, only one is estimated, so that the
-      user sees why such plans were rejected. If no plan fits, it is the leanest of them.
+      user sees why they were rejected. If no plan fits, the leanest of them is estimated.
 
     start   the plan from which the variants differ in the options that trade memory for time
     pins    plan fields that the user fixed: the variants keep them
@@ -376,9 +376,12 @@ def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimat
 
 def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
     """Return estimates of pipeline plans that differ only in the micro-batch, the smallest first.
+    The estimates end with the first plan that
 
-    The last one returned is the first that does not fit, that is slower than the one before it, or
-    after which no larger micro-batch can take less than `best_s` seconds per step.
+    - does not fit,
+    - is slower than the plan before it,
+    - or after which no larger micro-batch can be faster than both this plan and `best_s` seconds
+      per step.
 
     plans  sorted from the largest micro-batch to the smallest
     """

@@ -197,7 +197,7 @@ class CostModel:
 
         stage    gives the bandwidth and latency of the link between the stages
         tensors  the bytes of each tensor, as functions of the number of samples
-        samples  samples of a micro-batch
+        samples  number of samples of a micro-batch
         """
         size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
         return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
@@ -441,7 +441,7 @@ def _product_size(operation: Operation, samples: int, flops: float) -> float:
     batched products. For operations without `sizes` (convolutions) it is `flops`, the operation's
     FLOPs.
 
-    samples  samples of a micro-batch, on which rows and columns depend
+    samples  number of samples of a micro-batch, on which rows and columns depend
     """
     if not operation.sizes:
         return flops

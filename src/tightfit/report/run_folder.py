@@ -74,9 +74,11 @@ def train_in_folder(
     predicted  the plan's prediction, which is written to predicted.json and to the record; None if
                there is none
 
-    Returns (record, sample, stopped): the record of the run, a sample of generated text (None if
-    the model cannot generate text), and the number of the signal that ended the training early
-    (None if no signal did).
+    Returns (record, sample, stopped):
+
+    record   the record of the run
+    sample   a sample of generated text; None if the model cannot generate text
+    stopped  the number of the signal that ended the training early; None if no signal did
 
     Raises DoesNotFit if memory runs out, and TightfitError if the loss or a weight becomes NaN or
     infinite.
@@ -166,8 +168,8 @@ def _find_checkpoint(out: Path) -> None:
     if told == "never" and not checkpoints(out / "checkpoints"):
         raise InputError(
             f"resume from {out}",
-            "has no checkpoint, because train.checkpoint_every was never",
-            "leave out --resume to start again, and set train.checkpoint_every to end or a number of steps",
+            "has no checkpoint, because the run had train.checkpoint_every=never",
+            "leave out --resume to start again, with train.checkpoint_every=end or a number of steps",
         )
     newest(out / "checkpoints")
 

@@ -31,8 +31,8 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
     in training. Rank 0 draws each token, and all devices append it.
 
     Returns None if the model is not a transformers model that generates text from a prompt alone,
-    if the data has no tokenizer, if the prompt already fills the model's positions, or if no device
-    runs the whole forward (pipelines and parameter servers).
+    if the data has no tokenizer, or if the prompt already fills the model's positions. Also returns
+    None if no device runs the whole forward (pipelines and parameter servers).
     """
     tokenizer = run.data.tokenizer
     if tokenizer is None or not is_transformers_model(run.model) or run.executor is not None:

@@ -13,9 +13,12 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def timeline_text(slots: Sequence[ScheduledAction], width: int = 100) -> list[str]:
     """Return one line of text for each pipeline rank, and a last line that explains the characters.
 
-    A line shows the step from left to right. A digit is the forward of a micro-batch (the last
-    digit of its number), a letter is a backward (a for micro-batch 0), + computes the gradients of
-    weights, and a dot means that the rank waits.
+    A line shows the step from left to right, with these characters:
+
+    - A digit is the forward of a micro-batch: the last digit of the micro-batch's number.
+    - A letter is a backward: a for micro-batch 0.
+    - + is the computation of the gradients of weights.
+    - A dot means that the rank waits.
 
     slots  the actions of all ranks, each with its start and end
     width  characters for the whole step

@@ -248,9 +248,10 @@ def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
 
 
 def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]) -> set[fx.Node]:
-    """Return those nodes of `fused` whose values must be written to memory. An operation that is
-    not fused or the graph's output reads them, or they need a kernel of their own (see
-    `_needs_full_read`).
+    """Return those nodes of `fused` whose values must be written to memory:
+
+    - nodes whose value an operation that is not fused reads, or that the graph returns,
+    - nodes that need a kernel of their own (see `_needs_full_read`).
 
     nodes  all nodes of the graph, in order
     fused  nodes that generated kernels can compute

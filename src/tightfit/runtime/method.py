@@ -90,8 +90,8 @@ def defaults(methods: Iterable[ModuleType], job: Job, machine: Machine) -> Itera
 
 
 def candidates(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Return plan field -> the values that search combines with those of other fields. Each method
-    proposes the values of its own fields.
+    """Return plan field -> the values of this field that search tries, in all combinations with the
+    values of other fields. Each method proposes the values of its own fields.
 
     start  the plan with all defaults
     job    the job to plan for

@@ -272,8 +272,8 @@ class Store:
         self._copies_out.pop(_storage_key(kept)[0], None)
 
     def bring_ahead(self, weight: Tensor) -> None:
-        """Begin to copy a weight and its gradient to the device, as far as they are in the store,
-        so that a later call of `bring` for this weight has to wait less."""
+        """Begin to copy to the device what the store has of a weight and its gradient. A later call
+        of `bring` for this weight then has to wait less."""
         if weight not in self.owners:
             self.fetch_ahead(weight.detach())
         if weight.grad is not None:

@@ -36,9 +36,9 @@ def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
     """Replace the forwards of `blocks`, so that a call of the first block runs all of them as one
     recomputed segment, and the other blocks return their input unchanged.
 
-    The model still calls its blocks one after another. The result is right only if each block's
-    output is the first argument of the next block, and if all blocks get the same objects as their
-    other arguments, such as a mask. For any other model, the forward raises InputError.
+    The model still calls its blocks one after another. Each block's output must be the first
+    argument of the next block, and all blocks must get the same objects as their other arguments,
+    such as a mask. Otherwise the result would be wrong, so the forward raises InputError.
 
     Returns a function to call after each forward of the model. It raises InputError if the model
     did not call all blocks of the segment.
@@ -175,8 +175,8 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
 
 
 def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Raise InputError if a group of blocks cannot be recomputed as one segment, because a block
-    does not feed the next one, or because other code uses the outputs in between.
+    """Raise InputError if a group of blocks cannot be recomputed as one segment. There are two
+    reasons: a block does not feed the next one, or other code uses the outputs in between.
 
     The check runs the model twice on fake tensors. A real run checks the same before its first
     update.

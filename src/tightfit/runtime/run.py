@@ -41,7 +41,8 @@ class Data(Protocol):
     tokenizer     a transformers tokenizer, or None
     steps         (consumed, until) -> an iterator over optimizer steps, each a list of
                   micro-batches on the host. The steps contain the samples from number `consumed` up
-                  to number `until`; None: without end. The last step may have fewer samples
+                  to number `until` (exclusive); until = None never ends. The last step may have
+                  fewer samples
     held_out      (number of samples) -> an iterator over the micro-batches of that many evaluation
                   samples, from the first on; None: of all evaluation samples
     example       () -> a batch of a few samples, with the same types as micro-batches and with

@@ -20,8 +20,8 @@ from tightfit.runtime.run import Run, unshard
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """The tensors to save of one kind of file, model or optimizer. With a pipeline, these are the
-    tensors of this device's stages.
+    """The tensors that a checkpoint saves in one kind of file: those of the model, or those of the
+    optimizer. With a pipeline, these are the tensors of this device's stages.
 
     sizes   tensor name -> bytes of the full (unsharded) tensor
     fetch   a function of a tensor name that returns the full tensor. It all-gathers a sharded

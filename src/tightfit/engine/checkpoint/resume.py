@@ -37,8 +37,10 @@ def resume(run: Run, folder: str | Path) -> int:
     and states of the random number generators. Return the number of the step to continue from.
 
     Every file is checked against its checksum before it is used. All devices must call this
-    function. Raises InputError on all devices if there is no checkpoint, if it is damaged, if it
-    belongs to another job or does not fit the model, or if hosts see different checkpoints.
+    function.
+
+    Raises InputError on all devices if there is no checkpoint, if it is damaged, or if it belongs
+    to another job or does not fit the model. Also raises it if hosts see different checkpoints.
     """
     note_activity("reading a checkpoint")
     wait_for_weights(run)  # weights that arrive later would overwrite the loaded ones

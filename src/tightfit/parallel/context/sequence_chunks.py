@@ -131,7 +131,7 @@ class SequenceChunks:
         """Yield, for each step, the list of its micro-batches, cut to this device's chunks.
 
         consumed  the number of samples that earlier steps have used
-        until     the number of the sample at which to stop; None: go on without end
+        until     the number of samples after which to stop; None: never stop
         """
         for micro_batches in self.data.steps(consumed, until):
             yield [self.cut(batch) for batch in micro_batches]

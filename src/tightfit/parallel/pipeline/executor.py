@@ -97,9 +97,9 @@ class RankBlocks:
         blocks.
 
         stage    the number of the stage
-        receive  a function that is called once, with those arguments of the stage's first block
-                 that the stage before sends (here they are stubs), and that returns the received
-                 tensors
+        receive  a function that receives the stage's input. It is called once, with those arguments
+                 of the stage's first block that the stage before sends (here they are stubs), and
+                 returns the received tensors
         batch    the micro-batch; the stubs take their shapes from it
         """
         blocks = self.stages[stage]

@@ -67,7 +67,7 @@ class ServerData:
         """Yield an empty list of micro-batches for each step of the workers.
 
         consumed  the number of samples that earlier steps have used
-        until     the number of the sample at which to stop; None: go on without end
+        until     the number of samples after which to stop; None: never stop
         """
         batch = getattr(self.worker_data, "batch", 1)
         while until is None or consumed < until:
@@ -197,7 +197,8 @@ class _ServerProcess(UnshardedReduction):
 
     def drain(self, run: Run) -> Iterator[None]:
         """Make the weights of all processes equal after asynchronous updates: the server broadcasts
-        its weights. After synchronous updates they are equal already.
+        its weights. After synchronous updates they are equal already. `engine/step.py` calls this
+        before an evaluation, before a checkpoint and at the end of the training.
 
         Returns an empty iterator, because no step is in flight.
         """

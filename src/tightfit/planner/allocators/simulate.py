@@ -114,8 +114,9 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
     """Simulate `steps` training steps: make `allocator` allocate and free the buffers of `ledger`,
     in order.
 
-    Yields the number of the step after each micro-batch (in a pipeline, after each action of the
-    rank) and after the optimizer update, so that the caller can read the allocator's counters.
+    Yields the number of the step again and again, so that the caller can read the allocator's
+    counters in between: after each micro-batch (in a pipeline, after each action of the rank), and
+    after the optimizer update.
 
     zero_grad_late  whether the training loop zeroes gradients just before backward, so that they
                     are alive during the next step's forward
@@ -164,9 +165,9 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
 
 
 def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
-    """Return parameter name -> (bytes of its optimizer states, bytes of their largest memory
-    block). A memory block has at most the parameter's own bytes. Example: Adam's two states are two
-    memory blocks."""
+    """Return parameter name -> (bytes of its optimizer states, bytes of the largest memory block in
+    which they are allocated). Such a memory block has at most the parameter's own bytes. Example:
+    Adam's two states are two memory blocks."""
     sizes = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
         name: (update.state_bytes, min(sizes[name], update.state_bytes))

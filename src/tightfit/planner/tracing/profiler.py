@@ -247,8 +247,8 @@ class Profiler:
         return self._fitted_steps[key, small, large]
 
     def _samples_per_chunk(self, plan: Plan) -> int:
-        """Return how many samples fill one chunk of a chunked loss; 0 if the plan has no chunked
-        loss.
+        """Return how many samples fill one chunk of a chunked loss, which computes the logits of
+        one chunk of tokens at a time. Return 0 if the plan has no chunked loss.
 
         A micro-batch with fewer samples has one smaller chunk. A micro-batch with more samples has
         more chunks of the same size.

@@ -400,9 +400,9 @@ def causal_pairs(queries: int, keys: int) -> int:
 
 
 def _with_heads_of_query(name: str, args: Any) -> Any:
-    """Return the arguments `args` of an attention operation, with the shapes of its keys and values
-    in place of these tensors, and with as many key and value heads as query heads. Return the
-    arguments of other operations (`name`) unchanged.
+    """Return the arguments `args` of an attention operation with the shapes of its keys and values
+    in place of these tensors. The shapes have as many heads as the query. Return the arguments of
+    other operations (`name`) unchanged.
 
     torch 2.11's FLOP formulas read only shapes, and refuse fewer key and value heads than query
     heads (grouped-query attention).

@@ -44,8 +44,8 @@ def representatives(blocks: list[nn.Module], lists: list[str] | None = None) -> 
     Only the blocks between the second and the last block of a kind have a representative.
 
     blocks  the model's blocks, in order
-    lists   for each block, the path of the list that contains it; blocks of different lists are
-            then of different kinds. None: lists are not compared
+    lists   for each block, the dotted name of the list that contains it, such as "model.layers";
+            blocks of different lists are then of different kinds. None: lists are not compared
 
     Example: five equal blocks give {2: 1, 3: 1}.
     """
