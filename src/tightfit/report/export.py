@@ -127,8 +127,9 @@ def _save_plain(model: nn.Module, dtype: str | None, folder: Path) -> None:
 
 
 def _largest_type(model: nn.Module) -> torch.dtype:
-    """Return the type of the largest parameter."""
-    return max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
+    """Return the type of the largest parameter that is not part of a layer in 4 bits."""
+    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    return max(floating, key=lambda parameter: parameter.numel()).dtype
 
 
 def export_command(run: Path, folder: Path, merge: bool, dtype: str | None) -> None:

@@ -87,17 +87,22 @@ def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> li
     """Return the modules that have parameters of another dtype than most of the model's parameters.
 
     An example are fp32 norms in a model of 16-bit weights. fully_shard gathers each of these
-    modules apart, because parameters that are gathered together must have one dtype.
+    modules apart, because trained parameters that are gathered together must have one dtype. The
+    integers of frozen layers in 4 bits may be gathered with them.
 
     Raises InputError when the model or a block has such a parameter directly (not in a child
     module) beside parameters of the common dtype.
     """
-    types = Counter(parameter.dtype for parameter in model.parameters())
+    types = Counter(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     most = types.most_common(1)[0][0]
-    found = [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
+    found = [
+        module
+        for module in model.modules()
+        if any(p.is_floating_point() and p.dtype != most for p in module.parameters(recurse=False))
+    ]
     for whole in (model, *blocks):
         if whole in found:
-            if len({parameter.dtype for parameter in whole.parameters()}) > 1:
+            if len({parameter.dtype for parameter in whole.parameters() if parameter.is_floating_point()}) > 1:
                 raise InputError(
                     "plan: zero=3",
                     f"{type(whole).__name__} has both {str(most).removeprefix('torch.')} parameters and parameters of another "
