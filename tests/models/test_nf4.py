@@ -172,7 +172,7 @@ def test_training_equals_peft_on_torchaos_tensors() -> None:
         {"recompute": "selective", "attention": "blocked"},
         {"chunked_loss": 8},
         {"offload": ("states", "gradients", "parameters"), "offload_to": "disk"},
-        {"offload": ("activations",)},
+        {"offload": ("activations",), "offload_to": "disk"},
         {"update_in_backward": True},
     ],
     ids=str,
@@ -286,7 +286,7 @@ def test_wrong_quantization_is_refused() -> None:
     with pytest.raises(InputError, match="nf4"):
         ModelSpec.parse({**SIZES, "lora": {"quantize": "int3"}})
     gpt2 = {"architecture": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 64}
-    with pytest.raises(InputError, match="no frozen nn.Linear layer"):
+    with pytest.raises(InputError, match="no frozen nn"):
         model_factory(ModelSpec.parse({**gpt2, "lora": LORA}))()
 
 

@@ -54,7 +54,9 @@ class LoraSpec(Value):
         where = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
         stored = f", frozen layers in 4 bits ({self.quantize})" if self.quantize else ""
-        return f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}{stored}"
+        return (
+            f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}{stored}"
+        )
 
 
 class ModelSpec(Value):

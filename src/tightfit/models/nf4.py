@@ -115,7 +115,13 @@ class _Product(torch.autograd.Function):
 
 
 def dequantize(
-    shape: tuple[int, int], dtype: torch.dtype, codes: Tensor, scales: Tensor, factors: Tensor, mean: Tensor, pairs: Tensor
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    codes: Tensor,
+    scales: Tensor,
+    factors: Tensor,
+    mean: Tensor,
+    pairs: Tensor,
 ) -> Tensor:
     """Return the weight of this shape, computed in fp32 and cast to `dtype`.
 
