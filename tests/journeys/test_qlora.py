@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import tightfit
-from tests.models.test_pretrained import TEMPLATE, write_pretrained
+from tests.models.test_pretrained import write_pretrained
 from tightfit.cli import app
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -25,8 +25,10 @@ from tightfit.report.export import export, generate, load_trained
 from tightfit.report.run_folder import train_in_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's call
-# with the generation prompt, an answer is what follows it
-CHAT = TEMPLATE + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHAT = (
+    "{% for message in messages %}<{{ message.role[0] }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,7 @@ def make_job(folder: Path, steps: int = 4) -> Job:
         tokenizer = AutoTokenizer.from_pretrained(base)
         tokenizer.chat_template = CHAT
         tokenizer.save_pretrained(base)
-        said = [{"prompt": f"The quick {word}?", "response": "jumps over the lazy dog."} for word in ("fox", "box")]
+        said = [{"prompt": f"quick {word}?", "response": "over the dog."} for word in ("fox", "box")]
         rows.write_text("".join(json.dumps(one) + "\n" for one in said * 8))
     return Job.parse(
         {
@@ -51,7 +53,7 @@ def make_job(folder: Path, steps: int = 4) -> Job:
                 "jsonl": str(rows),
                 "format": "prompt-response",
                 "chat_template": "tokenizer",
-                "sequence_length": 32,
+                "sequence_length": 18,  # the tokens of each row, so that the prediction is exact
             },
             "train": {"batch": 8, "steps": steps, "learning_rate": 1e-2, "trackers": [], "schedule": "constant"},
         }
@@ -69,7 +71,7 @@ def test_qlora_from_a_folder_to_peft(tmp_path: Path) -> None:
     assert sample
 
     trained = load_trained(tmp_path / "run")
-    ids = trained.tokenizer("The quick fox?", return_tensors="pt")["input_ids"]
+    ids = trained.tokenizer("quick fox?", return_tensors="pt")["input_ids"]
     with torch.no_grad():
         expected = trained.model(ids).logits
     quantized = [module for module in trained.model.modules() if isinstance(module, Nf4Linear)]
@@ -91,10 +93,10 @@ def test_qlora_from_a_folder_to_peft(tmp_path: Path) -> None:
             torch.testing.assert_close(adapted(ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == CHAT
 
-    said = [{"role": "user", "content": "The quick fox?"}]
+    said = [{"role": "user", "content": "quick fox?"}]
     asked = trained.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     made = merged.generate(asked, max_new_tokens=5, do_sample=False, pad_token_id=0)[0, asked.shape[1] :]
-    answer = generate(tmp_path / "run", "The quick fox?", tokens=5, chat=True)
+    answer = generate(tmp_path / "run", "quick fox?", tokens=5, chat=True)
     assert answer == trained.tokenizer.decode(made, skip_special_tokens=True)
 
 
@@ -114,5 +116,5 @@ def test_the_commands_train_resume_and_export(tmp_path: Path) -> None:
     done = run(app, ["export", str(twice), "--to", str(tmp_path / "out"), "--merge", "--dtype", "bf16"])
     assert done.exit_code == 0, done.output
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == torch.bfloat16
-    done = run(app, ["generate", str(twice), "The quick fox?", "--tokens", "3", "--chat"])
+    done = run(app, ["generate", str(twice), "quick fox?", "--tokens", "3", "--chat"])
     assert done.exit_code == 0, done.output

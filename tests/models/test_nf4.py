@@ -32,6 +32,7 @@ from tightfit.models.lora import ADAPTER_FILE
 from tightfit.models.nf4 import Nf4Linear, element_count
 from tightfit.report.explain import logical_rows
 from tightfit.rules import check as check_rules
+from tightfit.tensor_files import Reader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # peft's call
@@ -209,8 +210,9 @@ def test_adapters_on_4_bits_train_in_16(precision: str) -> None:
     ids=str,
 )
 def test_several_devices_train_the_same_adapters(fields: dict[str, Any]) -> None:
-    for errors in together(2, HERE + "check", fields):
-        assert max(errors) < 2e-6
+    for loss, gradients, weights in together(2, HERE + "check", fields):
+        assert max(loss, gradients) < 1e-6
+        assert weights < 5e-6  # Adam divides small gradients, with their rounding, by their magnitude
 
 
 @pytest.mark.parametrize("fields", [{"zero": 3, "dp_shard": 2, "precision": "bf16-mixed"}], ids=str)
@@ -225,7 +227,7 @@ def test_sharded_4_bits_train_in_mixed_precision(fields: dict[str, Any]) -> None
 )
 def test_predicted_bytes_are_measured(fields: dict[str, Any]) -> None:
     predicted, found = peaks(fields, LORA)
-    assert predicted == pytest.approx(found, rel=0.01)
+    assert predicted == pytest.approx(found, rel=0.02)
     assert found < 0.9 * peaks(fields, {"rank": 4})[1]
 
 
@@ -239,7 +241,7 @@ def test_predicted_bytes_are_those_of_two_devices(fields: dict[str, Any]) -> Non
 
 def saved(fields: dict[str, Any], folder: Path) -> Path:
     """Train three steps with a plan and save them; the folder of the checkpoint."""
-    run = tightfit.build(make_job(), tightfit.Plan(**fields))
+    run = tightfit.build(make_job(learning_rate=1e-3), tightfit.Plan(**fields))
     for _ in tightfit.train(run):
         pass
     return save(run, folder, 3)
@@ -249,11 +251,11 @@ def saved(fields: dict[str, Any], folder: Path) -> Path:
 def test_several_devices_save_what_one_saves(fields: dict[str, Any], tmp_path: Path) -> None:
     one = saved({}, tmp_path / "one")
     several = together(2, HERE + "saved", fields, tmp_path / "several")[0]
-    for name in ("model.safetensors", f"adapter/{ADAPTER_FILE}"):
-        expected, found = load_file(one / name), load_file(several / name)
-        assert found.keys() == expected.keys()
-        for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=2e-6)
+    with Reader(one, "model") as expected, Reader(several, "model") as found:
+        assert found.names == expected.names
+        for name in expected.names:
+            torch.testing.assert_close(found.get(name), expected.get(name), rtol=1e-5, atol=2e-6)
+    assert load_file(several / "adapter" / ADAPTER_FILE).keys() == load_file(one / "adapter" / ADAPTER_FILE).keys()
 
 
 def test_a_checkpoint_resumes(tmp_path: Path) -> None:
@@ -276,7 +278,7 @@ def test_the_model_is_created_on_the_host() -> None:
     with pytest.raises(InputError, match="full weights in host memory") as caught:
         check_rules(tightfit.Plan(materialize="device"), make_job(), "cpu")
     assert caught.value.fix == "use materialize: host"
-    chosen = tightfit.search(make_job(), Machine.detect()).plan
+    chosen = tightfit.search(make_job(), Machine.detect())[0].plan
     assert chosen.materialize == "host"
 
 
