@@ -34,6 +34,7 @@ _SEVERAL = re.compile(
 )
 
 
+GC_THRESHOLDS = (50_000, 20, 100)
 GPU_MARK = "not gpu"  # in an expression of marks: GPU tests are excluded
 _ONE_FIXTURE = re.compile(r"(benchmarks/test_gpu|test_gpu_suite)\.py")
 """Files whose tests share a slow fixture: they run in one worker, which makes it once."""
@@ -46,7 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse a run of both kinds on a machine with a GPU: results for this machine are cached for one kind."""
+    """Refuse a run of both kinds on a machine with a GPU: results for this machine are cached for one kind.
+
+    Spare Python's garbage collector the objects of imported modules, which it would visit again and again.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     kinds = {item.get_closest_marker("gpu") is not None for item in session.items}
     if kinds == {True, False} and Machine.detect().device == "cuda":
         raise pytest.UsageError("tests for processors and for a GPU run apart: use -m gpu, or -m 'not gpu'")

@@ -36,7 +36,15 @@ def test_architecture_names_modules_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/explain.md", "docs/python.md", "docs/finetuning.md", "docs/conversations.md"]
+    "document",
+    [
+        "README.md",
+        "docs/explain.md",
+        "docs/python.md",
+        "docs/finetuning.md",
+        "docs/conversations.md",
+        "docs/sources.md",
+    ],
 )
 def test_python_blocks_run(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.S)

@@ -1,6 +1,8 @@
-"""tightfit: train models that barely fit, as fast as the hardware allows, and know both before you start.
+"""tightfit: train models that barely fit, as fast as the hardware allows, and know both before you
+start.
 
-Importing it is cheap; torch and transformers are imported when something needs them.
+Importing tightfit is cheap, because torch and transformers are imported only when a name that needs
+them is used.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from tightfit.engine.loop import train
     from tightfit.engine.step import Step
     from tightfit.errors import DoesNotFit, InputError, TightfitError
+    from tightfit.interop.trainer import TrainerAdvice, for_trainer
     from tightfit.job import DataSpec, Evaluation, Job, Limits, ModelSpec, ParameterGroup, Train
     from tightfit.machine import Machine
     from tightfit.measure.verify import verify
@@ -56,6 +59,7 @@ _MODULES = {
     "Step": "engine.step",
     "TightfitError": "errors",
     "Train": "job",
+    "TrainerAdvice": "interop.trainer",
     "build": "engine.build",
     "complete": "planner.defaults",
     "dry_run": "planner.dry_run",
@@ -64,6 +68,7 @@ _MODULES = {
     "evaluate_metrics": "engine.evaluation",
     "explain": "report.explain",
     "explain_loop": "planner.loop_dry_run",
+    "for_trainer": "interop.trainer",
     "measure_loop": "planner.loop_dry_run",
     "prepare": "engine.custom_loop",
     "profile": "planner.tracing.profiler",
@@ -96,6 +101,7 @@ __all__ = [
     "Step",
     "TightfitError",
     "Train",
+    "TrainerAdvice",
     "build",
     "complete",
     "dry_run",
@@ -104,6 +110,7 @@ __all__ = [
     "evaluate_metrics",
     "explain",
     "explain_loop",
+    "for_trainer",
     "measure_loop",
     "prepare",
     "profile",

@@ -14,8 +14,8 @@ from typing import NoReturn
 
 
 def main() -> None:
-    """Run the command line. An error prints a message and sets the exit code; with --traceback,
-    Python prints the traceback too."""
+    """Run the command line. If the command fails, print a message and exit with an exit code (see
+    the module). With --traceback, raise the error instead, so that Python prints its traceback."""
     from tightfit.errors import TightfitError
 
     show = "--traceback" in sys.argv
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def _end(code: str | int | None) -> NoReturn:
-    """Exit with this code.
+    """Exit the process with this exit code; None and 0 mean success.
 
     A failing process of a distributed training skips Python's cleanup (os._exit), because threads
     that wait in collectives would block the exit or change the exit code.

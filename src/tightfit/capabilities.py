@@ -20,8 +20,8 @@ WORTH = 1.2  # a precision is fast if its matrix products are at least 1.2 times
 
 
 def has_fast_fp16(machine: Machine) -> bool:
-    """Whether matrix products are faster in fp16 than in fp32: on every CUDA device since Volta, on
-    no CPU."""
+    """Return whether matrix products are faster in fp16 than in fp32, by the machine's known rates.
+    Without known rates, return True for a GPU. Return False for a CPU."""
     if machine.device != "cuda":
         return False
     known = machine.matrix_flops_per_s
@@ -29,17 +29,17 @@ def has_fast_fp16(machine: Machine) -> bool:
 
 
 def has_fast_tf32(machine: Machine) -> bool:
-    """Whether matrix products are faster in tf32 than in fp32, by the device table or a
-    calibration."""
+    """Return whether matrix products are faster in tf32 than in fp32, by the rates of the device
+    table or of a calibration. Return False if a rate is unknown."""
     known = machine.matrix_flops_per_s
     return "tf32" in known and "fp32" in known and known["tf32"].value > WORTH * known["fp32"].value
 
 
 def has_fast_bf16(machine: Machine) -> bool:
-    """Whether matrix products are faster in bf16 than in fp32.
+    """Return whether matrix products are faster in bf16 than in fp32.
 
-    Decided by measured or published rates; without them, by the CPU's instructions or the GPU's
-    architecture.
+    Measured or published rates decide this. If there are none, or only those of a quick
+    calibration, the GPU's architecture or the CPU's instructions decide.
     """
     measured = machine.matrix_flops_per_s
     glanced = any(figure.source == "glance" for figure in measured.values())
@@ -56,9 +56,10 @@ def has_fast_bf16(machine: Machine) -> bool:
 
 
 def has_fast_float8(machine: Machine, recipe: str) -> bool:
-    """Whether matrix products are faster in float8 than in bf16.
+    """Return whether large matrix products are faster in float8 than in bf16.
 
-    recipe  how the factors are scaled: tensorwise or rowwise
+    recipe  how the factors are scaled: tensorwise (a scale for each tensor) or rowwise (for each
+            row)
     """
     if machine.device != "cuda" or not multiplies_float8(machine.architecture, recipe == "rowwise"):
         return False
@@ -70,11 +71,12 @@ def can_compile(machine: Machine) -> bool:
 
 
 def missing_for_compile(machine: Machine) -> str:
-    """Return what torch.compile needs but does not find on this machine, such as "a compiler (g++,
-    clang++, c++)"; empty if nothing is missing.
+    """Return the names of the programs and files that torch.compile needs and that are missing on
+    this machine, as a phrase such as "a compiler (g++, clang++, c++)". Return "" if nothing is
+    missing.
 
-    A machine of the device table or of a machine file is assumed to have everything. For CPUs
-    torch.compile generates C++. For CUDA devices it uses Triton, which compiles a C stub for each
+    A machine of the device table or of a machine file is assumed to have everything. For CPUs,
+    torch.compile generates C++. For CUDA devices, it uses Triton, which compiles a C stub for each
     kernel.
     """
     if not machine.is_here:

@@ -106,8 +106,8 @@ def train(
     ] = None,
     changes: Changes = None,
 ) -> None:
-    """Train a job: choose the plan fields that are not fixed, train, checkpoint, and write a
-    record."""
+    """Train a job: choose the plan fields that are not fixed, train, save checkpoints, and write a
+    record of what was measured."""
     from tightfit.report.commands import train_command
     from tightfit.report.processes import LaunchOptions
 
@@ -189,7 +189,8 @@ def launch(
     accelerator: Annotated[str, typer.Option("--accelerator", help="SkyPilot: the type of GPU of the hosts")] = "H100",
     changes: Changes = None,
 ) -> None:
-    """Write the script that starts a training on several hosts."""
+    """Write a script that trains the job on several hosts, and print the script's name. Give one of
+    --slurm, --torchrun and --skypilot."""
     from tightfit.report.commands import launch_command
 
     kinds = [name for name, asked in (("slurm", slurm), ("torchrun", torchrun), ("skypilot", skypilot)) if asked]
@@ -221,8 +222,8 @@ def explain(
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Choose the fastest plan that fits, and predict the memory and time of its steps, row by
-    row."""
+    """Choose the fastest plan that fits the machine's memory, and print the predicted memory and
+    time of a training step."""
     from tightfit.report.commands import explain_command
 
     explain_command(job, plan, machine, memory, top, analyze, picture, changes or [], as_json, timeline, price)
@@ -289,8 +290,8 @@ def verify(
     changes: Changes = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a few steps with the plan and with the reference plan, and print the largest
-    differences between them."""
+    """Train a few steps with the plan and with the reference plan (fp32, one device, no method),
+    and print the largest differences in loss, gradients and weights."""
     from tightfit.report.commands import verify_command
     from tightfit.report.processes import LaunchOptions
 

@@ -11,8 +11,8 @@ _LONGEST = 1500  # characters of a part of a message
 
 
 def _shown(text: str) -> str:
-    """Return `text` as a terminal may print it: control characters are escaped, and the middle of a
-    text longer than _LONGEST is left out."""
+    """Return `text` in a form that a terminal may print: control characters are escaped, and the
+    middle of a text longer than _LONGEST characters is replaced by "..."."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     if text.isascii() and text.isprintable():
@@ -29,7 +29,9 @@ class TightfitError(Exception):
 class InputError(TightfitError, ValueError):
     """The job, plan, data or command is wrong. Exit code 2.
 
-    asked: what the user wrote. found: what is wrong with it. fix: the smallest change that works.
+    asked  what the user wrote
+    found  what is wrong with it
+    fix    the smallest change that works
     """
 
     exit_code = 2
@@ -50,8 +52,9 @@ class Untraceable(InputError):
 class DoesNotFit(TightfitError):
     """The job does not fit the machine's memory with this plan. Exit code 3.
 
-    content: the JSON content that `tightfit explain --json` prints; None if the error does not come
-    from a search.
+    said     the error message
+    content  the JSON content that `tightfit explain --json` prints; None if the error does not come
+             from a search
     """
 
     exit_code = 3

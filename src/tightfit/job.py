@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from tightfit.errors import InputError
 from tightfit.job_sections.checks import refuse_plain
-from tightfit.job_sections.data import DataSpec
+from tightfit.job_sections.data import DataSpec, SourceSpec
 from tightfit.job_sections.evaluation import Evaluation, with_fields_of
 from tightfit.job_sections.model import LoraSpec, ModelSpec, flat_model
 from tightfit.job_sections.paths import with_absolute_paths
@@ -41,13 +41,14 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 class LossSpec(PythonSpec):
-    """The job's own loss: "file.py:function" or "package.module:function". The function takes and
-    returns what `Job.loss` describes."""
+    """Names the user's own loss function: "file.py:function" or "package.module:function". The
+    function takes the model's output and the batch, and returns the mean loss over the batch's
+    samples. The name may also be that of a `tightfit.Objective`."""
 
 
 class Limits(Value):
-    """The most that a run may use of device memory, host memory and disk, in bytes or as text such
-    as '24GiB'."""
+    """The most that a run may use: of the memory of each device (memory), of host memory and of
+    disk. Each limit is a number of bytes or a text such as '24GiB'; None sets no limit."""
 
     memory: Bytes | None = None
     host_memory: Bytes | None = None
@@ -100,7 +101,9 @@ class Job(Value):
     @model_validator(mode="before")
     @classmethod
     def _sections(cls, content: Any) -> Any:
-        """Parse the sections one by one, so that an error names the section that is wrong."""
+        """Return the content of a job with its sections (model, data, train, ...) parsed one by
+        one, so that an error names the section that is wrong. Raise InputError if a section is
+        wrong, or if the model or the data is missing."""
         if not isinstance(content, dict):
             return content
         content = dict(content)
@@ -126,7 +129,9 @@ class Job(Value):
 
     @model_validator(mode="after")
     def _evaluates(self) -> Self:
-        """Check the fields of `train` and `evaluate` that depend on each other."""
+        """Raise InputError if fields of `train` and `evaluate` contradict each other: if they give
+        different intervals of evaluations, or if keep_best or early_stopping names a metric that
+        the job does not compute."""
         own, every = self.evaluate.every if self.evaluate else None, self.train.evaluate_every
         if own is not None and every is not None and own != every:
             raise InputError(
@@ -158,6 +163,21 @@ class Job(Value):
             )
         return self
 
+    @model_validator(mode="after")
+    def _streams(self) -> Self:
+        """Check what a stream of unknown length needs."""
+        if not isinstance(self.data, DataSpec) or not self.data.streaming:
+            return self
+        if self.train.steps is None:
+            raise InputError("job: data.streaming", "gives the data no known length", "set train.steps: 1000")
+        if self.evaluate_every is not None and (self.evaluate is None or self.evaluate.data is None):
+            raise InputError(
+                "job: data.streaming",
+                "holds out no samples for the evaluations that the job asks for",
+                "give evaluate.data, such as {jsonl: evaluation.jsonl}, or leave out train.evaluate_every",
+            )
+        return self
+
     @property
     def evaluate_every(self) -> int | None:
         """The number of steps between evaluations; None if the job never evaluates."""
@@ -174,14 +194,18 @@ class Job(Value):
 
     @property
     def has_metrics(self) -> bool:
-        """Whether evaluations compute metrics from the model's outputs, besides the loss."""
+        """True if evaluations compute metrics from the model's outputs, besides the loss."""
         return self.evaluate is not None and bool(self.evaluate.metrics)
 
     @classmethod
     def load(cls, path: str | Path, changes: list[str] | None = None) -> Job:
-        """Read a job file. Relative paths in it start at the file's folder. Raises InputError.
+        """Read a job file (YAML) and return the job. Relative paths in the file start at the file's
+        folder.
 
-        changes  KEY=VALUE texts that replace fields, such as train.steps=20
+        changes  texts KEY=VALUE that set fields, such as train.steps=20
+
+        Raises InputError if the file cannot be read, if it is not a valid job, or if a change is
+        not of the form KEY=VALUE.
         """
         content = read_yaml(path)
         for change in changes or []:
@@ -192,23 +216,25 @@ class Job(Value):
 
     @property
     def allowed(self) -> frozenset[str]:
-        """What may change the numerics: the words of `allow`, or bf16 if `allow` was left out.
+        """The options that may change the numerics, such as {"bf16", "tf32"}: the words of `allow`,
+        or bf16 if `allow` was left out.
 
-        A 16-bit type allows tf32, too: tf32 keeps fp32's storage, sums and range, and rounds the
-        factors of products to 10 bits of mantissa, as fp16 does, while bf16 keeps 7.
+        If bf16 or fp16 is allowed, tf32 is, too, because it is at least as precise. tf32 keeps
+        fp32's storage, sums and range. It rounds the factors of products to 10 bits of mantissa,
+        as many as fp16 has; bf16 has 7.
         """
         said = frozenset(["bf16"] if self.allow is None else self.allow)
         return said | {"tf32"} if said & {"bf16", "fp16"} else said
 
     @property
     def of_transformers(self) -> bool:
-        """Whether transformers builds the model, and not a function of the user."""
+        """True if transformers creates the model, False if the user's own function creates it."""
         return isinstance(self.model, ModelSpec) and self.model.python is None
 
     @property
     def blocks_name(self) -> str | None:
-        """`model.blocks`, the name of the list of repeated blocks; None if the job does not give
-        it."""
+        """The name of the model's list of repeated blocks, such as "encoder.layers", as
+        `model.blocks` gives it; None if the job does not give it."""
         return self.model.blocks if isinstance(self.model, ModelSpec) else None
 
     def content(self) -> dict[str, Any]:
@@ -243,7 +269,9 @@ _SECTIONS: dict[str, type[Value]] = {
 
 
 def _callbacks(callbacks: Any) -> list[Any] | None:
-    """Return the job's callbacks, parsed where they are mappings. Raises InputError."""
+    """Return the job's list of callbacks, in which a mapping such as {python: "file.py:name"} is
+    replaced by a PythonSpec. Return None if `callbacks` is None. Raises InputError if `callbacks`
+    is not a list, or if an element is a plain value such as a number."""
     if callbacks is None:
         return None
     if not isinstance(callbacks, list | tuple):
@@ -275,11 +303,13 @@ def _check_allow(allow: Any) -> None:
 
 
 def apply_change(content: dict[str, Any], change: str) -> None:
-    """Set one field in a mapping of sections, in place. Raises InputError if `change` is not of the
-    form KEY=VALUE, or if its value is not valid YAML.
+    """Set one field in a mapping of sections, in place.
 
-    content  such as {"train": {"batch": 8}}; missing sections are added
+    content  the sections, such as {"train": {"batch": 8}}; missing sections are added
     change   KEY=VALUE, such as train.steps=20; the value is read as YAML
+
+    Raises InputError if `change` is not of the form KEY=VALUE, if its value is not valid YAML, or
+    if KEY names a field inside something that is not a mapping.
     """
     key, equals, value = change.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
@@ -317,6 +347,7 @@ __all__ = [
     "ModelSpec",
     "ParameterGroup",
     "PythonSpec",
+    "SourceSpec",
     "Train",
     "apply_change",
 ]

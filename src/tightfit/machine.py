@@ -1,4 +1,5 @@
-"""Machine: what a job runs on, each number with its source.
+"""Machine: the devices that a job runs on, their memory and their rates, each number with its
+source.
 
 `Machine.detect()` describes this machine, with the figures of its last calibration.
 `Machine.named` describes a machine of the device table or of a machine file. This module imports
@@ -28,7 +29,7 @@ from tightfit.values import Value, nearest, read_yaml
 
 
 class Figure(Value):
-    """One number of a machine and its source.
+    """One number of a machine, its source, and a detail about the source in words. The sources are:
 
     measured   by a calibration on this machine (about a minute)
     glance     by a quick calibration on this machine (seconds)
@@ -124,18 +125,19 @@ class Machine(Value):
                 if (field == "rates" and not table) or any(min(size, rate) <= 0 for size, rate in table.items()):
                     raise InputError(
                         f"machine: {field}.{kind}",
-                        "is no table of sizes and rates above 0",
+                        "must map sizes to rates, all above 0",
                         "write it like {1024: 2.5e+12}",
                     )
         return self
 
     @classmethod
     def detect(cls) -> Machine:
-        """Detect this machine: its devices and memory, with the figures of its last calibration.
+        """Return a description of this machine: its devices and memory, with the figures of its
+        last calibration, if there is one.
 
-        GPUs are those that torch can use in this process (CUDA_VISIBLE_DEVICES). torch is imported
-        only if the system shows a GPU. If the GPUs differ, all figures are those of the GPU with
-        the least memory.
+        Only the GPUs that torch can use in this process (CUDA_VISIBLE_DEVICES) count. torch is
+        imported only if the system shows a GPU. If the GPUs differ, all figures are those of the
+        GPU with the least memory.
         """
         found = _detect_cuda() or _detect_cpu()
         try:
@@ -147,8 +149,9 @@ class Machine(Value):
         return found.with_figures_of(measured)
 
     def with_figures_of(self, other: Machine) -> Machine:
-        """Return `other` with this machine's detected facts: name of the GPU's architecture, number
-        of devices, cores, memory and published peak."""
+        """Return `other`, such as the machine that a calibration has stored, with the facts that
+        were detected for this machine: the GPU's architecture, number of devices, cores, memory and
+        published peak."""
         return other.replace(**{field: getattr(self, field) for field in _SEEN})
 
     @classmethod
@@ -169,11 +172,13 @@ class Machine(Value):
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a machine from a YAML or JSON file with the fields of `tightfit schema machine`.
+        """Read a machine from a YAML or JSON file with the fields of `tightfit schema machine`, and
+        return it. The output of `tightfit machine --json` is such a file.
 
-        The output of `tightfit machine --json` is such a file. Figures that were detected on the
-        machine that wrote the file (source: system) get the source given, because the machine of
-        the file counts as another machine. Raises InputError.
+        Figures with the source system, which were detected on the machine that wrote the file, get
+        the source given, because the machine of the file counts as another machine.
+
+        Raises InputError if the file cannot be read or is not a valid machine.
         """
         machine = cls.parse(read_yaml(path), str(path))
         detected = {
@@ -184,7 +189,8 @@ class Machine(Value):
         return machine.replace(**detected)
 
     def per_process(self, per_node: int, nodes: int = 1) -> Machine:
-        """Return this machine as one of `per_node` processes on each of `nodes` hosts sees it.
+        """Return a copy of this machine that describes what one process has if `per_node` processes
+        run on each of `nodes` hosts.
 
         On GPUs, each process has one GPU. On a CPU, each process has an equal share of the memory,
         cores and rates: with per_node = 4, a quarter of them.
@@ -215,9 +221,8 @@ class Machine(Value):
 
     @property
     def speed_caveat(self) -> str:
-        """Return where predicted times come from if they are uncertain, such as "an estimate from
-        the GPU's processors and clock; ..."; empty if the machine's rates are published or
-        measured."""
+        """A phrase that says why predicted times are uncertain, such as "an estimate from the GPU's
+        processors and clock; ..."; empty if the machine's rates are published or measured."""
         if not self.matrix_flops_per_s:
             return "a guess until this machine is measured: tightfit machine --calibrate"
         sources = {figure.source for figure in self.matrix_flops_per_s.values()}
@@ -230,12 +235,13 @@ class Machine(Value):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the machine on which this process runs, and not a machine of the device
-        table or of a file."""
+        """True if this object describes the machine on which this process runs, False for a machine
+        of the device table or of a file."""
         return self.memory_bytes.source == "system"
 
     def rate(self, precision: str) -> float | None:
-        """Return the achieved rate of matrix products, FLOP/s per device; None if it is unknown.
+        """Return the rate that large matrix products achieve in this precision, in FLOP/s per
+        device; None if it is unknown.
 
         precision  a plan's precision, such as bf16-mixed
         """
@@ -243,7 +249,8 @@ class Machine(Value):
         return figure.value if figure else None
 
     def peak(self, precision: str) -> float | None:
-        """Return the published dense peak, FLOP/s per device; None if it is unknown.
+        """Return the peak rate of matrix products in this precision that the maker publishes,
+        without sparsity, in FLOP/s per device; None if it is unknown.
 
         precision  a plan's precision, such as bf16-mixed
         """
@@ -251,18 +258,19 @@ class Machine(Value):
         return figure.value if figure else None
 
     def achieved(self, kind: str, dtype: str, size: float) -> float:
-        """Return the rate that a kind of operation achieves at a size: FLOP/s for matrix products
-        and attention, bytes/s for all other kinds.
-
-        The rate comes from the measurement of this kind. If there is none, it comes from that of
-        the nearest measured kind, else from the device's matrix rate or bandwidth. Arithmetic
-        inside compiled kernels that was not measured takes no time (infinite rate), because a GPU's
-        kernels wait for memory.
+        """Return the rate that a kind of operation achieves at a size: FLOP/s for matrix products,
+        convolutions and attention, bytes accessed per second for all other kinds.
 
         kind   a name in `measure/operation_rates.py`, such as "product" or "causal attention
                backward"
         dtype  torch's name, such as bfloat16, or tf32
-        size   as in `rates`
+        size   for a rate in FLOP/s, the cube root of rows x columns x depth of one product; for a
+               rate in bytes/s, the bytes accessed
+
+        The rate comes from a measurement of this kind and dtype. If there is none, it comes from a
+        similar kind that was measured, else from the device's matrix rate or bandwidth. Arithmetic
+        inside compiled kernels that was not measured takes no time (infinite rate), because a GPU's
+        kernels wait for memory.
         """
         if dtype.startswith(FLOAT8) and f"{kind}/{dtype}" not in self.rates:
             return self._in_float8(kind, size)
@@ -283,16 +291,17 @@ class Machine(Value):
         return self.bandwidth(size)
 
     def _share_of_products(self, kind: str) -> float:
-        """Return the assumed rate of a kind of arithmetic, as a fraction of the rate of large
-        matrix products: 0.6 for a convolution, for example."""
+        """Return the assumed rate of a kind of arithmetic that was not measured, as a fraction of
+        the rate of large matrix products. Example: 0.6 for the kind "convolution"."""
         causal = kind.startswith("causal ")
         plain = kind.removeprefix("causal ")
         share = _FUSED_ATTENTION.get(self.architecture, {}).get(plain) or _SHARE_OF_PRODUCTS.get(plain, 1.0)
         return share * (_CAUSAL if causal else 1.0)
 
     def _in_fp16(self, kind: str, size: float) -> float:
-        """Return a rate in fp16 that was not measured: the rate in bf16, which has as many bits,
-        times the ratio of the two dtypes' known matrix rates."""
+        """Return the rate in fp16 of an operation that was not measured in fp16. It is the rate in
+        bf16, which has as many bits, times the ratio of the two dtypes' known matrix rates. `kind`
+        and `size` are those of `achieved`."""
         known = self.matrix_flops_per_s
         if kind not in _ARITHMETIC or "fp16" not in known:
             return self.achieved(kind, "bfloat16", size)
@@ -301,7 +310,8 @@ class Machine(Value):
         return self.achieved(kind, "bfloat16", size) * known["fp16"].value / known["bf16"].value
 
     def _in_float8(self, kind: str, size: float) -> float:
-        """Return a rate in float8 that was not measured.
+        """Return the rate in float8 of an operation that was not measured in float8. `kind` and
+        `size` are those of `achieved`.
 
         It is the rate in bf16. For products it is multiplied by the ratio of the two dtypes'
         achieved matrix rates, or of their published peaks if an achieved rate is unknown.
@@ -335,7 +345,7 @@ class Machine(Value):
 
     @property
     def training_caveat(self) -> str:
-        """Return a sentence that tightfit cannot train on these devices; empty if it can."""
+        """A sentence that says that tightfit does not train on these devices; empty if it does."""
         if not self.explain_only:
             return ""
         return (
@@ -352,11 +362,13 @@ class Machine(Value):
 
 
 def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine:
-    """Return the machine for one row of the device table. Its rates are an assumed fraction of the
-    published peak.
+    """Return the machine that one row of the device table describes. Its rates are an assumed
+    fraction of the published peak.
 
-    name    of the device in the table
-    count   devices of a node
+    name   the device's name in the table
+    row    the row: published figures of one device
+    count  number of devices of a node
+    nodes  number of nodes
     """
     share, source = row.get("achieved", ACHIEVED), row["source"]
     of = row.get("instance", "a usual node of this device")
@@ -456,7 +468,10 @@ _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}
 
 def _interpolated(table: Mapping[int, float], size: float) -> float:
     """Return the rate at `size`, interpolated in the logarithms of size and rate. Outside the
-    measured sizes, it is the rate of the nearest measured size."""
+    measured sizes, it is the rate of the nearest measured size.
+
+    table  maps a measured size to its rate
+    """
     sizes = sorted(table)
     place = bisect.bisect_left(sizes, size)
     if place in (0, len(sizes)):
@@ -467,8 +482,8 @@ def _interpolated(table: Mapping[int, float], size: float) -> float:
 
 
 def cache_folder() -> Path:
-    """Return the folder for data that can be computed again: calibrations, profiles, tokenizers,
-    token files."""
+    """Return the user's folder for data that can be computed again, such as calibrations and token
+    files: $XDG_CACHE_HOME/tightfit, or ~/.cache/tightfit if this variable is not set."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tightfit"
 
@@ -488,9 +503,9 @@ def private_folder(folder: Path) -> None:
 
 
 def calibration_path(name: str) -> Path:
-    """Return the path of the file with a machine's measured figures.
+    """Return the path of the file in the user's cache that holds a machine's measured figures.
 
-    name  of the machine, such as "Intel Xeon x16"
+    name  the machine's name, such as "Intel Xeon x16"
     """
     plain = "".join(c if c.isalnum() else "-" for c in name.lower())
     return cache_folder() / "machines" / f"{plain}.{CALIBRATION_VERSION}.json"

@@ -149,7 +149,7 @@ FIELDS = {
 
 
 def tightfits_word(word: str) -> str:
-    """Return "tightfit calls it ..." for another tool's field name; empty if `word` is not in
-    FIELDS."""
+    """Return a hint for `word`, another tool's field name, such as "tightfit calls it
+    train.learning_rate" for "lr". Return "" if the word is not in FIELDS."""
     own = FIELDS.get(word.lower())
     return f"tightfit calls it {own}" if own else ""

@@ -34,7 +34,8 @@ def _recompute(value: Any) -> Any:
 
 
 def _compile(value: Any) -> Any:
-    """Return "model" for true, "none" for false, and any other value unchanged."""
+    """Return the plan's field `compile` as a word: "model" for True, "none" for False, and any
+    other value unchanged."""
     return {True: "model", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
@@ -46,8 +47,8 @@ Offloaded = Literal["states", "gradients", "parameters", "activations"]
 
 
 def _in_order(value: Any) -> Any:
-    """Return the words of an offload field as a tuple, without duplicates and in the order of
-    `Offloaded`.
+    """Return the words of the plan's field `offload` as a tuple, without duplicates and in the
+    order of `Offloaded`.
 
     value  one word or a list of words. "none" and None give (); a value with an unknown word is
            returned unchanged, and pydantic refuses it
@@ -179,12 +180,13 @@ class Plan(Value):
     non_blocking: bool = False
 
     def content(self) -> dict[str, Any]:
-        """Return all fields as JSON types, also those that are None, because a written plan pins
-        every field."""
+        """Return all fields as JSON types, also those that are None, because a plan that is written
+        to a file fixes every field."""
         return self.model_dump(mode="json")
 
     def differences(self) -> dict[str, Any]:
-        """Return the fields that differ from the reference plan, by name."""
+        """Return a dict with the fields that differ from the reference plan `Plan()`: name ->
+        value."""
         reference = Plan()
         return {name: value for name, value in self if value != getattr(reference, name)}
 
@@ -196,28 +198,29 @@ class Plan(Value):
 
     @property
     def is_half(self) -> bool:
-        """Whether the arithmetic runs in 16 bits."""
+        """True if the arithmetic runs in 16 bits (bf16 or fp16)."""
         return self.precision.startswith(("bf16", "fp16"))
 
     @property
     def is_true(self) -> bool:
-        """Whether weights, gradients and arithmetic are all in 16 bits."""
+        """True if weights, gradients and arithmetic are all in 16 bits."""
         return self.precision.endswith("-true")
 
     @property
     def data_parallel(self) -> int:
-        """Data-parallel degree: over how many parts the samples of a step are divided. Each part
-        goes to one group of tp x cp x pp ranks."""
+        """The data-parallel degree: the number of parts into which the samples of a step are
+        divided. Each part goes to one group of tp x cp x pp ranks."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model's states exist on all devices together."""
+        """The number of copies of the model's states (parameters, gradients and optimizer states)
+        on all devices together."""
         return self.dp_replicate * (1 if self.zero else self.cp)
 
     @property
     def shards(self) -> int:
-        """Over how many ranks the states that `zero` selects are sharded."""
+        """The number of ranks over which the states that `zero` selects are sharded."""
         return self.dp_shard * (self.cp if self.zero else 1)
 
     @property
@@ -237,14 +240,14 @@ class Plan(Value):
         return self.pp * self.virtual_stages
 
     def share_of(self, batch: int) -> int:
-        """Return the largest number of samples that one device gets in a step of `batch`
-        samples."""
+        """Return the largest number of samples that one data-parallel rank gets in a step of
+        `batch` samples. Example: batch = 30 on 4 data-parallel ranks gives 8."""
         return math.ceil(batch / self.data_parallel)
 
     def micro_batch_of(self, batch: int) -> int:
         """Return the number of samples in one forward on one device.
 
-        batch  samples of a step on all devices together
+        batch  number of samples of a step on all devices together
 
         Example: batch = 30 on 4 data-parallel ranks is at most 8 samples on each rank.
         micro_batch = 3 gives 3, micro_batch = 16 or None gives 8.
@@ -254,10 +257,10 @@ class Plan(Value):
 
 
 def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | None) -> dict[str, Any]:
-    """Return the plan fields that `source` fixes (pins), by name.
+    """Return the plan fields that the user has fixed (pinned), as a dict: name -> value.
 
-    source  a plan file, a mapping, the word reference (all fields of Plan()) or None (no fields). A
-            plan may be partial: search decides the fields that it leaves out
+    source  a plan file, a mapping of plan fields, the word reference (all fields of Plan()) or None
+            (no fields). A file or mapping may leave out fields, which search then chooses
 
     Raises InputError for a file or mapping that is not a plan.
     """

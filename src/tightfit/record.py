@@ -22,12 +22,13 @@ from tightfit.values import Value
 
 
 class PeakBytes(Value):
-    """Peak bytes of one device, predicted and measured.
+    """Peak bytes of one device, predicted and measured. A value of None is not known.
 
-    predicted, measured  live tensors; on CUDA, allocated bytes
+    predicted, measured  bytes of live tensors; on CUDA, allocated bytes
     reserved             CUDA: bytes that torch's allocator has reserved
-    process, predicted_process  resident set (RSS) of the process; predicted only on a CPU
-    rows                 measured bytes by row of the ledger
+    process, predicted_process  resident set (RSS) of the process, measured and predicted; predicted
+                         only on a CPU
+    rows                 measured bytes of each kind of data, such as parameters or activations
     """
 
     predicted: int | None = None
@@ -39,10 +40,12 @@ class PeakBytes(Value):
 
 
 class BestCheckpoint(Value):
-    """The best evaluation by train.keep_best, and the folder of its checkpoint.
+    """The best evaluation by the criterion train.keep_best, and its checkpoint.
 
-    step    how many steps were done
-    metric  name of the metric, and `value` its value
+    step        number of training steps before the evaluation
+    metric      name of the metric of train.keep_best
+    value       the value of this metric
+    checkpoint  folder of the checkpoint
     """
 
     step: int
@@ -66,7 +69,8 @@ class Record(Value):
     loss                (step, value) of every step of the training, counted from 1, including the
                         steps before a resume; the value is None if it is NaN or infinite. All other
                         figures are those since the last start
-    evaluations         (step, {metric: value}) of every evaluation of the training, counted like `loss`
+    evaluations         (step, {metric: value}) of every evaluation of the training, with steps
+                        counted as in `loss`
     best                the best evaluation by train.keep_best; None without it
     stopped_early       why train.early_stopping ended the training; None if it did not
     attention           the model's attention kernel: flash, efficient, cudnn or math, as torch
@@ -125,7 +129,8 @@ class Record(Value):
 
 
 def code_version() -> dict[str, str]:
-    """Return the versions of the packages, Python and the system that a measurement depends on."""
+    """Return the versions that a measurement depends on: a dict with the keys tightfit, torch,
+    transformers, python and system."""
     names = ("tightfit", "torch", "transformers")
     return {
         **{name: _version(name) for name in names},

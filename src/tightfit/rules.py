@@ -20,9 +20,10 @@ class Rule:
     """A condition that a plan must meet.
 
     text   the condition and its reason, as the error prints them
-    holds  (plan, job, kind of device: cpu or cuda) -> whether the plan meets the condition
-    fix    the smallest change with which the condition holds; {plan.x}, {job.x} and {train.x} are
-           replaced by values
+    holds  a function (plan, job, kind of device: cpu or cuda) that returns whether the plan meets
+           the condition
+    fix    the smallest change with which the condition holds, as text, in which {plan.x}, {job.x}
+           and {train.x} are replaced by values
     """
 
     text: str
@@ -39,7 +40,8 @@ BY_MATRIX = ("adafactor", "muon")  # their update needs full rows and columns, o
 
 
 def _brings(plan: Plan, device: str) -> bool:
-    """Whether the plan offloads weights or gradients that are copied to a GPU for the update."""
+    """Return whether the plan offloads weights or gradients that are copied to a GPU for the
+    update. `device` is "cpu" or "cuda"."""
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 
 
@@ -52,8 +54,8 @@ def _quantizes(job: Job) -> bool:
 
 
 def _gathers(plan: Plan, device: str) -> bool:
-    """Whether each block's parameters are gathered, or copied from host memory, only while the
-    block computes."""
+    """Return whether each block's parameters are in device memory only while the block computes:
+    gathered by ZeRO-3, or copied from host memory. `device` is "cpu" or "cuda"."""
     return plan.zero == 3 or (device == "cuda" and "parameters" in plan.offload)
 
 
@@ -147,17 +149,17 @@ RULES = (
         "use rounding: nearest and not fp16-true with {train.optimizer_name}, or zero: 0",
     ),
     Rule(
-        "context parallelism uses ring attention, which has its own kernel",
+        "context parallelism replaces attention by ring attention, and attention: blocked is another kernel",
         lambda plan, job, device: plan.cp == 1 or plan.attention == "sdpa",
         "use attention: sdpa",
     ),
     Rule(
-        "ring attention attends over a whole sequence, and with data.packing: separate a sequence holds several samples",
+        "with data.packing=separate, a sequence holds several samples, and ring attention would let them attend to each other",
         lambda plan, job, device: plan.cp == 1 or getattr(job.data, "packing", None) != "separate",
         "use cp: 1, or data.packing: padded",
     ),
     Rule(
-        "ring attention's communication cannot be part of one compiled region",
+        "compile: model makes one compiled region, and ring attention's communication cannot be part of it",
         lambda plan, job, device: plan.cp == 1 or plan.compile != "model",
         "use compile: block",
     ),
@@ -221,8 +223,8 @@ RULES = (
         "use compile_mode: default",
     ),
     Rule(
-        "a CUDA graph needs compile: model, one device, one micro-batch for each step, no offload and no update_in_backward, "
-        "because it writes gradients to fixed addresses",
+        "a CUDA graph writes gradients to fixed addresses, so compile_mode=reduce-overhead needs compile=model, one device, "
+        "one micro-batch for each step, no offload and no update_in_backward",
         lambda plan, job, device: (
             plan.compile_mode != "reduce-overhead"
             or (
@@ -337,7 +339,8 @@ RULES = (
         "leave out train.clip, or use schedule: 1f1b",
     ),
     Rule(
-        "pipedream keeps several versions of the full weights, and cannot skip a step that overflows in fp16",
+        "pipedream keeps several versions of the full weights, so zero cannot shard them, and it cannot skip a step that "
+        "overflows in fp16",
         lambda plan, job, device: (
             plan.schedule != "pipedream" or (plan.zero == 0 and not plan.precision.startswith("fp16"))
         ),
@@ -400,7 +403,9 @@ RULES = (
 
 
 def needed_permissions(plan: Plan) -> set[str]:
-    """Return the words that the job's `allow` must contain for this plan, such as {"bf16"}."""
+    """Return the words that the job's `allow` must contain so that this plan may be used, such as
+    {"bf16"}. Each word permits a change of the numerics, except "offload", which permits the use of
+    host memory or disk."""
     needed = set()
     for word in ("tf32", "bf16", "fp16"):
         if plan.precision.startswith(word):
@@ -423,9 +428,10 @@ def needed_permissions(plan: Plan) -> set[str]:
 
 
 def check(plan: Plan, job: Job, device: str) -> None:
-    """Raise InputError if the job does not allow the plan, or if the plan cannot work on `device`.
+    """Raise InputError if a plan cannot be used for a job: if the job's `allow` does not permit a
+    change of the numerics that the plan makes, or if the plan breaks one of the RULES.
 
-    device  cpu or cuda
+    device  the kind of device: cpu or cuda
     """
     refused = sorted(needed_permissions(plan) - job.allowed)
     if refused:

@@ -33,17 +33,19 @@ Layout = list[list[str]]  # for each file, the names of its tensors
 
 
 def file_bytes(total: float, writers: int) -> float:
-    """Return the size limit of one file, chosen so that each of `writers` processes has files to
-    write.
+    """Return the size limit of one file in bytes, chosen so that each process has files to write:
+    `total / writers`, but at least 64 MiB and at most 2 GiB.
 
-    total  bytes of all tensors together
+    total    bytes of all tensors together
+    writers  number of processes that write files
     """
     return min(FILE_BYTES, max(total / writers, SMALLEST_BYTES))
 
 
 def distribute(sizes: Mapping[str, int], limit: float) -> Layout:
-    """Distribute tensors, in their order, over files of at most `limit` bytes. A tensor larger than
-    the limit gets a file of its own.
+    """Distribute tensors, in their order, over files of at most `limit` bytes. Return, for each
+    file, the list of the names of its tensors. A tensor larger than the limit gets a file of its
+    own.
 
     sizes  bytes of each tensor, by name
     """
@@ -59,9 +61,10 @@ def distribute(sizes: Mapping[str, int], limit: float) -> Layout:
 
 
 def file_name(kind: str, number: int, count: int) -> str:
-    """Return the name of file `number` (from 0) of `count` files.
+    """Return the name of one of `count` files, such as "model-00001-of-00003.safetensors".
 
-    kind  the first part of the name: model or optimizer
+    kind    the first part of the name: model or optimizer
+    number  the number of the file, from 0; the name counts from 1
     """
     return f"{kind}.safetensors" if count == 1 else f"{kind}-{number + 1:05d}-of-{count:05d}.safetensors"
 
@@ -71,9 +74,12 @@ def index_name(kind: str) -> str:
 
 
 def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
-    """Write the index that maps each tensor to its file, if there is more than one file.
+    """Write a file into `folder` that maps each tensor to its file. Write nothing if there is only
+    one file.
 
-    total  bytes of all tensors together
+    kind    the first part of the files' names: model or optimizer
+    layout  for each file, the names of its tensors
+    total   bytes of all tensors together
     """
     if len(layout) > 1:
         where = {name: file_name(kind, number, len(layout)) for number, names in enumerate(layout) for name in names}
@@ -82,7 +88,7 @@ def write_index(folder: Path, kind: str, layout: Layout, total: int) -> None:
 
 
 class Writer:
-    """Writes files one after another in a thread, while the caller fills the next file.
+    """Writes files of tensors one after another in a thread, while the caller fills the next file.
 
     errors     errors of failed writes. They are collected instead of raised, because the process
                must still take part in the collectives that follow
@@ -118,12 +124,12 @@ class Writer:
     def fill(
         self, folder: Path, names: Mapping[str, list[str]], fetch: Callable[[str], Tensor], mine: Collection[str]
     ) -> None:
-        """Fetch the tensors of these files in order, and write those files that belong to this
-        process.
+        """Fetch the tensors of all files in order, and write the files that belong to this process
+        into `folder`.
 
-        names  the tensors of each file, by file name
-        fetch  returns the full tensor of a name. It is a collective: all ranks that have a shard of
-               the tensor call it
+        names  for each file, by file name, the names of its tensors
+        fetch  a function that returns the full tensor with a name. It is a collective: all ranks
+               that have a shard of the tensor must call it
         mine   names of the files that this process writes
         """
         for file, inside in names.items():
@@ -156,7 +162,8 @@ def checksum(path: Path) -> str:
 
 
 def write_checksums(folder: Path, known: Mapping[str, str]) -> None:
-    """Write a file with the checksums of all files of a folder into this folder.
+    """Compute the SHA-256 checksum of each file in `folder`, and write the checksums into the file
+    checksums.json in this folder.
 
     known  checksums by file name that need not be computed again
     """
@@ -166,8 +173,8 @@ def write_checksums(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Read the file of checksums in a folder and return the checksums by file name. Raises OSError
-    if this file is missing, ValueError or LookupError if it is damaged."""
+    """Return the checksums that `write_checksums` wrote into a folder: file name -> SHA-256.
+    Raises OSError if their file is missing, and ValueError or LookupError if it is damaged."""
     found = json.loads((folder / CHECKSUMS).read_text())["sha256"]
     if not isinstance(found, dict):
         raise ValueError("no table of checksums")
@@ -175,8 +182,13 @@ def read_checksums(folder: Path) -> dict[str, str]:
 
 
 class Reader:
-    """Reads the tensors of one kind (model or optimizer) in a folder. Files are memory-mapped: only
-    tensors that are used are read from the disk."""
+    """Reads the tensors of a model or optimizer from the safetensors files in a folder, such as a
+    checkpoint. Files are memory-mapped, so only tensors that are used are read from the disk.
+
+    kind  the first part of the files' names: model or optimizer
+
+    Raises InputError if a file is damaged.
+    """
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._files, self._open = folder, ExitStack(), {}  # type: ignore[var-annotated]
@@ -211,8 +223,8 @@ class Reader:
         return {self._where[name] for name in names if name in self._where}
 
     def get(self, name: str) -> Tensor:
-        """Return a tensor in host memory. It must not be written to, because its memory is that of
-        the mapped file."""
+        """Return the tensor with this name, in host memory. Do not write to it, because its memory
+        is that of the mapped file. Raises InputError if the file is damaged."""
         try:
             value: Tensor = self._file(self._where[name]).get_tensor(name)
         except SafetensorError as error:
@@ -221,7 +233,8 @@ class Reader:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Read an index file. Returns the file of each tensor, by the tensor's name."""
+    """Read an index file and return a dict: name of a tensor -> name of its file. Raises InputError
+    if the index is damaged."""
     try:
         where = json.loads(path.read_text())["weight_map"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -23,8 +23,12 @@ _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e\+?[0-9]+)?"
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Return the number of bytes that '24GiB', '1.5 GB', '8e9' or a number stands for. Raises
-    InputError."""
+    """Return a size as a number of bytes.
+
+    text  a number of bytes, or a text such as '24GiB', '1.5 GB' or '8e9'
+
+    Raises InputError if `text` is not a size, is negative or is more than 2**63 - 1 bytes.
+    """
     if isinstance(text, str):
         match = re.fullmatch(rf"\s*({_NUMBER})\s*([a-z]*)\s*", text, re.IGNORECASE)
         size = _BYTES.get(match.group(2).lower() or "b") if match else None
@@ -54,7 +58,7 @@ def format_count(count: float) -> str:
 
 
 def format_flops(rate: float) -> str:
-    """Return a rate of arithmetic as text: '205 GFLOP/s', '1.98 PFLOP/s'."""
+    """Return a rate of arithmetic, given in FLOP/s, as text: '205 GFLOP/s', '1.98 PFLOP/s'."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if rate >= 0.9995 * size:
             return f"{_three_digits(rate / size)} {unit}FLOP/s"
@@ -77,6 +81,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Return a number with three significant digits, or all digits before the point if there are
-    more; never with an exponent."""
+    """Return a number as text with three significant digits, such as '1.25'. A number of 100 or
+    more is rounded to a whole number, such as '12345'."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"

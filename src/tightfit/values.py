@@ -24,8 +24,8 @@ from tightfit.yaml_input import MOST_BYTES, check_plain, parse_yaml, write_yaml
 
 
 class Value(BaseModel):
-    """A frozen pydantic model. Unknown fields are errors. Constructor and `parse` raise
-    InputError."""
+    """A frozen pydantic model, which can be written as YAML or JSON. The constructor and `parse`
+    raise InputError if a field is unknown, missing or has a wrong value."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, populate_by_name=True, allow_inf_nan=False
@@ -45,10 +45,13 @@ class Value(BaseModel):
 
     @classmethod
     def parse(cls, content: Any, where: str = "") -> Self:
-        """Return a validated value from a mapping, such as the content of a file. Raises
-        InputError, which names `where` and the field.
+        """Return a validated value of this class.
 
-        where  the file or section that the error names; the class's name by default
+        content  a mapping of the fields, such as the content of a file
+        where    the file or section that an error names; the class's name by default
+
+        Raises InputError, which names `where` and the field, if `content` is not a mapping, or if a
+        field is unknown, missing or has a wrong value.
         """
         where = where or cls.__name__.lower()
         if not isinstance(content, dict):
@@ -79,7 +82,8 @@ class Value(BaseModel):
 
     @classmethod
     def field_names(cls) -> list[str]:
-        """Return the names of the fields as files write them: "from", not "from_"."""
+        """Return the names of the fields as they are written in files: "from" instead of
+        "from_"."""
         return [field.alias or name for name, field in cls.model_fields.items()]
 
     def content(self) -> dict[str, Any]:
@@ -103,8 +107,8 @@ class Value(BaseModel):
         return type(self)._made({**kept, **changes}, type(self).__name__.lower())
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield only the fields that differ from their default, so that a value prints as one short
-        line."""
+        """Yield (name, value) of the fields that are required or differ from their default, so that
+        a value prints as one short line. pydantic calls this for `repr`."""
         for name, field in type(self).model_fields.items():
             value = getattr(self, name)
             if field.is_required() or value != field.get_default(call_default_factory=True):
@@ -115,7 +119,8 @@ class Value(BaseModel):
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file. Raises InputError."""
+    """Read a YAML or JSON file and return the mapping in it. Raises InputError if the file does not
+    exist or cannot be read, is too large, is not valid YAML, or does not contain a mapping."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -157,8 +162,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """Return a remedy for an unknown word: "did you mean ...?" with the known words that begin with
-    it or the most similar known word, else "use one of: ..." with all known words."""
+    """Return a remedy for an unknown word, for an error message. It is "did you mean ...?" with the
+    known words that begin with `word`, or with the most similar known word; if there is none, it is
+    "use one of: ..." with all known words."""
     longer = [one for one in known if word and one.startswith(word.lower())]
     if 0 < len(longer) <= 4:
         return "did you mean " + " or ".join(map(repr, longer)) + "?"
@@ -167,16 +173,18 @@ def nearest(word: str, known: list[str]) -> str:
 
 
 def nearest_field(name: str, known: list[str]) -> str:
-    """Return a remedy for an unknown field: tightfit's word if another tool uses `name`, else the
-    nearest field."""
+    """Return a remedy for an unknown field, for an error message. If another tool calls a field
+    `name`, it is tightfit's name of this field; else it is the most similar of the `known`
+    fields."""
     return tightfits_word(name) or nearest(name, known)
 
 
 def explain_validation(cls: type[BaseModel], error: ValidationError, where: str) -> InputError:
-    """Turn pydantic's first error into an InputError. Errors of unknown fields come before all
-    others.
+    """Return an InputError for the first error that pydantic found. If a field is unknown, the
+    result is about this field instead.
 
-    where  the file or section that the error names
+    cls    the class whose fields were validated
+    where  the file or section that the InputError names
     """
     details = error.errors()
     unknown = [detail for detail in details if detail["type"] == "extra_forbidden"]
@@ -197,13 +205,14 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
 
 
 def _names_of_values(cls: type[Value]) -> set[str]:
-    """Return the names by which errors call the subclasses of `cls`, such as "loraspec"."""
+    """Return the names that error messages use for the subclasses of `cls` and for their own
+    subclasses: the class names in lower case, such as "loraspec"."""
     below = cls.__subclasses__()
     return {one.__name__.lower() for one in below}.union(*map(_names_of_values, below))
 
 
 def _is_sequence(value: Any) -> bool:
-    """Whether `value` is a list or tuple, which `parse` does not check.
+    """Return whether `value` is a list or tuple. `parse` does not check the elements of these.
 
     A list from a file was checked when the file was read. A list from Python may be a dataset,
     which may have too many elements to check.
@@ -213,7 +222,8 @@ def _is_sequence(value: Any) -> bool:
 
 @cache
 def _is_number(cls: type[BaseModel], name: str) -> bool:
-    """Whether a field takes numbers but not booleans, and has no validator of its own."""
+    """Return whether the field `name` of a class takes numbers but not booleans, and has no
+    validator of its own."""
     field = cls.model_fields.get(name)
     if field is None or any(isinstance(one, BeforeValidator) for one in field.metadata):
         return False
@@ -222,8 +232,8 @@ def _is_number(cls: type[BaseModel], name: str) -> bool:
 
 
 def _path(detail: ErrorDetails) -> list[int | str]:
-    """Return the path of an error: field names and list positions, without the names that pydantic
-    adds for the types of a union."""
+    """Return the path to the value that has an error: field names and list positions, such as
+    ["groups", 0, "match"]. Names that pydantic adds for the types of a union are left out."""
     *outer, last = detail["loc"] or ("",)
     kept = [part for part in outer if not _is_branch(part)]
     own = detail["type"] == "extra_forbidden" or (last != "" and not _is_branch(last))  # any name
@@ -231,7 +241,8 @@ def _path(detail: ErrorDetails) -> list[int | str]:
 
 
 def _is_branch(part: Any) -> bool:
-    """Whether a part of pydantic's error location names a type of a union rather than a field."""
+    """Return whether a part of pydantic's error location names a type of a union rather than a
+    field."""
     kinds = {"int", "str", "bool", "float", "callable"}
     return isinstance(part, str) and (not part.isidentifier() or part[0].isupper() or part in kinds)
 
@@ -278,7 +289,8 @@ def _fix(cls: type[BaseModel], path: list[Any], detail: ErrorDetails) -> str:
 
 
 def _fields_at(cls: type[BaseModel], path: list[Any]) -> list[str]:
-    """Return the field names of the section at `path`: those of Train for ["train"]."""
+    """Return the field names of the section at `path` inside `cls`. Example: for the class Job and
+    the path ["train"], these are the fields of Train."""
     for part in path:
         field = next((f for n, f in cls.model_fields.items() if part in (n, f.alias)), None)
         leaves = _leaves(field.annotation) if field else []

@@ -31,8 +31,8 @@ _DECIMAL = re.compile(r"[-+]?0[0-9_]+$")  # leading zeros: a text; number fields
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse a YAML text. Raises yaml.YAMLError, with the place of the error, if the text is wrong
-    or too large."""
+    """Parse a YAML text and return its content as plain data. Raises yaml.YAMLError, with the place
+    of the error, if the text is wrong, too large or nested too deep."""
     if len(text) > MOST_BYTES:
         raise yaml.YAMLError(f"{len(text)} characters are more than the {MOST_BYTES} that a file of settings may have")
     return yaml.load(text, _Loader)
@@ -44,12 +44,11 @@ def write_yaml(content: Any) -> str:
 
 
 def check_plain(content: Any, where: str) -> None:
-    """Raise InputError for values that no field can take, also inside mappings and lists.
+    """Raise InputError if `content`, or a value inside its mappings and lists, is one that no field
+    can take: an integer beyond 64 bits, an infinite number or NaN, a text with zero bytes or
+    unpaired surrogates, an empty field name, or content that is nested too deep.
 
-    The error names the field. Refused are integers beyond 64 bits, infinite numbers, text with zero
-    bytes or unpaired surrogates, empty field names, and content that is nested too deep.
-
-    where  the file or section that the error names
+    where  the file or section that the error names, besides the field
     """
     _check(content, where, (), MOST_DEPTH)
 
@@ -80,8 +79,9 @@ def _check(content: Any, where: str, path: tuple[str, ...], depth: int) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads plain types only. Refuses a field that is written twice; PyYAML would silently keep the
-    last value."""
+    """A YAML loader for plain types only. It raises yaml.YAMLError for a field that is written
+    twice, where PyYAML would silently keep the last value, and for YAML that is too large or nested
+    too deep."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in known if tag[len(_TAG) :] in ("bool", "null", "merge")]
@@ -151,8 +151,8 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that a YAML 1.1 or 1.2 parser would otherwise read as a number, date or
-    boolean."""
+    """A YAML dumper that quotes a text if a YAML 1.1 or 1.2 parser would otherwise read the text as
+    a number, date or boolean."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(known) for first, known in yaml.SafeDumper.yaml_implicit_resolvers.items()

@@ -176,12 +176,12 @@ def test_gpu_only_method_matches_plain_pytorch(name: str, items: list[Variant], 
     spread(
         [p for p in PAIRS if not is_compiled(p) and not has_workers(p) and not on_several(p)],
         cases.NAMES,
-        len(cases.NAMES),
+        2 * len(cases.NAMES),
         lambda one: one if isinstance(one, str) else named(one),
     ),
 )
 def test_pair_of_methods_matches_plain_pytorch(items: list[Variant], name: str) -> None:
-    """Each pair on one of the models, another each time; the slow suite tries all pairs on all."""
+    """Every second pair on one of the models, another each time; the slow suite tries all pairs on all."""
     hold(name, items)
 
 
@@ -235,7 +235,7 @@ def covering(pairs: list[list[Variant]], every: int) -> list[list[Variant]]:
     return found
 
 
-TRIED = covering(QUICK, 4)
+TRIED = covering(QUICK, 6)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ TRIED = covering(QUICK, 4)
     [pytest.param(p, id=named(p), marks=[] if p in TRIED else pytest.mark.slow) for p in QUICK],
 )
 def test_pair_on_several_devices_matches_plain_pytorch(items: list[Variant]) -> None:
-    """A quarter of the pairs, on one model; the slow suite tries all pairs on all. Pairs of axes
+    """A part of the pairs, on one model; the slow suite tries all pairs on all. Pairs of axes
     are on all models in tests/engine."""
     hold("llama", items)
 
@@ -331,7 +331,7 @@ def test_compiled_method_matches_plain_pytorch(
     hold(name, items, device=device)
 
 
-@pytest.mark.parametrize("items", part([p for p in PAIRS if ("compile", {"compile": "block"}) in p], 2, named))
+@pytest.mark.parametrize("items", part([p for p in PAIRS if ("compile", {"compile": "block"}) in p], 4, named))
 def test_compiled_pair_composes_on_one_model(items: list[Variant], fresh_compiler: None) -> None:
     """Block by block, as search does; traced and differentiated as compiled, but run by eager kernels, which is quick. The slow
     suite compiles whole models too, and generates code."""

@@ -10,7 +10,8 @@ import pytest
 
 from tightfit.data import text
 from tightfit.data.samples import DamagePolicy
-from tightfit.data.text import Columns, Document, open_text, stdlib_files
+from tightfit.data.source_files import stdlib_files
+from tightfit.data.text import Columns, Document, open_text
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 

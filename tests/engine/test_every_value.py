@@ -201,7 +201,7 @@ def quick(parameter: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
-@pytest.mark.parametrize(("settings", "name"), [quick(one) for one in spread(list(SETTINGS), list(PLANS), 23)])
+@pytest.mark.parametrize(("settings", "name"), [quick(one) for one in spread(list(SETTINGS), list(PLANS), 46)])
 def test_each_value_trains_like_the_reference_or_is_refused(
     settings: str, name: str, tmp_path: Path, of_reference: Path
 ) -> None:

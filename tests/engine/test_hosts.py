@@ -140,6 +140,7 @@ def test_torchrun_on_two_hosts_with_states_divided_within_each(
     assert hosts.sent(0) - before > 4 * 4 * 18000  # a step's gradients, of as many fp32 parameters, cross the wire once
 
 
+@pytest.mark.slow
 def test_srun_on_two_hosts_with_a_pipeline_between_them(hosts: Hosts, tmp_path: Path, alone: list[float]) -> None:
     """The processes get only Slurm's variables. The pipeline is split between hosts, and tensor
     parallelism stays within each."""

@@ -12,6 +12,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import tightfit
 from tests.contract import cases
 from tests.pool import together
+from tests.sweeps import spread
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.measure.memory import sample_step
@@ -87,9 +88,9 @@ def test_it_trains_as_plain_pytorch_does(fields: dict[str, Any]) -> None:
         assert cases.distance(others, weights) <= 1e-6
 
 
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
 @pytest.mark.parametrize(
-    "fields", [{}, {"micro_batch": 2}, {"recompute": "full"}, {"precision": "bf16-mixed"}], ids=str
+    ("implementation", "fields"),
+    spread(["grouped_mm", "eager"], [{}, {"micro_batch": 2}, {"recompute": "full"}, {"precision": "bf16-mixed"}], 2),
 )
 def test_its_peak_is_predicted(fields: dict[str, Any], implementation: str) -> None:
     """Whether its experts use grouped products or a loop."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tightfit
 from tests.contract.cases import BERT, LLAMA, VIT, make_case
+from tests.sweeps import spread
 from tightfit.machine import Figure, Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 
@@ -49,18 +50,20 @@ def test_vit_counts_its_patches_blocks_and_head() -> None:
     assert count(make_case("vit").job) == BATCH * (embedding + blocks + 2 * HIDDEN * labels)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "vit", "batchnorm"])
 @pytest.mark.parametrize(
-    "plan",
-    [
-        {"precision": "bf16-true"},
-        {"precision": "bf16-mixed"},
-        {"recompute": "full"},
-        {"recompute": "sqrt"},
-        {"compile": "block"},
-        {"compile": "model"},
-    ],
-    ids=str,
+    ("name", "plan"),
+    spread(
+        ["llama", "bert", "vit", "batchnorm"],
+        [
+            {"precision": "bf16-true"},
+            {"precision": "bf16-mixed"},
+            {"recompute": "full"},
+            {"recompute": "sqrt"},
+            {"compile": "block"},
+            {"compile": "model"},
+        ],
+        3,
+    ),
 )
 def test_a_plan_does_not_change_the_count(name: str, plan: dict[str, Any]) -> None:
     job = make_case(name).job

@@ -124,6 +124,50 @@ def test_an_unknown_model_is_refused_offline(source: str, tmp_path: Path) -> Non
     assert f"hf download {source}" in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("source", "meant"),
+    [
+        ("./modle", "model"),
+        ("modle", "model"),
+        ("models/tny", "models/tiny"),
+        ("model/tiny", "models/tiny"),
+        ("modles/tiny", "models/tiny"),
+    ],
+)
+def test_a_mistyped_folder_is_answered_before_the_hub(
+    source: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a job file, and in Python."""
+    for folder in (tmp_path / "model", tmp_path / "models" / "tiny"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "job.yaml"
+    path.write_text(make_job(source, tmp_path).to_yaml())
+    for make in (lambda: Job.load(path), lambda: make_job(source, tmp_path)):
+        with pytest.raises(InputError, match=f"did you mean .*{meant}\\?") as raised:
+            model_factory(make().model)()
+        assert "no such folder" in raised.value.found
+
+
+def test_similar_folders_do_not_hide_the_hub(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A downloaded model is used although a local folder has a similar name; folders without a model,
+    and other names, do not count."""
+    write_hub_cache(cache, "org/name-2")
+    (tmp_path / "org" / "name-1").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "job.yaml"
+    for source in ("org/name-2", "org/name-3"):
+        path.write_text(make_job(source, tmp_path).to_yaml())
+        assert Job.load(path).model.from_ == source
+    (tmp_path / "org" / "name-1" / "config.json").write_text("{}")
+    path.write_text(make_job("org/name-2", tmp_path).to_yaml())
+    assert Job.load(path).model.from_ == "org/name-2"
+    path.write_text(make_job("org/name-3", tmp_path).to_yaml())
+    with pytest.raises(InputError, match=r"did you mean org/name-1\?(.|\n)*hf download org/name-3"):
+        Job.load(path)
+
+
 def test_a_repository_without_weights_is_refused(tmp_path: Path, cache: Path) -> None:
     snapshot = write_hub_cache(cache, "org/name")
     (snapshot / "model.safetensors").unlink()

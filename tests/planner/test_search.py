@@ -434,7 +434,7 @@ def test_a_complex_model_gets_no_real_only_methods() -> None:
         (["nearest-rounding"], {"rounding": "kahan"}, "kahan"),
     ],
 )
-@pytest.mark.parametrize("memory", [None, 1.0])
+@pytest.mark.parametrize("memory", [None, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_nearest_rounding_is_used_only_if_asked_for(
     allow: list[str], pins: dict[str, Any], rounding: str, memory: float | None
 ) -> None:

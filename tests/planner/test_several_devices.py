@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tightfit
-from tests.sweeps import spread
+from tests.sweeps import part, spread
 from tightfit.distributed.links import latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
@@ -128,7 +128,7 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize(("offloaded", "fields"), spread(OFFLOADED, [{}, {"micro_batch": 4}], 2))
+@pytest.mark.parametrize(("offloaded", "fields"), spread(OFFLOADED, [{}, {"micro_batch": 4}], 4))
 def test_offloaded_tensors_take_no_device_memory(
     offloaded: tuple[str, tuple[str, ...]], fields: dict[str, Any]
 ) -> None:
@@ -318,7 +318,7 @@ def test_a_pinned_pipeline_is_split_by_cost() -> None:
     assert chosen.micro_batch_of(16) < 16
 
 
-@pytest.mark.parametrize("fields", [{"dp_replicate": 8}, {"dp_replicate": 4, "pp": 2, "split": (3, 3)}])
+@pytest.mark.parametrize("fields", part([{"dp_replicate": 4, "pp": 2, "split": (3, 3)}, {"dp_replicate": 8}], 2))
 def test_plans_that_a_search_skips_are_not_better(estimator: Estimator, fields: dict[str, Any]) -> None:
     """Bounds rule out most plans: the best estimated plan is the best of all, whatever the limit."""
     start = tightfit.Plan(**fields)

@@ -32,7 +32,7 @@ def job(name: str) -> tightfit.Job:
     spread(
         [name for name in STRANGERS if name not in REFUSED],
         [{}, {"precision": "bf16-mixed"}, {"micro_batch": 2}, {"precision": "bf16-mixed", "micro_batch": 2}],
-        2,
+        3,
     ),
 )
 def test_an_unknown_model_s_estimate_agrees_with_its_run(name: str, fields: dict[str, Any]) -> None:

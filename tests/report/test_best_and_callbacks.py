@@ -95,6 +95,7 @@ def test_the_best_checkpoint_survives_and_is_named(
     assert tightfit.resume(run, out / "checkpoints") == 4
 
 
+@pytest.mark.slow
 def test_a_stopped_training_continues_as_if_it_had_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

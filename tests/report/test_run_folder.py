@@ -283,7 +283,7 @@ def test_resuming_a_run_without_checkpoints_is_refused(
     capsys.readouterr()
     assert run_train(monkeypatch, job, out, "--plan", "reference", "--resume") == 2
     said = capsys.readouterr().err
-    assert "has no checkpoint, because train.checkpoint_every was never" in said
+    assert "has no checkpoint, because the run had train.checkpoint_every=never" in said
     assert "leave out --resume" in said
 
 

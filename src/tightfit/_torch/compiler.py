@@ -1,6 +1,6 @@
-"""torch.compile: its errors, marks on its inputs, and what a backend is made of.
+"""Parts of torch.compile: its errors, marks on its inputs, and what a backend consists of.
 
-The functions import torch's compiler when they are called: the import takes seconds.
+The functions import torch's compiler only when they are called, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -14,25 +14,34 @@ from torch import Tensor
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Whether torch.compile itself raised an error."""
+    """Return whether torch.compile itself has raised `error`, not the code that it compiles."""
     return isinstance(error, torch._dynamo.exc.TorchDynamoException)
 
 
 def is_compiler_file(path: str) -> bool:
-    """Whether a source file belongs to the parts of the compiler that raise errors of any class."""
+    """Return whether a source file belongs to certain parts of torch's compiler. These parts raise
+    exceptions of any class. So if the compiler has failed there, only the files in the traceback
+    show it.
+
+    path  path of the source file
+    """
     return "_functorch/_aot_autograd" in path or "/_inductor/" in path
 
 
 def may_be_dynamic(tensor: Tensor, dim: int) -> None:
-    """Let compiled code take any size of a dimension, unless it is made for one size only."""
+    """Let compiled code accept any size of dimension `dim` of `tensor` without recompilation. If
+    the code works for one size only, the mark has no effect."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def aot_backend(compile_graph: Callable[..., Any], decompositions: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
-    """A backend for torch.compile that differentiates and partitions graphs as inductor does.
+    """Return a backend for torch.compile that differentiates graphs and divides them into forward
+    and backward as inductor does.
 
-    compile_graph   makes a function of a forward or a backward graph
-    decompositions  operations that are traced as several simpler ones
+    compile_graph   gets a forward or backward graph and example inputs, and returns a function that
+                    runs the graph
+    decompositions  operation -> a function that computes it with several simpler operations. The
+                    graphs contain the simpler ones
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -46,29 +55,31 @@ def aot_backend(compile_graph: Callable[..., Any], decompositions: dict[Any, Cal
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The operations that inductor traces as several simpler ones."""
+    """Return inductor's table of decompositions: operation -> a function that computes it with
+    several simpler operations."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
 
 
 def import_inductor_lowerings() -> None:
-    """Import inductor's lowerings. Some of its decompositions ask them what they support, and only
-    inductor itself would import them."""
+    """Import inductor's lowerings. Some of inductor's decompositions ask the lowerings which cases
+    they support. If inductor itself does not run, nothing else imports them."""
     importlib.import_module("torch._inductor.lowering")
 
 
 def rng_state_wrappers() -> tuple[Any, Any]:
-    """The operations around one that draws random numbers: in forward, they also return the
-    generator's state; in backward, they draw from that state."""
+    """Return the two operations with which torch's partitioner wraps an operation that draws random
+    numbers. The first, in forward, also returns the state of the random number generator. The
+    second, in backward, draws the same numbers from that state."""
     from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
     return run_and_save_rng_state, run_with_rng_state
 
 
 def takes_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Mark a compiled function: it takes its arguments as one list, and empties the list so that
-    they can be freed early."""
+    """Mark a compiled function as one that takes its arguments as a single list, and return it. The
+    function empties the list, so that its arguments can be freed early."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function
 

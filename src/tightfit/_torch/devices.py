@@ -1,4 +1,5 @@
-"""CUDA's allocator and spin kernel, and torch's choice of an attention kernel."""
+"""Settings of CUDA's allocator, a kernel that keeps a GPU busy, and torch's choice of an attention
+kernel."""
 
 from __future__ import annotations
 
@@ -9,17 +10,25 @@ from torch import Tensor
 
 
 def set_allocator_settings(settings: str) -> None:
-    """Change the settings of CUDA's caching allocator, as PYTORCH_ALLOC_CONF sets them."""
+    """Change settings of CUDA's caching allocator in this process.
+
+    settings  such as "expandable_segments:True", in the format of the environment variable
+              PYTORCH_ALLOC_CONF
+    """
     torch.cuda.memory._set_allocator_settings(settings)
 
 
 def spin(cycles: int) -> None:
-    """Keep the current GPU stream busy for a number of clock cycles."""
+    """Launch a kernel that keeps the current GPU stream busy for `cycles` clock cycles."""
     torch.cuda._sleep(cycles)
 
 
 def attention_backend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> int:
-    """The number of the SDPBackend that scaled_dot_product_attention uses for these arguments."""
+    """Return which backend scaled_dot_product_attention uses for these arguments, as the number of
+    the backend in `torch.nn.attention.SDPBackend`.
+
+    options  further keyword arguments of scaled_dot_product_attention, such as is_causal
+    """
     return torch._fused_sdp_choice(query, key, value, mask, **options)
 
 

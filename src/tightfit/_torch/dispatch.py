@@ -1,4 +1,4 @@
-"""Dispatch modes, which see each operation as it runs, and torch's dispatcher."""
+"""Dispatch modes, which see each operation when it runs, and functions of torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def without_cpu_autocast_rules() -> AbstractContextManager[None]:
-    """Inside, operations on CPU tensors skip their autocast rules. Autocast itself stays on."""
+    """Return a context manager in which autocast does not cast the arguments of operations on CPU
+    tensors. Autocast itself stays enabled."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU)  # type: ignore[return-value]
 
 
 def operation_names() -> list[str]:
-    """The names of all operations, as "aten::add.Tensor"."""
+    """Return the names of all operations that torch's dispatcher knows, such as "aten::add.Tensor"."""
     return torch._C._dispatch_get_all_op_names()
 
 
 def has_kernel(name: str, dispatch_key: str) -> bool:
-    """Whether an operation has a kernel of its own for a dispatch key, such as "AutocastCUDA"."""
+    """Return whether an operation has a kernel of its own for a dispatch key.
+
+    name          name of the operation, such as "aten::add.Tensor"
+    dispatch_key  name of the key, such as "AutocastCUDA"
+    """
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)  # type: ignore[arg-type]
 
 
 def remove_kernels(library: torch.library.Library) -> None:
-    """Remove the kernels that a library has registered."""
+    """Remove all kernels that `library` has registered."""
     library._destroy()
 
 
 def clear_dispatch_cache(overload: OpOverload) -> None:
-    """Make torch look up an operation's kernels again. It caches them, and does not clear the cache
-    when a library's kernels are removed."""
+    """Make torch look up the kernels of an operation again at its next call. torch caches them, and
+    does not clear the cache when a library's kernels are removed."""
     overload._dispatch_cache.clear()
 
 

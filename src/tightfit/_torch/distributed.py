@@ -1,4 +1,4 @@
-"""Private functions of torch for process groups and DTensor."""
+"""Functions for process groups and DTensor that use private names of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the collectives of a process group wait on `device` before they fail."""
+    """Return how long a collective of a process group waits before it fails.
+
+    device  the device whose backend (gloo, NCCL) is asked
+    """
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
 
@@ -24,26 +27,28 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 
 def init_fake_process_group(rank: int, world_size: int) -> None:
-    """Initialise torch.distributed with a fake process group: its collectives return at once."""
+    """Initialize torch.distributed with a fake process group, whose collectives return at once and
+    send nothing. This process takes the given rank in a world of `world_size` processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def local_shard(tensor: Any) -> Tensor:
-    """The tensor object that holds this device's shard of a DTensor. `to_local` makes a new one."""
+    """Return the tensor object in which a DTensor holds this device's shard. `DTensor.to_local`, in
+    contrast, creates a new tensor object."""
     local: Tensor = tensor._local_tensor
     return local
 
 
 def set_local_shard(tensor: Any, shard: Tensor) -> None:
-    """Replace the tensor that holds this device's shard of a DTensor."""
+    """Replace the tensor object in which a DTensor holds this device's shard by `shard`."""
     tensor._local_tensor = shard
 
 
 def sharded_like(shard: Tensor, like: Any) -> DTensor:
-    """A DTensor of this device's `shard`, with the shape, mesh and placements of the DTensor
-    `like`."""
+    """Return a DTensor without gradient whose part on this device is `shard`, with the global
+    shape, mesh and placements of `like`, a DTensor."""
     return DTensor(shard, like._spec, requires_grad=False)
 
 

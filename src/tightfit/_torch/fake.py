@@ -1,4 +1,4 @@
-"""Fake tensors: tensors with a shape, a dtype and a device, and without values."""
+"""Fake tensors: tensors that have a shape, a dtype and a device, but no values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from torch._subclasses.fake_tensor import (
 
 
 def known_value(value: Any) -> Tensor | None:
-    """Return the real tensor with the values of a fake tensor, if torch has kept it; None
-    otherwise."""
+    """Return the real tensor with the values of a fake tensor, if torch has kept it. Return None if
+    the values are unknown or if `value` is no fake tensor."""
     return value.constant if isinstance(value, FakeTensor) else None
 
 
 def set_known_value(fake: FakeTensor, value: Tensor | None) -> None:
-    """Set the real tensor that torch uses when an operation needs the values of `fake`. None: the
-    values are unknown."""
+    """Set the real tensor that torch uses when an operation needs the values of `fake`.
+
+    value  the real tensor; None: the values are unknown
+    """
     fake.constant = value
 
 
 def device_of(fake: FakeTensor) -> torch.device:
-    """The device of a fake tensor, without a dispatch."""
+    """Return the device that a fake tensor pretends to be on. Unlike `fake.device`, this dispatches
+    no operation, so it is fast."""
     return fake.fake_device
 
 

@@ -1,8 +1,8 @@
-"""What fully_shard (FSDP2) keeps of a sharded model.
+"""Access to the private objects with which fully_shard (FSDP2) tracks a sharded model.
 
-A model that fully_shard shards has parameter groups: parameters that are gathered together. Each
-group has a record of each of its parameters. Both are private classes of torch, so their members
-are reached through the functions below only.
+fully_shard divides a model's parameters into groups that are all-gathered together
+(`ParameterGroup`). A group has one record for each of its parameters (`ParameterRecord`). Both are
+private classes of torch, so other code reaches their members only through the functions below.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
-    """A model's parameter groups, in the order of its modules."""
+    """Yield the parameter groups of a model that fully_shard has sharded, in the order of its
+    modules."""
     for state in [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]:
         groups = getattr(state, "_fsdp_param_groups", None) or [
             getattr(state, "_fsdp_param_group", None)
@@ -29,13 +30,14 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
 
 
 def model_records(model: nn.Module) -> Iterator[ParameterRecord]:
-    """The records of all of a model's parameters."""
+    """Yield the record of each parameter of a model that fully_shard has sharded."""
     for group in parameter_groups(model):
         yield from records(group)
 
 
 def is_running(module: FSDPModule) -> bool:
-    """Whether fully_shard has gathered a module's parameters for its forward or its backward."""
+    """Return whether `module` is in its forward or backward, for which fully_shard has gathered its
+    parameters."""
     return module._get_fsdp_state()._training_state is not TrainingState.IDLE
 
 
@@ -43,44 +45,47 @@ def is_running(module: FSDPModule) -> bool:
 
 
 def records(group: ParameterGroup) -> Sequence[ParameterRecord]:
-    """The records of a group's parameters."""
+    """Return the records of the parameters in a group."""
     return group.fsdp_params
 
 
 def modules_of(group: ParameterGroup) -> Sequence[nn.Module]:
-    """The modules whose calls gather a group."""
+    """Return the modules to which fully_shard assigned a group. Before one of them runs, the
+    group's parameters are all-gathered."""
     return group.modules
 
 
 def is_unsharded(group: ParameterGroup) -> bool:
-    """Whether a group's parameters are gathered now."""
+    """Return whether the parameters of a group are gathered now, so that this device has them in
+    full."""
     return group.is_unsharded
 
 
 def reduces_gradients(group: ParameterGroup) -> bool:
-    """Whether a group's gradients are reduce-scattered after this backward."""
+    """Return whether the current backward will reduce-scatter the gradients of a group. False if
+    gradients of several micro-batches are accumulated first."""
     return group.reduce_grads
 
 
 def has_pending_gather(group: ParameterGroup) -> bool:
-    """Whether the gather of a group has begun and its result is not used yet."""
+    """Return whether an all-gather of a group has begun whose result was not used yet."""
     return group._all_gather_result is not None
 
 
 def wrap_all_gather(group: ParameterGroup, wrap: Callable[[Any], Any]) -> None:
-    """Replace the object that all-gathers a group by `wrap` of it. It needs the methods `allocate`
-    and `__call__` of the original."""
+    """Replace the object that all-gathers a group by `wrap(object)`. The new object needs the
+    methods `allocate` and `__call__` of the original."""
     group._all_gather_comm = wrap(group._all_gather_comm)
 
 
 def add_to_gather(
     group: ParameterGroup, begun: Callable[[], None], ending: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Call the functions `begun` and `ending` during each all-gather of a group.
+    """Make fully_shard call two functions during each all-gather of a group.
 
-    begun   called after the all-gather has begun
-    ending  returns a context manager, in which the all-gather ends and the gathered parameters are
-            allocated
+    begun   called just after the all-gather has begun
+    ending  returns a context manager. Inside it, fully_shard waits for the all-gather to end and
+            allocates the gathered parameters
     """
     unshard, wait_for_unshard = group.unshard, group.wait_for_unshard
 
@@ -96,7 +101,8 @@ def add_to_gather(
 
 
 def before_reduction(group: ParameterGroup, call: Callable[[], None]) -> None:
-    """Call `call` after each backward of a group, before the group's gradients are reduced."""
+    """Make fully_shard call `call` after each backward of a group, before it reduces the group's
+    gradients."""
     post_backward = group.post_backward
 
     def call_and_reduce(*unused: Any) -> None:
@@ -110,49 +116,55 @@ def before_reduction(group: ParameterGroup, call: Callable[[], None]) -> None:
 
 
 def sharded_parameter(record: ParameterRecord) -> nn.Parameter:
-    """The model's parameter while it is sharded: a DTensor."""
+    """Return the parameter that the model has while it is sharded: a DTensor."""
     return record.sharded_param
 
 
 def is_gathered_once(record: ParameterRecord) -> bool:
-    """Whether a parameter has ever been gathered, so that `gathered_parameter` exists."""
+    """Return whether a parameter was all-gathered at least once. Only then can `gathered_parameter`
+    be called."""
     return hasattr(record, "_unsharded_param")
 
 
 def gathered_parameter(record: ParameterRecord) -> nn.Parameter:
-    """The full parameter, which exists while the group is gathered."""
+    """Return the full parameter. Its data exists only while its group is gathered."""
     return record.unsharded_param
 
 
 def has_gradient(record: ParameterRecord) -> bool:
-    """Whether the gathered parameter has a gradient, from this or an earlier micro-batch."""
+    """Return whether the gathered parameter has a gradient, from this or an earlier micro-batch."""
     return record.unsharded_param.grad is not None or record.unsharded_accumulated_grad is not None
 
 
 def gathered_buffers(record: ParameterRecord) -> Sequence[Tensor]:
-    """Return the buffers into which fully_shard all-gathers a parameter."""
+    """Return the buffers into which fully_shard all-gathers the shards of a parameter."""
     return record.all_gather_outputs
 
 
 def padded_shard(record: ParameterRecord) -> Tensor:
-    """This device's shard in the form that is all-gathered: flattened, and padded to the size of
-    the largest shard of all devices."""
+    """Return this device's shard as it is sent in the all-gather: flattened, and padded to the size
+    of the largest shard of all devices."""
     return record._sharded_param_data
 
 
 def set_padded_shard(record: ParameterRecord, shard: Tensor) -> None:
-    """Replace the tensor that is gathered by one of the same size."""
+    """Replace the tensor that is sent in the all-gather (see `padded_shard`) by `shard`, which must
+    have the same size."""
     record._sharded_param_data = shard
 
 
 def padded_shard_size(record: ParameterRecord) -> torch.Size:
-    """The shape of `padded_shard` before it is flattened."""
+    """Return the shape of this device's padded shard before it is flattened."""
     return record.padded_sharded_param_size
 
 
 def take_new_shard(record: ParameterRecord) -> None:
-    """Make fully_shard use the parameter that the model holds now. It may replace its tensor by a
-    padded copy."""
+    """Make fully_shard use the parameter that the model has now. Call this after a parameter has
+    been replaced.
+
+    If the shard is smaller than fully_shard's padded size, this call replaces the parameter's data
+    by a padded copy. So take references to the data only after this call.
+    """
     record.reset_sharded_param()
 
 

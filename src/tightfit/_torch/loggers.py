@@ -1,4 +1,4 @@
-"""Names of torch's loggers, for code that silences them, and a quiet import of torchao."""
+"""Names of torch's loggers that tightfit silences for a while, and a quiet import of torchao."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A table of every private name of torch in use: what it is for, and what would replace it.
+"""A table of every private name of torch that tightfit uses: what it is for, and what would replace
+it.
 
 `tests/test_torch_names.py` checks that the table is complete, and that the installed torch has each
-name. If a new torch removes one, the test's message says what would replace it.
+name. If a new version of torch removes a name, the test's message says what would replace it.
 
-The names are grouped by the module or class that has them. Members of private classes are listed
-too, also where their own names have no underscore.
+The names are grouped by the module or class that they belong to. Members of private classes are in
+the table, too, even if their own names have no underscore.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import NamedTuple
 
 
 class PrivateName(NamedTuple):
-    """A private name of torch.
+    """A private name of torch that tightfit uses.
 
-    owner    the module or class that has it
-    name     its name there
+    owner    the module or class that the name belongs to
+    name     the name in it
     purpose  what tightfit uses it for
     instead  what would replace it if torch removed it
     """

@@ -1,4 +1,5 @@
-"""Operations of torch that have no public name, and the schema of an operation."""
+"""Operations of torch that have no public name, and a function that returns the schema of an
+operation."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ scaled_mm = torch._scaled_mm
 
 
 def schema_of(operation: Any) -> torch.FunctionSchema:
-    """An operation's schema: its name, its arguments, and which of them it writes to."""
+    """Return the schema of an operation: its name, its arguments, and which of the arguments it
+    writes to."""
     schema: torch.FunctionSchema = operation._schema
     return schema
 

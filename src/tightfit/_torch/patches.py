@@ -1,4 +1,4 @@
-"""Functions of torch that are replaced for a while: each by a context manager."""
+"""Context managers that replace a function of torch, and restore it at the end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Deepcopy = Callable[[nn.Parameter, dict[int, Any]], nn.Parameter]
 
 @contextmanager
 def without_truncated_normal() -> Iterator[None]:
-    """Inside, `torch.nn.init.trunc_normal_` does nothing. It reads the values that it drew, and
-    tensors without values (fake or on the meta device) have none."""
+    """Context manager in which `torch.nn.init.trunc_normal_` does nothing. It would read values
+    from the tensor that it initializes, but fake tensors and meta tensors have no values."""
     drawn = init._no_grad_trunc_normal_
     init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: tensor
     try:
@@ -28,8 +28,9 @@ def without_truncated_normal() -> Iterator[None]:
 
 @contextmanager
 def formatting_as_numbers() -> Iterator[None]:
-    """Inside, an f-string shows a fake tensor without dimensions as the number that `item` returns,
-    as it does for real tensors. Some models name a module by a number that they computed."""
+    """Context manager in which an f-string shows a fake tensor without dimensions as the number
+    that its `item` returns. Real tensors are shown in this way, too, and some models put such a
+    number into the name of a module. A fake tensor whose value is unknown is shown as usual."""
     before = FakeTensor.__format__
 
     def show(tensor: torch.Tensor, specification: str) -> str:
@@ -47,8 +48,11 @@ def formatting_as_numbers() -> Iterator[None]:
 
 @contextmanager
 def after_resize(observe: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Inside, `observe` is called with each storage after it was resized. fully_shard frees gathered
-    parameters by a resize, which is no operation, so a dispatch mode does not see it."""
+    """Context manager in which `observe` is called with each storage after the storage was resized.
+
+    fully_shard frees gathered parameters by resizing their storages. A resize is no operation, so a
+    dispatch mode does not see it.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resize_and_observe(storage: torch.UntypedStorage, size: int) -> None:
@@ -64,9 +68,12 @@ def after_resize(observe: Callable[[torch.UntypedStorage], None]) -> Iterator[No
 
 @contextmanager
 def after_deepcopy(observe: Callable[[nn.Parameter, nn.Parameter], None]) -> Iterator[None]:
-    """Inside, `observe` is called with each parameter that was deep-copied, and its copy. torch has
-    hooks on the registration of parameters, but the copies are registered nowhere:
-    nn.TransformerEncoder copies its first layer."""
+    """Context manager in which `observe(parameter, copy)` is called after each deep copy of a
+    parameter.
+
+    torch's registration hooks do not see these copies. nn.TransformerEncoder, for example,
+    deep-copies its first layer.
+    """
     deepcopy: Deepcopy = nn.Parameter.__deepcopy__
 
     def deepcopy_and_observe(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
@@ -83,9 +90,13 @@ def after_deepcopy(observe: Callable[[nn.Parameter, nn.Parameter], None]) -> Ite
 
 @contextmanager
 def convertible_fake_modules() -> Iterator[None]:
-    """Inside, `Module.to` and the like also work on fake tensors that have other references. torch
-    exchanges such a parameter for its conversion, and refuses to do so if, for example, the fake
-    mode knows the parameter. Here the parameter stays, and gets the new data."""
+    """Context manager in which `Module.to`, `Module.half` and similar conversions also work for
+    modules with fake parameters that are referenced elsewhere.
+
+    torch would swap such a parameter with its converted version, and refuses to do this if, for
+    example, the fake mode has a reference to the parameter. Inside this context, the parameter
+    object stays and gets the converted data.
+    """
     apply: Any = nn.Module._apply
 
     def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The leaves of nested lists, tuples and dicts."""
+"""torch's functions for nested lists, tuples and dicts: they list, replace and rebuild the leaves."""
 
 from __future__ import annotations
 

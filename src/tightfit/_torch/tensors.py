@@ -1,4 +1,5 @@
-"""Storages, version counters, hooks and the autograd graph of tensors."""
+"""Functions that read private properties of tensors: storages, version counters, hooks, and the
+autograd graph."""
 
 from __future__ import annotations
 
@@ -7,48 +8,52 @@ from torch import Tensor
 
 
 def storage_id(tensor: Tensor) -> int:
-    """An identity of a tensor's storage, the same for all views of it. It may be reused once the
-    storage is freed."""
+    """Return an integer that identifies the storage of `tensor`. All views of a tensor have the
+    same one. After the storage was freed, a new storage may get the same integer."""
     return tensor.untyped_storage()._cdata
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many references a tensor's storage has."""
+    """Return how many references the storage of `tensor` has."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def version_of(tensor: Tensor) -> int:
-    """A counter that increases with each write in place to a tensor or to its views."""
+    """Return the version counter of `tensor`. It increases with each write in place to the tensor
+    or to a view of it."""
     return tensor._version
 
 
 def swap_contents(one: Tensor, other: Tensor) -> None:
-    """Swap what two tensor objects hold, for everybody who has a reference to one of them."""
+    """Swap the data, shape and dtype of two tensor objects. All existing references to `one` then
+    see the contents of `other`, and the reverse."""
     torch._C._swap_tensor_impl(one, other)  # type: ignore[attr-defined]
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The indices and the values of a sparse COO tensor, which need not be coalesced."""
+    """Return (indices, values) of a sparse COO tensor, also of one that is not coalesced."""
     return tensor._indices(), tensor._values()
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether a hook runs when a parameter's gradient is computed or accumulated."""
+    """Return whether `parameter` has a hook that runs when its gradient is computed or accumulated."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def next_sequence_number() -> int:
-    """The sequence number of the next node of the autograd graph. Later nodes have larger ones."""
+    """Return the sequence number that autograd gives to the next node of its graph. The numbers
+    increase in the order in which the nodes are created."""
     return torch.autograd._get_sequence_nr()
 
 
 def in_backward() -> bool:
-    """Whether a backward is running in this thread."""
+    """Return whether this code is called during a backward of this thread, for example from a hook."""
     return torch._C._current_graph_task_id() != -1
 
 
 def running_sequence_number() -> int | None:
-    """The sequence number of the autograd node that is running; None if none is."""
+    """Return the sequence number of the autograd node that backward is running now; None outside of
+    backward."""
     node = torch._C._current_autograd_node()
     return node._sequence_nr() if node is not None else None
 

@@ -1,4 +1,5 @@
-"""The entries of a ledger: parameters, updates, gradient reduction, messages and pipeline stages.
+"""Define the entries of a ledger: parameters, updates, gradient reduction, messages and pipeline
+stages.
 
 `Ledger` holds these entries beside its recorded steps, and the methods' `cost` functions write
 them. All figures are those of one device.
@@ -26,8 +27,9 @@ EVERYWHERE = (-1, 10**9)
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter or buffer of the model, in the dtype that it is stored in.
+    """Describes one parameter or buffer of the model, in the dtype in which it is stored.
 
+    name       its dotted name in the model
     shape      the unsharded shape
     bytes      bytes of the tensor's storage on this device
     trainable  whether backward computes a gradient for it; False for buffers and frozen parameters
@@ -55,7 +57,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The optimizer's update of one parameter.
+    """The optimizer's update of one parameter: what it costs in memory and operations.
 
     state_bytes      bytes of the optimizer states, which live from step to step
     transient_bytes  bytes of temporary tensors during the update
@@ -68,12 +70,12 @@ class Update:
     elements, dtype  for a parameter that is updated in one batch with other parameters: its number
                      of elements and its dtype. The first update of a batch has the transient bytes
                      and the operations of the whole batch
-    unpacked_bytes   of quantized states: their bytes in fp32. A rank's shard stays in fp32 if it is
-                     not a whole number of quantization blocks
     comes            bytes of offloaded tensors that are copied to the device for this update, while
                      the update of the parameter before it runs
     leaves           bytes of offloaded tensors that are copied back after this update, while the
                      update of the parameter after it runs
+    unpacked_bytes   for states that are quantized to 8 or 4 bits: their bytes in fp32. A rank's
+                     shard stays in fp32 if it is not a whole number of quantization blocks
     """
 
     state_bytes: int
@@ -91,11 +93,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class PeakInstant:
-    """The instant of a step with the most memory.
+    """The instant of a step with the most memory, and its bytes.
 
     total  bytes of all rows together
     rows   bytes by row of the ledger
-    phase  forward, backward, optimizer or evaluation
+    phase  "forward", "backward", "optimizer" or "evaluation"
     part   the part of the model or of the phase, such as "block" or "update"
     """
 
@@ -107,15 +109,15 @@ class PeakInstant:
 
 @dataclass(frozen=True, slots=True)
 class BucketedReduction:
-    """Gradients that are reduced over the data-parallel ranks in buckets, while backward runs.
+    """Says how gradients are reduced over the data-parallel ranks in buckets, while backward runs.
 
-    shards   ranks that each gradient is sharded over (reduce-scatter); 1: every rank gets the full
-             gradient (all-reduce)
-    bucket   bytes of one bucket
-    always   True: the gradients of each micro-batch are reduced. False: gradients are summed over
-             the micro-batches, and the sums are reduced during the last micro-batch
-    coming   bytes of the buffers in which updated weights are gathered after the update
-    stays    whether these buffers live until the next forward begins
+    shards  number of ranks over which each gradient is sharded (reduce-scatter); 1: every rank gets
+            the full gradient (all-reduce)
+    bucket  bytes of one bucket
+    always  True: the gradients of each micro-batch are reduced. False: gradients are summed over
+            the micro-batches, and the sums are reduced during the last micro-batch
+    coming  bytes of the buffers in which updated weights are gathered after the update
+    stays   whether these buffers live until the next forward begins
     """
 
     shards: int
@@ -125,13 +127,14 @@ class BucketedReduction:
     stays: bool = False
 
     def begun_bytes(self, done: float, whole: float) -> float:
-        """Bytes of the allocated buckets when `done` of the `whole` bytes of gradients are complete:
-        `done` rounded up to whole buckets, and at most `whole`."""
+        """Return the bytes of the allocated buckets when `done` of the `whole` bytes of gradients
+        are complete: `done` rounded up to whole buckets, and at most `whole`."""
         return min(math.ceil(done / self.bucket) * self.bucket, whole)
 
     def rows_during(self, done: float, whole: float) -> dict[str, float]:
-        """Bytes of gradient shards and of buckets, by row, when `done` of the `whole` bytes of
-        gradients are complete."""
+        """Return the bytes of gradient shards (row "gradients") and of buckets (row
+        "communication") when `done` of the `whole` bytes of gradients are complete. If gradients
+        are not sharded, the buckets are in the row "gradients"."""
         if self.shards == 1:
             return {"gradients": self.begun_bytes(done, whole)}
         return {"gradients": done / self.shards, "communication": min(2 * self.bucket, self.begun_bytes(done, whole))}
@@ -139,14 +142,14 @@ class BucketedReduction:
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameters:
-    """Parameters that are unsharded only while their block computes (ZeRO-3, FSDP).
+    """Sizes of parameters that are unsharded only while their block computes (ZeRO-3, FSDP).
 
-    shards      ranks that parameters and gradients are sharded over. Infinity if gradients are
-                offloaded, because this device then keeps no gradient
-    block       bytes of the largest block's parameters, in the dtype that they are gathered in
-    rest        bytes of the parameters outside the blocks, which stay unsharded from the begin of
-                forward to the end of backward
-    reduced     bytes of the largest block's gradients, in the dtype that they are reduced in
+    shards      number of ranks over which parameters and gradients are sharded. Infinity if
+                gradients are offloaded, because this device then keeps no gradient
+    block       bytes of the largest block's parameters, in the dtype in which they are gathered
+    rest        bytes of the parameters outside the blocks, which stay unsharded from the beginning
+                of forward to the end of backward
+    reduced     bytes of the largest block's gradients, in the dtype in which they are reduced
     prefetched  bytes of the next block's parameters, which are gathered while a block computes its
                 backward
     ahead       whether the next block's parameters are prefetched in forward, too
@@ -161,26 +164,28 @@ class ShardedParameters:
 
     @property
     def reduce_dtype_ratio(self) -> float:
-        """Bytes of a gradient in the dtype that it is reduced in, over its bytes in the dtype that
-        backward computes it in. Example: 2 if bf16 gradients are reduced in fp32."""
+        """Bytes of a gradient in the dtype in which it is reduced, divided by its bytes in the
+        dtype in which backward computes it. Example: 2 if bf16 gradients are reduced in fp32."""
         return self.reduced / self.block if self.block else 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """All that one device sends in a step by one kind of communication, such as the all-reduce of
-    the gradients, or the copies of offloaded tensors.
+    """Describes everything that one device sends in a step by one kind of communication, such as
+    the all-reduce of the gradients, or the copies of offloaded tensors.
 
+    name         what is sent, such as "gradients"
     bytes        bytes that the device sends in the step
     bytes_per_s  bandwidth of the slowest link that the bytes pass
     overlaps     whether the communication overlaps with computation
     latency_s    seconds that the calls of a step take together, even if they send nothing
+    during       for copies between device and host memory: the work that the copies overlap with
+                 ("forward", "backward" or "update"), over all micro-batches; "" for communication
+                 between devices
+    way          for copies between device and host memory: "in" (to the device) or "out". Copies in
+                 different directions overlap; "" for communication between devices
     at_start     for weights that are gathered during the next forward: the share of the bytes that
                  must have arrived before this forward can begin; 0 for other messages
-    during       for copies between device and host memory: the work that the copies overlap with,
-                 forward, backward or update, over all micro-batches. Empty between devices
-    way          for copies between device and host memory: "in" to the device or "out". Copies in
-                 different directions overlap. Empty between devices
     """
 
     name: str
@@ -199,11 +204,11 @@ class Message:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """The recorded step of one micro-batch in one pipeline stage of the model.
+    """What one pipeline stage of the model does with one micro-batch, as recorded segments.
 
     forward, backward  segments of the stage's forward and backward
     weights            segments that compute the weight gradients of linear layers, if the schedule
-                       has separate W actions for them (zero bubble). Otherwise empty, and
+                       has separate W actions for them (zero bubble). Otherwise it is empty, and
                        `backward` computes these gradients
     """
 
@@ -218,13 +223,13 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageBoundary:
-    """The tensors of one micro-batch that pass between one pipeline stage and the next.
+    """Sizes of the tensors of one micro-batch that pass between one pipeline stage and the next.
 
-    forward   bytes of each tensor that the first of the two stages sends
+    forward   bytes of each tensor that the first of the two stages sends to the next
     backward  bytes of each gradient that the next stage sends back. A tensor that needs no gradient
               has none
-    saved     bytes of the sent tensors that the sender has also saved for its own backward. The
-              sender's activations contain these bytes already, so its messages do not count them
+    saved     bytes of the sent tensors that the sender has also saved for its own backward. They
+              count as the sender's activations, so they are not counted again as messages
     """
 
     forward: tuple[BatchLinear, ...] = ()
@@ -232,16 +237,18 @@ class StageBoundary:
     saved: BatchLinear = NOTHING
 
     def sent(self, kind: str) -> tuple[BatchLinear, ...]:
-        """Return the bytes of each tensor that is sent across this boundary: the activations that go to
-        a forward (kind "F"), or the gradients that go to a backward (kind "B")."""
+        """Return the bytes of each tensor that is sent across this boundary: the activations for a
+        forward (kind "F") of the next stage, or the gradients for a backward (kind "B") of the
+        stage before."""
         return self.forward if kind == FORWARD else self.backward
 
 
 @dataclass(frozen=True, eq=False)
 class RankProgram:
-    """Everything that one pipeline rank does in a step.
+    """Describes everything that one pipeline rank does in a step.
 
-    stage_programs  stage number -> recorded step, for each stage that the rank holds
+    stage_programs  stage number -> what the stage does with a micro-batch, for each stage that the
+                    rank holds
     schedule        the actions of every rank
     pipeline_rank   this rank's index in `schedule`
     boundaries      stage number -> the tensors that pass between this stage and the stage before
@@ -251,10 +258,11 @@ class RankProgram:
                     during the action, beside the action's own input. `sent` are messages to other
                     ranks that may not have arrived yet; `coming` are inputs of later actions that
                     are being received. A message is named by the action that consumes it
+    latency_s       seconds that one message takes in addition to the transfer of its bytes
     late            actions whose input is not requested before they begin (see
                     `pipeline_schedule.late`)
-    latency_s       seconds that one message takes beside its bytes
-    versions        older versions of the weights that are kept beside the newest one (pipedream)
+    versions        number of older versions of the weights that are kept beside the newest one
+                    (pipedream)
     continuous      whether the next step begins without waiting for the last backward (pipedream)
     """
 
@@ -270,22 +278,22 @@ class RankProgram:
     continuous: bool = False
 
     def message_bytes(self, taken: Action) -> tuple[BatchLinear, ...]:
-        """Bytes of each tensor that the action `taken` receives from the stage before it (forward)
-        or after it (backward)."""
+        """Return the bytes of each tensor that the action `taken` receives: from the stage before
+        it (forward) or from the stage after it (backward)."""
         crossing = self.boundaries.get(taken.stage if taken.kind == FORWARD else taken.stage + 1, StageBoundary())
         return crossing.sent(taken.kind)
 
     def sent_bytes(self, samples: int) -> float:
-        """Bytes that this rank sends to its neighbours in all actions of the schedule.
+        """Return the bytes that this rank sends to its neighbours in all actions of the schedule.
 
-        samples: samples in one micro-batch.
+        samples  number of samples in one micro-batch
         """
         own = (consumer_of(action) for action in self.schedule[self.pipeline_rank] if action.kind != WEIGHTS)
         return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))
 
     def resident_message_bytes(self, place: int) -> BatchLinear:
-        """Bytes of the messages in this rank's memory during its action at index `place`, beside the
-        action's own input.
+        """Return the bytes of the messages that are in this rank's memory during its action with
+        index `place`, without the action's own input.
 
         Sent tensors that the rank has saved for its own backward are subtracted, because they count
         as activations.
@@ -302,9 +310,10 @@ class RankProgram:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchRun:
-    """Segments of one micro-batch that run without a break: its whole forward and backward, or one
-    action of a pipeline.
+    """A part of a step that runs without a break: a micro-batch's whole forward and backward, or
+    one action of a pipeline.
 
+    segments  the recorded segments of this part, in order
     reduces   whether the gradients that these segments complete are reduced over the data-parallel
               ranks
     later     whether gradients of earlier micro-batches exist when the segments begin

@@ -1,4 +1,4 @@
-"""Derives the ledger of a model with fewer blocks from the ledger of the whole model."""
+"""Derive the ledger of a model with fewer blocks from the ledger of the whole model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from tightfit.cost.recorded_step import Segment
 
 
 def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
-    """Return the ledger without the blocks with these numbers.
+    """Return the ledger of the model without the blocks whose numbers are in `removed`.
 
-    A segment between two blocks is removed together with the block that runs before it. A parameter
-    is removed if only removed blocks use it. The remaining blocks keep their numbers.
+    A segment (a recorded part of the step) between two blocks is removed together with the block
+    that runs before it. A parameter is removed if only removed blocks use it. The remaining blocks
+    keep their numbers.
     """
 
     def remaining(program: tuple[Segment, ...]) -> tuple[Segment, ...]:
@@ -53,10 +54,10 @@ def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
 
 
 def with_depth(ledger: Ledger, count: int) -> Ledger:
-    """Return the ledger of the model with only `count` blocks (at least 2), numbered from 0: the
-    first `count` - 1 blocks and the last block.
+    """Return the ledger of the model with only `count` blocks (at least 2): the first `count` - 1
+    blocks and the last block. They are numbered from 0.
 
-    ledger: the ledger of the traced model, before any method's `cost`.
+    ledger  the ledger of the traced model, before any method's `cost`
     """
     removed = range(count - 1, ledger.blocks - 1)
     few = without_blocks(ledger, removed)

@@ -1,4 +1,5 @@
-"""The ledger: what one optimizer step costs one device, in bytes by row and in operations.
+"""The ledger: what one optimizer step costs one device, in bytes by row (use of memory) and in
+operations.
 
 It holds the recorded step of one micro-batch (see `cost/recorded_step.py`), the parameters and
 their updates, and the communication. Sizes are linear in the samples of a micro-batch, so one
@@ -10,7 +11,7 @@ added by an overlay (`cost/overlays.py`).
 Example: one device, fp32, AdamW, 1,000 MiB of parameters. Parameters (1,000) and optimizer states
 (2,000) live through the whole step. Forward adds the saved activations. Backward frees them while
 the gradients grow to 1,000. With 4,000 MiB of saved activations the peak is about 7,000 MiB, at the
-begin of backward. With 500 MiB it is about 4,000 MiB, at the end of backward or in the update.
+beginning of backward. With 500 MiB it is about 4,000 MiB, at the end of backward or in the update.
 Temporaries come on top.
 """
 
@@ -53,56 +54,60 @@ ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "c
 
 @dataclass(frozen=True)
 class Ledger:
-    """All memory and work of one device in one optimizer step. Sizes are in bytes.
+    """The ledger of one device: all memory and work of one optimizer step. Sizes are in bytes.
 
-    micro_batch     samples of one micro-batch
-    micro_batches   micro-batches in one step
-    training        recorded step of one micro-batch: forward, then backward
-    inference       function that returns the recorded step of one micro-batch of an evaluation. Its
-                    first call traces the model
-    parameters      the model's parameters and buffers
-    blocks          number of repeated blocks
-    experts         for each kind of mixture of experts: (number of experts, number that a token
-                    chooses)
-    dataflow        function that returns which tensors a forward computes from which
-                    (`models/dataflow.py`), for the methods that cut the model
-    check_segments  function that raises InputError if the model's blocks cannot be recomputed in
-                    groups
-    updates         parameter name -> the optimizer's update of this parameter
-    whole_step      operations that run once in a step and belong to no segment and no update, such
-                    as gradient clipping
-    batch_bytes     bytes of one sample's data, in device memory (on a CPU: in host memory)
-    batches_ahead   micro-batches of data in device memory beside the current one
+    micro_batch         number of samples in one micro-batch
+    micro_batches       number of micro-batches in one step
+    training            recorded step of one micro-batch: forward, then backward
+    inference           function that returns the recorded step of one micro-batch of an evaluation.
+                        Its first call traces the model
+    parameters          the model's parameters and buffers
+    blocks              number of repeated blocks
+    experts             for each kind of mixture of experts: (number of experts, number that a token
+                        chooses)
+    dataflow            function that returns which tensors a forward computes from which
+                        (`models/dataflow.py`), for the methods that cut the model
+    check_segments      function that raises InputError if the model's blocks cannot be recomputed
+                        in groups
+    updates             parameter name -> the optimizer's update of this parameter
+    whole_step          operations that run once in a step and belong to no segment and no update,
+                        such as gradient clipping
+    batch_bytes         bytes of one sample's data, in device memory (on a CPU: in host memory)
+    batches_ahead       number of micro-batches of data in device memory beside the current one
     update_in_backward  whether each parameter is updated as soon as its gradient is complete
-    foreach         whether the optimizer updates all parameters with multi-tensor kernels
-    host_batch      whether the device is the CPU, so that the data of all micro-batches of a step
-                    is in its memory
-    caches_memory   whether the process keeps freed memory and uses it again
-    mmap_threshold  if caches_memory is False: allocations of at least so many bytes get a memory
-                    mapping of their own, whose pages are faulted in again each time. None if the
-                    allocator adapts the threshold (see `planner/allocators/glibc.py`)
-    keeps_step      whether the memory of forward and backward is kept from step to step and used by
-                    nothing else, as the memory pool of CUDA graphs is
-    fixed           row -> bytes that live through the whole step beside the model's
-    phases          name of a phase before the first step -> its peak, without `fixed`
-    seconds         purpose -> seconds of work that is done once in a step
-    ahead           the keys of `seconds` whose work overlaps with the step's computation
-    sample_s        measured seconds to prepare one sample
-    host            purpose -> bytes of host memory that are not this device's memory
-    passing         purpose -> bytes of host memory that are used only before the first step or
-                    between steps
-    disk            purpose -> bytes of files
-    saving          bytes of a checkpoint's files that each process holds in host memory while it
-                    writes them
-    compile_s       seconds of compilation before the first step
-    summed_bytes    bytes of temporary tensors of a reduction of gradients that runs after backward
+    foreach             whether the optimizer updates all parameters with multi-tensor kernels
+    host_batch          whether the device is the CPU, so that the data of all micro-batches of a
+                        step is in its memory
+    caches_memory       whether the process keeps freed memory and uses it again
+    mmap_threshold      if caches_memory is False: an allocation of at least this many bytes gets a
+                        memory mapping of its own, whose pages are faulted in again each time. None
+                        if the allocator adapts the threshold (see `planner/allocators/glibc.py`)
+    keeps_step          whether the memory of forward and backward is kept from step to step and
+                        used by nothing else, as the memory pool of CUDA graphs is
+    fixed               row -> bytes that live through the whole step and do not belong to the
+                        model, such as those of the CUDA context
+    phases              name of a phase before the first step -> its peak in bytes, without `fixed`
+    seconds             purpose -> seconds of work that is done once in a step
+    ahead               the keys of `seconds` whose work overlaps with the step's computation
+    sample_s            measured seconds to prepare one sample
+    stream_bytes        the most bytes of host memory that a process needs to read streamed data; 0
+                        if data is not streamed
+    host                purpose -> bytes of host memory that are not this device's memory
+    passing             purpose -> bytes of host memory that are used only before the first step or
+                        between steps
+    disk                purpose -> bytes of files
+    saving              bytes of a checkpoint's files that each process holds in host memory while
+                        it writes them
+    compile_s           seconds of compilation before the first step
+    summed_bytes        bytes of temporary tensors of a reduction of gradients that runs after
+                        backward
     bucketed_reduction  how gradients are reduced in buckets over the data-parallel ranks; None if
-                    they are not
+                        they are not
     sharded_parameters  how parameters are gathered and resharded; None if they are not sharded
-    messages        all communication of a step
-    takes_gradients  whether each gradient is offloaded as soon as it is complete
-    device          the pipeline rank that this ledger describes
-    rank_program    what this pipeline rank does in a step; None without a pipeline
+    messages            all communication of a step
+    takes_gradients     whether each gradient is offloaded as soon as it is complete
+    device              the pipeline rank that this ledger describes
+    rank_program        what this pipeline rank does in a step; None without a pipeline
     """
 
     micro_batch: int
@@ -129,6 +134,7 @@ class Ledger:
     seconds: dict[str, float] = field(default_factory=dict)
     ahead: frozenset[str] = frozenset()
     sample_s: float = 0.0
+    stream_bytes: float = 0.0
     host: dict[str, float] = field(default_factory=dict)
     passing: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
@@ -143,7 +149,8 @@ class Ledger:
     rank_program: RankProgram | None = None
 
     def row_bytes(self) -> dict[str, float]:
-        """Bytes that live from step to step, by row."""
+        """Return the bytes that live from step to step, by row: parameters, optimizer states and
+        the bytes of `fixed`. The other rows are 0."""
         rows = dict.fromkeys(ROWS, 0.0)
         rows["parameters"] = sum(parameter.bytes for parameter in self.parameters)
         if self.rank_program is not None:
@@ -154,12 +161,14 @@ class Ledger:
         return rows
 
     def gradient_bytes(self) -> float:
-        """Bytes of all gradients that this device keeps, in their parameters' dtypes."""
+        """Return the bytes of all gradients that this device keeps. A gradient has the dtype of its
+        parameter."""
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
     def instants(self) -> Iterator[Instant]:
-        """Yield (phase, part, bytes by row) for the peak of each segment of a step, and for instants
-        between segments, such as a reduction, in order.
+        """Yield (phase, part, bytes by row) for points in time of one training step, in order. They
+        are the peak of each segment (such as the backward of one block), and instants between
+        segments, such as a reduction.
 
         The first micro-batch allocates the gradients. Each later micro-batch adds its gradients to
         the existing ones.
@@ -174,13 +183,15 @@ class Ledger:
             yield phase, part, beside
 
     def _pool_bytes(self) -> float:
-        """Bytes of the CUDA graphs' memory pool, which is kept from step to step: the most that
-        activations, temporaries and gradients take together in forward and backward."""
+        """Return the bytes of the memory pool of CUDA graphs, which is kept from step to step: the
+        most that activations, temporaries and gradients need together at one time in forward and
+        backward."""
         steps = (rows for phase, _, rows in self._replayed_step() if phase in _IN_A_GRAPH)
         return max(sum(rows[row] for row in _OF_A_GRAPH) for rows in steps)
 
     def _replayed_step(self) -> list[Instant]:
-        """The instants of a step, without the pool of CUDA graphs."""
+        """Return (phase, part, bytes by row) for the instants of a training step, in order. The
+        memory pool of CUDA graphs is not counted."""
         memory, overlay = StepMemory(self.row_bytes()), self._overlay()
         batches = self.micro_batches if self.host_batch else 1 + self.batches_ahead
         memory.change({"activations": self.batch_bytes * self.micro_batch * batches})
@@ -209,7 +220,8 @@ class Ledger:
         return memory.instants
 
     def _overlay(self) -> Overlay:
-        """Return the overlay that adds the plan's gradient buckets or unsharded parameters."""
+        """Return the overlay that adds the plan's gradient buckets or unsharded parameters while a
+        step is replayed."""
         if self.sharded_parameters is not None:
             return ShardOverlay(self.sharded_parameters, self.gradient_bytes(), self.rank_program is not None)
         if self.bucketed_reduction is not None:
@@ -217,11 +229,11 @@ class Ledger:
         return Overlay()
 
     def model_flops(self) -> float:
-        """Model FLOPs of a step, as MFU counts them (Chowdhery et al. 2022, arXiv:2204.02311,
-        appendix B).
+        """Return the model FLOPs of one step, as MFU counts them (Chowdhery et al. 2022,
+        arXiv:2204.02311, appendix B). In a pipeline, it is the mean over its ranks.
 
-        A forward of all samples, with attention over all pairs even under a causal mask, and twice
-        as much for backward. Recomputation does not count. In a pipeline: the mean over its ranks.
+        A forward of all samples counts, with attention over all pairs even under a causal mask, and
+        backward counts twice as much. Recomputation does not count.
         """
         forward = sum(
             operation.flops.at(self.micro_batch) * operation.count.at(self.micro_batch)
@@ -232,10 +244,11 @@ class Ledger:
         return 3 * forward * self.micro_batches / devices
 
     def micro_batch_runs(self) -> Iterator[MicroBatchRun]:
-        """Yield what the micro-batches of a step run, in order.
+        """Yield a `MicroBatchRun` for each micro-batch of a step, in order: the segments that it
+        runs, and what happens to its gradients.
 
-        Without a pipeline these are only the first two micro-batches, because every later
-        micro-batch equals the second. In a pipeline these are all actions of this rank.
+        Without a pipeline, only the first two micro-batches are yielded, because every later one
+        equals the second. In a pipeline, there is one item for each action of this rank.
         """
         if self.rank_program is not None:
             yield from self._actions_of_rank(self.rank_program)
@@ -245,8 +258,9 @@ class Ledger:
             yield MicroBatchRun(segments, reduces=self._reduces(last=number == len(steps) - 1), later=number > 0)
 
     def _actions_of_rank(self, rank: RankProgram) -> Iterator[MicroBatchRun]:
-        """Yield the actions of a pipeline rank. Each action runs between a segment that allocates
-        the messages in memory during the action and a segment that frees them."""
+        """Yield a `MicroBatchRun` for each action of the pipeline rank `rank`, in order. Its first
+        segment allocates the messages that are in memory during the action, and its last segment
+        frees them."""
         backward = {stage: self.first_and_later(part.backward, 2) for stage, part in rank.stage_programs.items()}
         weights = {stage: self.first_and_later(part.weights, 2) for stage, part in rank.stage_programs.items()}
         done: set[tuple[str, int]] = set()  # kind and stage of the backward actions so far
@@ -272,22 +286,24 @@ class Ledger:
             done.add((action.kind, stage))
 
     def _reduces(self, last: bool) -> bool:
-        """Whether a micro-batch reduces its gradients in buckets.
+        """Return whether a micro-batch reduces its gradients in buckets over the data-parallel
+        ranks.
 
-        last: whether it is the last micro-batch of the step.
+        last  whether it is the last micro-batch of the step
         """
         return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
-        """Return [first], or with several micro-batches [first, later]: the recorded step of the first
-        micro-batch, and that of each later micro-batch.
+        """Return [first], or with several micro-batches [first, later]: the recorded step of the
+        first micro-batch, and that of each later micro-batch.
 
         They differ in what happens to gradients. By default the first micro-batch allocates them,
         and a later one adds to them. A plan may also free gradients when they are complete, because
         they are reduced or applied at once; then both are the same.
 
-        training: the recorded step of one micro-batch. Equal blocks share one timeline (their list
-        of allocations and frees) in it, and also in the results.
+        training       the recorded step of one micro-batch. Equal blocks share one timeline (their
+                       list of allocations and frees) in it, and also in the results
+        micro_batches  number of micro-batches in a step
         """
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
@@ -304,8 +320,9 @@ class Ledger:
         return [first] if micro_batches == 1 else [first, edit_backward(first, [accumulate_gradients])]
 
     def evaluation(self) -> Iterator[Instant]:
-        """Yield (phase, part, bytes by row) for the peak of each segment of one evaluation micro-batch,
-        in order. An evaluation has only a forward."""
+        """Yield (phase, part, bytes by row) for points in time of one evaluation micro-batch, in
+        order: the peak of each segment, such as the forward of one block. The phase is always
+        "evaluation"."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
         if self.keeps_step:
@@ -316,20 +333,21 @@ class Ledger:
             rows = add_rows(rows, played.at_end)
 
     def peak(self) -> PeakInstant:
-        """The instant of a step with the most memory. With CUDA graphs the instants of evaluations
-        count, too, because evaluations need memory beside the graphs' pool."""
+        """Return the instant of a step with the most memory. With CUDA graphs the instants of
+        evaluations count, too, because evaluations need memory beside the graphs' pool."""
         return _largest((*self.instants(), *self.evaluation()) if self.keeps_step else self.instants())
 
     def peaks(self) -> dict[str, float]:
-        """Device bytes at the peak of each phase, in the order in which the phases run."""
+        """Return phase -> device bytes at its peak: first the phases of a step and of an
+        evaluation, then the phases outside of steps."""
         found: dict[str, float] = {}
         for phase, _, rows in (*self.instants(), *self.evaluation()):
             found[phase] = max(found.get(phase, 0.0), sum(rows.values()))
         return {**found, **self.peaks_outside_steps()}
 
     def peaks_outside_steps(self) -> dict[str, float]:
-        """Device bytes at the peak of each phase outside of the steps: the phases before the first
-        step, and the writing of a checkpoint.
+        """Return phase -> device bytes at its peak, for each phase outside of the steps: the phases
+        before the first step, and "checkpoint", the writing of a checkpoint.
 
         A checkpoint gathers sharded tensors in host memory, a few files at a time. So it needs more
         memory only on a CPU.
@@ -340,7 +358,8 @@ class Ledger:
         return {**{name: size + fixed for name, size in self.phases.items()}, "checkpoint": checkpoint}
 
     def _update_bytes(self) -> float:
-        """Bytes of temporary tensors at the peak of the update."""
+        """Return the bytes of temporary tensors at the peak of the optimizer update. They are 0 if
+        parameters are updated in backward."""
         if self.update_in_backward or not self.updates:
             return 0.0
         largest, left, leaving = 0, dict[int, int](), 0
@@ -354,9 +373,11 @@ class Ledger:
         return max(largest, together) if self.foreach else largest
 
     def operations(self) -> Iterator[tuple[str, str, Operation, float]]:
-        """Yield (phase, part, operation, how often the operation runs) for a whole step.
+        """Yield (phase, part, operation, how often the operation runs in a step) for each operation
+        of a step.
 
-        Sizes of operations in "forward" and "backward" are those of one micro-batch.
+        The FLOPs and bytes of an operation are those of one run. In the phases "forward" and
+        "backward", they are functions of the number of samples in a micro-batch.
         """
         for segment in self.training:
             for operation in segment.timeline.operations:
@@ -373,8 +394,11 @@ _OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows in a CUDA grap
 
 
 def _messages(size: BatchLinear, phase: str) -> tuple[Segment, Segment]:
-    """Return two segments: the first allocates messages of `size` bytes before an action, the second
-    frees them after the action."""
+    """Return two segments around a pipeline action: the first allocates `size` bytes for messages,
+    the second frees them.
+
+    phase  the action's phase, "forward" or "backward"
+    """
     buffer = Buffer(size, "temporaries", "message")
     allocate, free = (Timeline(((buffer, sign),)) for sign in (1, -1))
     return Segment("messages", phase, allocate), Segment("messages", phase, free)
@@ -390,6 +414,6 @@ def _largest(instants: Iterable[Instant]) -> PeakInstant:
 
 
 def cost_in_trace(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """The `cost` of a method that changes the model before it is traced: the ledger is returned
-    unchanged, because its recorded step contains the method's changes already."""
+    """Return `ledger` unchanged. This is the `cost` of a method that changes the model before it is
+    traced: the recorded step contains the method's changes already."""
     return ledger

@@ -1,4 +1,4 @@
-"""Overlays add the memory that is in no segment of a recorded step: gradient buckets and unsharded
+"""Overlays add memory that is in no segment of a recorded step: gradient buckets and unsharded
 parameters.
 
 `Ledger.instants` replays a step segment by segment into a `StepMemory`. It tells an overlay when
@@ -10,9 +10,10 @@ the step, a micro-batch and a segment begin and end, and the overlay adds bytes:
 - `ShardOverlay` gathers the parameters of one block at a time and reduces its gradients (ZeRO-3).
 
 Example: backward has completed 60 of 100 MiB of gradients. In the recorded step,
-`free_completed_gradients` (`cost/recorded_step.py`) frees each gradient when it is complete, because
-it is copied to a bucket. `BucketOverlay` adds the buckets. With buckets of 25 MiB, two are full and
-the third is partly filled. A bucket is allocated whole, so the overlay adds 3 x 25 = 75 MiB.
+`free_completed_gradients` (`cost/recorded_step.py`) frees each gradient when it is complete,
+because it is copied to a bucket. `BucketOverlay` adds the buckets. With buckets of 25 MiB, two are
+full and the third is partly filled. A bucket is allocated whole, so the overlay adds 3 x 25 = 75
+MiB.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ Instant = tuple[str, str, Rows]  # (phase, part, bytes by row)
 
 
 def add_rows(rows: Rows, *others: Rows) -> Rows:
-    """Add bytes row by row. `rows` must have every row of `others`."""
+    """Return `rows` plus the bytes of `others`, row by row. `rows` must have every row of `others`,
+    and is not changed."""
     for other in others:
         rows = {**rows, **{row: rows[row] + size for row, size in other.items() if size}}
     return rows
 
 
 class StepMemory:
-    """Device bytes by row while a step is replayed.
+    """The device memory, in bytes by row, while a step is replayed.
 
-    rows      bytes by row at the current point of the replay
-    instants  (phase, part, bytes by row) of each instant that `note` was called for, in order
+    rows      row -> bytes at the current point of the replay
+    instants  (phase, part, bytes by row) of each instant for which `note` was called, in order
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -43,11 +45,16 @@ class StepMemory:
         self.instants: list[Instant] = []
 
     def change(self, change: Rows) -> None:
-        """Add these bytes to the rows (negative bytes: free them) until a later change."""
+        """Add bytes to the rows, from now on. `change` maps a row to the bytes that are allocated;
+        negative bytes are freed."""
         self.rows = add_rows(self.rows, change)
 
     def note(self, phase: str, part: str, *beside: Rows) -> None:
-        """Add an instant at which the bytes of `beside` are allocated in addition to `rows`."""
+        """Append an instant to `instants`. Its bytes are those of `rows` now, plus those of
+        `beside` (row -> bytes), which are allocated only at this instant.
+
+        phase, part  when the instant is, such as "backward", "block"
+        """
         self.instants.append((phase, part, add_rows(self.rows, *beside)))
 
     def free_gradients(self) -> None:
@@ -55,46 +62,54 @@ class StepMemory:
 
 
 class Overlay:
-    """The overlay that adds nothing: gradients stay where backward allocates them. Base class of the
-    other overlays."""
+    """Base class of the overlays, which add memory to a replayed step. This class adds nothing:
+    gradients stay where backward allocates them."""
 
     def begin_step(self, memory: StepMemory) -> None:
         memory.note("forward", "start")
 
     def begin_run(self, run: MicroBatchRun) -> None:
-        """Called when a micro-batch, or an action of a pipeline, begins."""
+        """Called when a micro-batch, or an action of a pipeline, begins. `run` says what it does
+        with gradients."""
 
     def at_peak(self, segment: Segment, replayed: ReplayedSegment) -> Rows:
-        """Return the bytes that the overlay adds at the segment's peak."""
+        """Return the bytes, by row, that the overlay adds at the peak of a segment. `replayed` has
+        the segment's own bytes."""
         return {}
 
     def end_segment(self, memory: StepMemory, segment: Segment, replayed: ReplayedSegment) -> None:
-        """Called when a segment has ended. `memory` contains the buffers that it did not free."""
+        """Called when a segment has ended. `memory` already contains the buffers that the segment
+        allocated and did not free; the overlay changes it. `replayed` has the segment's own
+        bytes."""
 
     def end_run(self, memory: StepMemory, run: MicroBatchRun) -> None:
-        """Called when a micro-batch, or an action of a pipeline, has ended."""
+        """Called when a micro-batch, or an action of a pipeline, has ended. The overlay changes
+        `memory`."""
 
     def free_gradients(self) -> None:
-        """Called when an update has used and freed all gradients."""
+        """Called when an optimizer update has used and freed all gradients. The overlay then adds
+        no gradients."""
 
     def end_backward(self, memory: StepMemory) -> None:
-        """Called when the last backward of the step has ended. Changes `memory` to the bytes that
-        are allocated when the update begins."""
+        """Called when the last backward of the step has ended. The overlay changes `memory` to the
+        bytes that are allocated when the update begins."""
 
     def end_step(self, memory: StepMemory) -> None:
-        """Called when the update has ended."""
+        """Called when the update has ended. The overlay may add instants to `memory`."""
 
 
 class BucketOverlay(Overlay):
-    """Adds the buckets in which gradients are reduced while backward runs.
+    """Adds the buckets in which gradients are reduced over the data-parallel ranks while backward
+    runs.
 
+    reduction   the size of a bucket, and how gradients are reduced
     whole       bytes of all gradients
     done        bytes of the gradients that the current micro-batch has completed and moved to
                 buckets
     arrived     bytes of the reduced gradients of earlier micro-batches
     reduces     whether the current micro-batch reduces its gradients
-    moves_sums  whether a gradient that is moved to a bucket is a sum over micro-batches, which
-                `memory` contains and which is then freed
+    moves_sums  whether a gradient that is moved to a bucket is a sum over micro-batches. `memory`
+                contains such a sum, so it is freed there
     """
 
     def __init__(self, reduction: BucketedReduction, whole: float) -> None:
@@ -141,7 +156,8 @@ class BucketOverlay(Overlay):
             memory.note("optimizer", "gather", {"communication": self.reduction.coming})
 
     def _rows_after(self, done: float) -> Rows:
-        """Bytes of shards and buckets, by row, when `done` bytes of gradients are complete."""
+        """Return the bytes of gradient shards and of buckets, by row, when `done` bytes of
+        gradients are complete."""
         rows = self.reduction.rows_during(done, self.whole)
         if self.arrived and self.reduction.shards > 1:  # a new shard, before it is added to the sum
             rows["communication"] += 2 * self.reduction.bucket / self.reduction.shards
@@ -152,9 +168,10 @@ class ShardOverlay(Overlay):
     """Adds the parameters that are unsharded while their block computes (ZeRO-3, FSDP), and the
     sharded gradients.
 
+    sharded      bytes of a block's parameters and gradients, and the number of shards
     whole        bytes of the gradients that this device keeps after each micro-batch
     in_pipeline  whether the ledger is that of a pipeline rank. The gradients of its previous action
-                 may still be being reduced when an action begins
+                 may still be in reduction when an action begins
     done         bytes of the gradients that the current micro-batch has completed and reduced
     arrived      bytes of the gradient shards of earlier micro-batches
     """
@@ -197,15 +214,17 @@ class ShardOverlay(Overlay):
         memory.change({"communication": -self.sharded.rest, "gradients": self.arrived})
 
     def _shard_bytes(self) -> float:
-        """Bytes of the gradient shards: the shards of earlier micro-batches, or the current
-        micro-batch's shards if they are larger."""
+        """Return the bytes of the gradient shards: those of earlier micro-batches, or those of the
+        current micro-batch if they are larger."""
         return max(self.arrived, self.done * self.sharded.reduce_dtype_ratio / self.sharded.shards)
 
     def _unsharded_bytes(self, segment: Segment) -> float:
-        """Bytes of the unsharded tensors while a block computes; 0 for a segment outside of blocks.
+        """Return the bytes of the unsharded tensors while a block computes; 0 for a segment outside
+        of blocks.
 
-        These are the block's parameters and, if they are prefetched, the next block's. In backward
-        the gradients that are being reduced count, too, if another block has computed some before.
+        These are the block's parameters and, if they are prefetched, the next block's. In backward,
+        the gradients that are being reduced count, too, if another block has computed gradients
+        before.
         """
         if segment.block is None:
             return 0.0

@@ -1,9 +1,9 @@
-"""Pipeline schedules: what each pipeline rank does, in which order.
+"""Define pipeline schedules: what each pipeline rank does, in which order.
 
-One schedule serves both sides: the engine runs it, and the planner simulates it. A pipeline of P
-ranks with V virtual stages each cuts the model into P x V stages, and stage s is on rank s mod P.
-Each rank has a list of actions: the forward (F) of one micro-batch through one stage, its backward
-(B), or, where backward is split, the part of it that computes the weights' gradients (W).
+The engine runs a schedule, and the planner simulates the same schedule. A pipeline of P ranks with
+V virtual stages each cuts the model into P x V stages, and stage s is on rank s mod P. Each rank
+has a list of actions: the forward (F) of one micro-batch through one stage, its backward (B), or,
+where backward is split, the part of it that computes the weights' gradients (W).
 
 Example: 1f1b with 4 ranks and 8 micro-batches.
 
@@ -12,10 +12,10 @@ Example: 1f1b with 4 ranks and 8 micro-batches.
     rank 2   F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7     2
     rank 3   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7     1
 
-The same pipeline under every schedule, if a forward through all of a rank's layers takes 1 s and
-its backward 2 s. Each rank computes for 24 s; the rest of the step is the bubble. `in flight` is
-the largest number of micro-batches whose activations a rank holds at once. With two virtual stages,
-each of the rank's stages has half of the layers, and each is counted.
+The next table compares the schedules for this pipeline, if a forward through all of a rank's layers
+takes 1 s and its backward 2 s. Each rank computes for 24 s; the rest of the step is the bubble. `in
+flight` is the largest number of micro-batches whose activations a rank holds at once. With two
+virtual stages, each of the rank's stages has half of the layers, and each is counted.
 
     schedule                         step     in flight on ranks 0 to 3
     naive                            96 s      1  1  1  1
@@ -41,9 +41,11 @@ FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list: the forward or backward of one micro-batch through one stage.
+    """One entry of a pipeline rank's list: the forward or backward of one micro-batch through one
+    stage.
 
-    kind         F (forward), B (backward) or W (gradients of the weights)
+    kind         "F" (forward), "B" (backward) or "W" (the part of a split backward that computes
+                 the gradients of the weights)
     stage        number of the model's stage, from 0
     micro_batch  number of the micro-batch in the step, from 0
     """
@@ -61,13 +63,14 @@ Schedule = tuple[tuple[Action, ...], ...]  # a list of actions for each rank
 
 @cache
 def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> Schedule:
-    """Return the actions of every rank in one step, in order. For pipedream, return those of several
-    steps, so that its steady state is included.
+    """Return the actions of one step as one tuple for each pipeline rank, in the order in which the
+    rank runs them. For pipedream, return the actions of several steps, so that its steady state is
+    included.
 
     schedule        a plan's `schedule`: naive, gpipe, 1f1b, interleaved, zero-bubble or pipedream
     ranks           ranks of the pipeline
     virtual_stages  stages on each rank; more than one only for interleaved
-    micro_batches   micro-batches in one step
+    micro_batches   number of micro-batches in one step
 
     Raises KeyError for an unknown schedule.
     """
@@ -84,8 +87,8 @@ def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches:
 
 
 def _naive(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """Send one micro-batch after another through all ranks and back. Only one rank computes at a
-    time."""
+    """Return the actions of rank `rank` if one micro-batch after the other passes through all ranks
+    and back. Only one rank computes at a time. `count` is the number of micro-batches."""
     return tuple(Action(kind, rank, number) for number in range(count) for kind in (FORWARD, BACKWARD))
 
 
@@ -94,9 +97,9 @@ def _gpipe(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """Run as many forwards as there are ranks after this rank, then alternate: one forward, one
-    backward. So rank r of P holds the activations of at most P - r micro-batches.
-    """
+    """Return the actions of rank `rank` in the 1F1B schedule: as many forwards as there are ranks
+    after this rank, then alternately one forward and one backward. So rank r of P holds the
+    activations of at most P - r micro-batches. `count` is the number of micro-batches."""
     ahead = min(ranks - rank - 1, count)
     forwards = [Action(FORWARD, rank, number) for number in range(count)]
     backwards = [Action(BACKWARD, rank, number) for number in range(count)]
@@ -104,10 +107,9 @@ def _one_forward_one_backward(rank: int, ranks: int, count: int) -> tuple[Action
 
 
 def _steps_of(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
-    """Return a rank's actions in PipeDream: 1F1B in which each entry is a whole step of `count`
-    micro-batches, without a flush between steps. There are twice as many steps as ranks, so that
-    the steady state is included.
-    """
+    """Return the actions of rank `rank` in PipeDream's schedule: 1F1B in which each entry is a
+    whole step of `count` micro-batches. A rank does not wait between steps for the pipeline to
+    become empty. There are twice as many steps as ranks, so that the steady state is included."""
     return tuple(
         Action(action.kind, rank, action.micro_batch * count + number)
         for action in _one_forward_one_backward(rank, ranks, 2 * ranks)
@@ -116,8 +118,8 @@ def _steps_of(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
 
 
 def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tuple[Action, ...]:
-    """Return the first `ahead` forwards, then one forward and one backward alternately until the
-    forwards end, then the remaining backwards."""
+    """Return one tuple of actions: the first `ahead` forwards, then alternately one forward and one
+    backward until the forwards end, then the remaining backwards."""
     found = forwards[:ahead]
     for number, forward in enumerate(forwards[ahead:]):
         found += [forward, backwards[number]]
@@ -125,9 +127,9 @@ def _in_turn(forwards: list[Action], backwards: list[Action], ahead: int) -> tup
 
 
 def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tuple[Action, ...]:
-    """Return a rank's actions in the interleaved schedule. Micro-batches form groups of as many as
-    there are ranks. A group passes through one of the rank's stages after the other, then the next
-    group does.
+    """Return the actions of rank `rank` in the interleaved schedule. The micro-batches form groups,
+    each with as many micro-batches as there are ranks. A group passes through all of the rank's
+    stages, one after the other, before the next group begins.
 
     count  number of micro-batches, a multiple of `ranks`
     """
@@ -146,8 +148,8 @@ def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tupl
 
 
 def _zero_bubble(ranks: int, count: int) -> Schedule:
-    """Return the zero-bubble schedule ZB-H1: 1F1B whose bubbles are filled with the computation of
-    weight gradients (W) of earlier backwards.
+    """Return the zero-bubble schedule ZB-H1 for `count` micro-batches: 1F1B whose bubbles are
+    filled with the computation of weight gradients (W) of earlier backwards.
 
     In each time slot a rank runs a backward if one is ready, else a forward, else a W. It runs a
     forward only while fewer micro-batches are in flight than on the first rank of 1F1B.
@@ -173,7 +175,8 @@ def _zero_bubble(ranks: int, count: int) -> Schedule:
 
 
 def dependencies_of(action: Action, stages: int) -> list[Action]:
-    """Return the actions that must end before `action` begins.
+    """Return the actions that must end before `action` can begin. Example: a forward needs the same
+    micro-batch's forward through the stage before.
 
     stages  number of stages of the whole model
     """
@@ -187,8 +190,8 @@ def dependencies_of(action: Action, stages: int) -> list[Action]:
 
 
 def consumer_of(action: Action) -> Action:
-    """Return the action that reads the output of `action`: the same micro-batch's forward in the next
-    stage, or its backward in the stage before.
+    """Return the action that reads the output of the forward or backward `action`: the same
+    micro-batch's forward in the next stage, or its backward in the stage before.
 
     The forward of the last stage and the backward of the first stage send nothing. For them, the
     returned action has a stage that does not exist, such as -1.
@@ -197,8 +200,9 @@ def consumer_of(action: Action) -> Action:
 
 
 def producer_of(action: Action) -> Action:
-    """Return the action whose output `action` reads. Its stage does not exist if `action` receives
-    nothing."""
+    """Return the action whose output the forward or backward `action` reads: the same micro-batch's
+    forward in the stage before, or its backward in the next stage. If `action` receives nothing,
+    the returned action has a stage that does not exist, such as -1."""
     return Action(action.kind, action.stage - (1 if action.kind == FORWARD else -1), action.micro_batch)
 
 
@@ -206,20 +210,28 @@ def producer_of(action: Action) -> Action:
 def coming(
     schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """Return, for each action of a rank, the later actions whose input messages the rank requests
-    (posts a receive for) before it begins the action.
+    """Return, for each action of a rank in order, which inputs of later actions the rank requests
+    before it begins the action. To request an input is to post a receive for it. An input is named
+    by the action that reads it.
+
+    schedule         a plan's `schedule`, such as "1f1b"
+    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    micro_batches    number of micro-batches in one step
+    device           the rank
+    stops            whether the device may stop in the middle of an action, for example to free
+                     memory or to load a kernel. It then waits for all messages that it requested or
+                     sent. A GPU may stop
 
     While an action computes, the input of the next action arrives (double buffering). So an entry
-    usually contains the next action alone. The next action is left out if its input
+    of the result usually has the next action alone. The next action is left out if its input
 
     - does not exist: a W action receives nothing, nor does the first stage's forward or the last
       stage's backward;
     - belongs to pipedream's next step, whose samples are not known before the update;
-    - is one of `late`, on a device that `stops`. A GPU stops in the middle of an action, for example
-      to free memory or to load a kernel, and then waits for all messages that it requested or sent.
+    - must not be requested early (see `late`), if the device `stops`.
 
-    Under pipedream, a round is the forwards of a step followed by the backwards of an earlier step. A
-    device that stops requests all gradients of the round before the round's first forward.
+    Under pipedream, a round is the forwards of a step followed by the backwards of an earlier step.
+    A device that stops requests all gradients of the round before the round's first forward.
     Otherwise there can be a deadlock: rank 0 stops in a forward until rank 1 receives its output,
     while rank 1 stops in a backward until rank 0 receives its gradient.
 
@@ -246,8 +258,13 @@ def coming(
 
 
 def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return the backwards that pipedream's current round still has to run after the action number
-    `place`. A round is the forwards of a step, then the backwards of an earlier step."""
+    """Return the backwards that a rank still has to run in pipedream's current round, after its
+    action with index `place` in `actions`. A round is the forwards of a step, then the backwards of
+    an earlier step.
+
+    actions        all actions of the rank, in order
+    micro_batches  number of micro-batches in one step
+    """
     here = actions[place]
     end = place + micro_batches - here.micro_batch % micro_batches  # of this step's forwards or backwards
     rest = actions[place + 1 : end] if here.kind == BACKWARD else actions[end : end + micro_batches]
@@ -256,17 +273,22 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
 
 @cache
 def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
-    """Return the actions whose input message a device that may stop requests only when the action
-    begins, and not one action earlier.
+    """Return the actions whose input must not be requested early. Such an input is requested (a
+    receive is posted) only when the action itself begins, instead of during the action before it.
+    This is for devices that may stop in the middle of an action and wait for their messages.
+
+    schedule         a plan's `schedule`, such as "1f1b"
+    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    micro_batches    number of micro-batches in one step
 
     Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, while
     rank 1 computes the backward that rank 0 needs next. If both requested these messages early and
     both stopped, they would wait for each other for ever. So all actions of a step are put into one
-    order, and a device requests a message early only if its producer comes before the device's
-    current action in this order. Then no cycle of waits can form.
+    order. A device requests a message early only if its producer comes before the device's current
+    action in this order. Then no cycle of waits can form.
 
-    Empty for pipedream: its ranks work on different steps, so a requested message was produced in
-    an earlier round.
+    The result is empty for pipedream: its ranks work on different steps, so a requested message was
+    produced in an earlier round.
     """
     if schedule == "pipedream":
         return frozenset()
@@ -284,12 +306,19 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
 
 
 def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
-    """Put all actions of a step into one order, and return each action's position in it, from 0.
+    """Put all actions of a step into one order. Return action -> its position in this order, from
+    0.
 
-    The order is that of a run in which every action takes equally long. Among actions that run at
-    the same time, forwards come first, by increasing stage, then backwards, by decreasing stage: the
-    directions in which their messages travel. A device that stops also waits for its sends, so if
-    possible an action comes after the actions that receive what its rank sent before.
+    schedule         a plan's `schedule`, such as "1f1b"
+    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    micro_batches    number of micro-batches in one step
+
+    The order is that of a run in which every action takes equally long. Of the actions that run at
+    the same time, forwards come first, by increasing stage, and then backwards, by decreasing
+    stage. These are the directions in which their messages travel.
+
+    If possible, an action also comes after the actions that receive what its rank has sent before.
+    The reason is that a device that stops in an action waits for its sends, too.
     """
     table = make_schedule(schedule, devices, chunks, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
@@ -314,13 +343,15 @@ def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -
 
 
 def _message_direction(action: Action) -> tuple[bool, int]:
-    """Return a sort key: forwards first, by increasing stage, then backwards, by decreasing stage."""
+    """Return a sort key that puts forwards first, by increasing stage, and then backwards, by
+    decreasing stage."""
     is_forward = action.kind == FORWARD
     return not is_forward, action.stage if is_forward else -action.stage
 
 
 def _in_order(table: Schedule) -> Iterator[Action]:
-    """Yield all actions of a schedule, each after its dependencies.
+    """Yield all actions of the ranks' lists in one order in which each action comes after its
+    dependencies.
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
@@ -339,11 +370,14 @@ def _in_order(table: Schedule) -> Iterator[Action]:
 
 
 def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
-    """Return, for each action of a rank, the messages that the rank has sent and still holds in memory
-    while the action runs.
+    """Return, for each action of the rank `device` in order, the messages that the rank has sent
+    before and still holds in memory while the action runs. A message is named by the action that
+    receives it.
 
-    A message is named by the action that receives it. The sender frees it when it knows that it has
-    arrived: when the receiver has sent back something that it computed after receiving it.
+    table  the actions of every rank
+
+    The sender frees a message when it knows that the message has arrived: when the receiver has
+    sent back something that it computed after receiving it.
     """
     devices, last = len(table), max(action.stage for actions in table for action in actions)
     places = {action: place for actions in table for place, action in enumerate(actions)}
@@ -363,8 +397,11 @@ def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
 
 
 def in_flight(actions: Iterable[Action]) -> int:
-    """Return the largest number of micro-batches whose activations a rank holds at once. A micro-batch
-    that is in flight in two of the rank's stages counts twice."""
+    """Return the largest number of micro-batches whose activations a rank holds at once. A
+    micro-batch that is in flight in two of the rank's stages counts twice.
+
+    actions  all actions of the rank, in order
+    """
     there, most = 0, 0
     actions = list(actions)
     last = WEIGHTS if any(action.kind == WEIGHTS for action in actions) else BACKWARD
@@ -376,7 +413,7 @@ def in_flight(actions: Iterable[Action]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledAction:
-    """An action of a rank with its start and its end, in seconds from the begin of the step."""
+    """An action of a rank with its start and its end, in seconds since the start of the step."""
 
     rank: int
     action: Action
@@ -390,13 +427,14 @@ def simulate(
     transfer: Callable[[Action], float] = lambda action: 0.0,
     late: Collection[Action] = (),
 ) -> list[ScheduledAction]:
-    """Compute when each action starts and ends. An action starts when its rank is free and its inputs
-    have arrived.
+    """Simulate a schedule: return all actions, each with its rank, start and end in seconds. An
+    action starts when its rank is free and its inputs have arrived.
 
+    schedule  the actions of every rank
     seconds   returns the seconds that an action takes
-    transfer  returns the seconds to send an action's output to the next stage. A transfer starts when
-              the output is complete and the receiver has requested it. The receiver requests it when
-              it begins the action before the one that needs it
+    transfer  returns the seconds to send an action's output to the next stage. A transfer starts
+              when the output is complete and the receiver has requested it. The receiver requests
+              the input of an action one action earlier: when it begins the action before it
     late      actions whose input is requested only when the rank is free to begin them
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
@@ -420,25 +458,25 @@ def simulate(
 
 
 def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, as equal as possible: 10 blocks in 4 stages are
-    (2, 3, 3, 2). The first and the last stage get fewer blocks, because they also hold the
-    embedding and the output head.
-    """
+    """Return the number of blocks of each pipeline stage, as equal as possible. If the numbers
+    differ, the first and the last stage get fewer blocks, because they also hold the embedding and
+    the output head. Example: 10 blocks in 4 stages are (2, 3, 3, 2)."""
     each, more = divmod(blocks, stages)
     inner = sorted(range(stages), key=lambda chunk: (chunk in (0, stages - 1), chunk))
     return tuple(each + (chunk in inner[:more]) for chunk in range(stages))
 
 
 def split_balanced(blocks: list[float], first: float, last: float, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage that makes the slowest stage as fast as possible.
+    """Return the number of blocks of each pipeline stage with which the slowest stage is as fast as
+    possible. Every stage has at least one block.
 
     blocks  seconds of each block
     first   seconds of the code before the blocks, on the first stage
     last    seconds of the code after the blocks, on the last stage
+    stages  number of stages
 
-    Every stage has at least one block. Example: 10 blocks of 1 s with first = 0.5 and last = 3 are
-    split into 4 stages as (3, 3, 3, 1). Source: the linear partition problem, by dynamic
-    programming.
+    Example: 10 blocks of 1 s with first = 0.5 and last = 3 are split into 4 stages as (3, 3, 3, 1).
+    Source: the linear partition problem, by dynamic programming.
     """
     count = len(blocks)
     sums = [0.0]

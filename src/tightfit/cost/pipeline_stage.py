@@ -1,9 +1,9 @@
-"""Cuts one pipeline stage's program out of a micro-batch's recorded step.
+"""Cut one pipeline stage's program out of a micro-batch's recorded step.
 
 `rank_ledger` calls `stage_program` for each stage of a rank. The recorded step is that of the whole
 model, as a list of segments, such as the forward of one block. This module groups the segments into
-sections: section n contains the segments of block n and of the code between block n and block
-n + 1. A stage takes the sections of its blocks.
+sections: section n contains the segments of block n and of the code that follows, up to the next
+block. A stage takes the sections of its blocks.
 
 The main task is to find the lifetime of each buffer within the stage. Example: 4 blocks, a stage
 with the blocks 2 and 3, and hidden states of 16 MiB. In the whole model, section 1 allocates the
@@ -37,9 +37,11 @@ Events = list[tuple[Buffer, int]]
 
 
 class Sections:
-    """A micro-batch's recorded step divided into sections, and the lifetimes of its buffers.
+    """A micro-batch's recorded step divided into sections, with the lifetimes of its buffers.
+    Section n is block n with the code up to the next block; section -1 is the code before the
+    blocks.
 
-    end       number of blocks
+    end       number of blocks, which is also the number of the last section
     segments  (section, phase) -> the section's segments in this phase, in order
     made      buffer -> {section: how often this section allocates the buffer}
     phase     buffer -> the phase in which it is allocated
@@ -77,7 +79,8 @@ class Sections:
         self.tied = [buffer for buffer in self.made if len({min(self.made[term]) for term in buffer.terms}) > 1]
 
     def _find_lifetimes(self) -> None:
-        """Set `made`, `phase` and `freed`: where each buffer is allocated and freed."""
+        """Set `made`, `phase` and `freed`: which sections allocate each buffer, in which phase, and
+        which sections free it."""
         born: dict[Timeline, Counter[Buffer]] = {}
         for (section, phase), segments in self.segments.items():
             for segment in segments:
@@ -95,8 +98,9 @@ class Sections:
                     self.freed[buffer].add(section)
 
     def freed_by_next(self, buffer: Buffer) -> bool:
-        """Return whether the section that runs after the allocating section frees the buffer. In forward
-        the next section is the following block, in backward the preceding block.
+        """Return whether `buffer` is freed by the section that runs right after the section that
+        allocates it. A section is one block with the code up to the next block. In forward, the
+        sections of the blocks run in ascending order, in backward in descending order.
 
         Equal blocks share their segments, so it is enough that this holds for the first or the last
         of the sections that allocate the buffer.
@@ -108,19 +112,22 @@ class Sections:
         return min(freed) - min(allocated) == step or max(freed) - max(allocated) == step
 
     def saved(self, piece: range) -> frozenset[Buffer]:
-        """Return the buffers that the forward of a stage saves for its backward.
+        """Return the buffers that the forward of a pipeline stage saves for its backward.
 
-        piece: the blocks of the stage, as a range
+        piece  the numbers of the stage's blocks
         """
         first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
         here = (segment for section in range(first, last) for segment in self.segments.get((section, FORWARD), ()))
         return frozenset().union(*(segment.timeline.saved for segment in here))
 
     def saves_output(self, piece: range, given: Buffer | None) -> bool:
-        """Return whether a stage's backward needs the tensor that its forward passes to the next stage.
+        """Return whether a stage's backward needs the tensor that its forward passes to the next
+        stage, so that the stage keeps it anyway.
 
-        given: the tensor's buffer in the next block's segment. In the stage's own segments it may be
-        another `Buffer` of the same size.
+        piece  the numbers of the stage's blocks
+        given  the tensor's buffer in the segment of the next stage's first block; None if the step
+               did not allocate it. In the stage's own segments it may be another `Buffer` of the
+               same size
         """
         if given is None:
             return False
@@ -131,9 +138,10 @@ class Sections:
         return any(one in kept for one in handed_on if one.size == given.size)
 
     def unfreed(self, section: int, whole: bool = True) -> Iterator[Buffer]:
-        """Yield the buffers that a section allocates and does not free, except gradients of parameters.
+        """Yield the buffers that a section allocates and does not free, except gradients of
+        parameters. A section is one block with the code up to the next block.
 
-        whole: True for the section's forward and backward together, False for its forward alone.
+        whole  True: of the section's forward and backward together; False: of its forward alone
         """
         phases = (FORWARD, BACKWARD, WEIGHTS) if whole else (FORWARD,)
         segments = [segment for phase in phases for segment in self.segments.get((section, phase), ())]
@@ -145,7 +153,11 @@ class Sections:
 
 
 def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[int, Segment]]:
-    """Yield (number of its section, segment) for each segment, in order."""
+    """Yield (section, segment) for each segment of the recorded step `training`, in order. Section
+    n is block n with the code up to the next block; section -1 is the code before the blocks.
+
+    blocks  number of blocks of the model
+    """
     here = {FORWARD: BEFORE, BACKWARD: blocks}
     last = blocks - 1
     for segment in training:
@@ -161,19 +173,24 @@ def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[i
 
 @lru_cache(16)
 def sections_of(training: tuple[Segment, ...], blocks: int, deferred: bool) -> Sections:
-    """Return the Sections of a recorded step. They are cached, because all stages and many plans use
-    the same Sections."""
+    """Return the `Sections` of the recorded step `training`: its segments grouped by block. They
+    are cached, because all stages and many plans use the same ones.
+
+    blocks    number of blocks of the model
+    deferred  whether weight gradients of linear layers are computed in a phase of their own (zero
+              bubble)
+    """
     return Sections(training, blocks, deferred)
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """What a stage receives from the stage before it, for one micro-batch.
+    """Describes the tensors that a stage receives from the stage before it, for one micro-batch.
 
     saved     bytes of the received tensors that the stage's backward needs
-    passing   bytes of the other received tensors, which are freed at the end of its forward
-    replaced  buffers of the code before the blocks that the stage receives, so that it does not
-              allocate them itself
+    passing   bytes of the other received tensors, which are freed at the end of the stage's forward
+    replaced  buffers that the code before the blocks allocates in the whole model. The stage
+              receives them, and so does not allocate them itself
     """
 
     saved: BatchLinear = NOTHING
@@ -182,31 +199,34 @@ class StageInput:
 
 
 def stage_program(sections: Sections, stage: range, received: StageInput, gradients: BatchLinear) -> StageProgram:
-    """Return the program of one stage of the model.
+    """Return the segments that one pipeline stage of the model runs for a micro-batch, in forward
+    and backward.
 
     Received tensors are allocated at the beginning of the forward or the backward. Buffers that no
     segment of the stage frees are freed at the end of the forward or the backward.
 
-    stage      the blocks of the stage, as a range
-    received   what the stage before sends
+    sections   the recorded step of the whole model
+    stage      the numbers of the stage's blocks
+    received   the tensors that the stage before sends
     gradients  bytes of the gradients that the next stage sends
     """
     return _StageBuilder(sections, stage, received, gradients).part()
 
 
 class _StageBuilder:
-    """Builds the recorded step of one stage.
+    """Builds the recorded step of one pipeline stage from the sections of the whole model. A
+    section is one block with the code up to the next block.
 
     here     the sections whose forward and backward the stage runs
     run      the sections whose forward the stage runs: `here` and the code before the blocks, which
              every rank runs
-    alive    buffers that the stage allocates, and that neither their own section nor the next one
-             frees
+    alive    buffer -> how often the stage allocates it, if neither its own section nor the next one
+             frees it
     operand  phase -> whether the tensors received in this phase are still needed to compute weight
              gradients
     kept     buffers that the forward saves for the backward
-    early    section -> events of parameter gradients that the loss computes during its forward. They
-             are moved to the section's backward
+    early    section -> events (allocations and frees) of parameter gradients that the loss computes
+             during its forward. They are moved to the section's backward
     becomes  buffer -> the buffer that replaces it in this stage, or None if the stage does not
              allocate it at all
     """
@@ -226,8 +246,9 @@ class _StageBuilder:
         self.becomes.update((buffer, None) for buffer in comes.replaced if BEFORE in sections.made.get(buffer, ()))
 
     def _untie_gradient(self, gradient: Buffer) -> None:
-        """Replace the summed gradient of a parameter that several ranks use. Each of these ranks has
-        only its own term of the sum."""
+        """Replace the gradient of a parameter that several ranks use (such as a tied embedding). In
+        the whole model, it is the sum of its terms, one from each use. In this stage, it is only
+        the stage's own term."""
         here = [term for term in gradient.terms if any(section in self.here for section in self.sections.made[term])]
         if len(here) == 1 and len(gradient.terms) > 1:
             own = self.becomes[here[0]] = replace(here[0], row="gradients")
@@ -270,7 +291,9 @@ class _StageBuilder:
         )
 
     def _count_unfreed(self) -> None:
-        """Set `alive`: count the buffers that neither their own section nor the next one frees."""
+        """Set `alive`: count how often the stage allocates each buffer that neither the allocating
+        section nor the next one frees. A section is one block with the code up to the next
+        block."""
         for section in self.run:
             for buffer in self.sections.unfreed(section, whole=section in self.here):
                 if buffer in self.becomes:
@@ -284,7 +307,10 @@ class _StageBuilder:
                     self.alive[buffer] += 1
 
     def _without_foreign_frees(self, section: int, segment: Segment) -> Segment:
-        """Return the segment without the frees of buffers that this stage never allocated."""
+        """Return the segment without the events that free buffers which this stage never allocated.
+
+        section  the section to which the segment belongs
+        """
         timeline = segment.timeline
         sections = self.sections
         elsewhere = {buffer for buffer in timeline.freed if section not in sections.made.get(buffer, ())}
@@ -322,10 +348,11 @@ def _segment(part: str, phase: str, events: Events) -> Segment:
 
 
 def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timeline:
-    """Return the segment changed so that linear layers do not save the casts of their weights (such as
-    from fp32 to bf16). Backward casts the weights again.
+    """Return the timeline of a segment, changed so that linear layers do not save the casts of
+    their weights (such as from fp32 to bf16). Backward casts the weights again.
 
-    late: names of the weights whose gradients are computed in a phase of their own
+    phase  the segment's phase
+    late   names of the weights whose gradients are computed in a phase of their own
     """
     copies = {buffer for buffer, _ in timeline.events if buffer.parameter in late and not buffer.operands}
     copies = {buffer for buffer in copies if buffer.maker == "aten._to_copy" and buffer.row != "gradients"}
@@ -354,9 +381,10 @@ def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timel
 
 
 def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
-    """Split a backward segment into two timelines: one without the weight gradients of linear layers,
-    and one that computes only these gradients. The second also frees the operands that only the
-    weight gradients still need.
+    """Split the timeline of a backward segment in two. Return (the backward without the weight
+    gradients of linear layers, the computation of only these gradients).
+
+    The second timeline also frees the operands that only the weight gradients still need.
     """
     made = [buffer for buffer in timeline.allocated if buffer.parameter and buffer.operands]
     if not made:

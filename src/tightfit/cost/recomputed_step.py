@@ -1,4 +1,4 @@
-"""Edits a recorded step for activation recomputation: groups of blocks run again in backward.
+"""Edit a recorded step for activation recomputation: groups of blocks run again in backward.
 
 `recompute` calls `with_recomputation` when it estimates a plan. The recorded step is of training
 without recomputation. It is edited as follows: the first forward saves only the input of a group of
@@ -74,11 +74,13 @@ def with_recomputation(
     selective: int,
     compiled: bool = False,
 ) -> tuple[Segment, ...]:
-    """Return the recorded step in which the given groups of blocks are recomputed in backward.
+    """Return the recorded step of a micro-batch in which groups of blocks are recomputed in
+    backward.
 
-    training   the recorded step without recomputation
+    training   the recorded step without recomputation, as segments
     inference  the recorded forward of an evaluation, which saves nothing for backward
-    segments   the groups, as ranges of blocks. All blocks of a group are recomputed together
+    segments   the groups, each as a range of block numbers. All blocks of a group are recomputed
+               together
     selective  0: recompute everything. 1: save the results of all products. 2: save those of every
                second product with weights, and of all other products. See methods/recompute.py
     compiled   whether compiled kernels recompute what they need, without time spent in Python
@@ -94,15 +96,17 @@ Call = tuple[int, int]  # (block, number of its call in the forward, from 0)
 
 
 class _RecomputationEdit:
-    """Edits a recorded training step, one group of blocks at a time.
+    """Edits a recorded training step for recomputation, one group of blocks at a time. The result
+    is in `training`, a list of segments. A call below is (block, number of the block's call in the
+    forward, from 0).
 
     passing   buffers that an evaluation frees before its end
     forward   call -> position of its forward in `training`
     backward  call -> positions of its backward in `training`
     copies    block -> casts of its weights that autocast makes in the block's first call
     calls     block -> its calls that have a backward, in order
-    kept      buffers that are saved for the backward of another segment than the one that allocates
-              them, and all inputs of recomputed blocks
+    kept      buffers that one segment allocates and another one saves for backward, and all inputs
+              of recomputed blocks
     end       position of the forward's last segment in `training`
     """
 
@@ -138,8 +142,11 @@ class _RecomputationEdit:
         self.end = max(place for place, part in enumerate(self.training) if part.phase == "forward")
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
-        """Edit the step so that a group of blocks saves only the first block's input, and all its blocks
-        are recomputed before the last block's backward."""
+        """Edit the step so that a group of blocks saves only the first block's input, and all its
+        blocks are recomputed before the last block's backward.
+
+        segment  the group: one call of each of its blocks, as (block, number of the call), in order
+        """
         again, last, asked = Timeline(), segment[-1], 0
         for call in segment:
             before = self.training[self.forward[call]].timeline
@@ -161,11 +168,11 @@ class _RecomputationEdit:
         self._replace_timeline(place, again.then(self.training[place].timeline))
 
     def _python_time(self, again: int, asked: int) -> Timeline:
-        """Return a timeline with the time that torch spends in Python on one group of blocks, in units
-        of the time to launch one operation.
+        """Return a timeline with only the time that torch spends in Python to recompute one group
+        of blocks, in units of the time to launch one operation.
 
-        again: number of operations that run again
-        asked: number of operations for which `selective` decides whether the result is saved
+        again  number of operations that run again
+        asked  number of operations for which `selective` decides whether the result is saved
         """
         count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
         return Timeline((), (Operation("call", "float32", BatchLinear(), BatchLinear(), count=BatchLinear(count)),))
@@ -174,11 +181,14 @@ class _RecomputationEdit:
         self.training[place] = replace(self.training[place], timeline=timeline)
 
     def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
-        """Return {buffer: its copy} for the buffers that both this block and the next segment save, such
-        as the result of a ReLU at the end of the block.
+        """Return {buffer: its copy} for the buffers that both this block's backward and the next
+        segment's backward need. An example is the result of a ReLU at the end of the block.
 
         The first forward allocates the copy, which the next segment saves. The second forward
         allocates the buffer itself again, for this block's backward.
+
+        before  the block's forward as recorded, without recomputation
+        saved   the buffers that the block's backward frees
         """
         products = _saved_products(before, self.selective) if self.selective else set()
         return {buffer: replace(buffer) for buffer in before.allocated if buffer in (saved & self.kept) - products}
@@ -186,13 +196,16 @@ class _RecomputationEdit:
     def _forward(
         self, call: Call, before: Timeline, saved: set[Buffer], handed_on: dict[Buffer, Buffer], keep_input: bool
     ) -> None:
-        """Replace the block's first forward, which saves everything for backward, by the forward of
-        an evaluation, which saves nothing but what is listed here.
+        """Replace the block's first forward in the recorded step. As recorded, it saves everything
+        for backward. The new one is the forward of an evaluation. It saves only the block's
+        outputs, the copies in `handed_on`, with `keep_input` the block's input, and with
+        `selective` the results of products.
 
-        before:     the first forward as recorded, without recomputation
-        saved:      the buffers that the block's backward frees
-        handed_on:  what `_left_to_others` returns
-        keep_input: whether the block's input is saved
+        call        the block and the number of its call
+        before      the first forward as recorded, without recomputation
+        saved       the buffers that the block's backward frees
+        handed_on   the result of `_left_to_others`: buffer -> its copy
+        keep_input  whether the block's input is saved
         """
         kept = {*_outputs_of(before, saved), *handed_on}
         if self.selective:
@@ -228,18 +241,23 @@ class _RecomputationEdit:
         return self.training[self.backward[call][-1]].timeline
 
     def _after(self, call: Call) -> list[int]:
-        """Return the positions at which an input of the block may be freed after the block's forward:
-        right after it, or at the end of the whole forward."""
+        """Return the positions in the recorded step at which an input of the block may be freed
+        after the block's forward: the segment right after it, and the last segment of the whole
+        forward. Positions of blocks are left out."""
         return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
 
     def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
-        """Whether the buffer is freed in the forward pass, after the block's forward, because no
-        segment saves it for backward."""
+        """Return whether the buffer is freed in the forward pass, after the forward of the block's
+        call `call`, because no segment saves it for backward."""
         return any(buffer in self.training[place].timeline.freed for place in self._after(call))
 
     def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
-        """Remove the event that frees the buffer in the forward pass after the block's forward.
-        Returns whether there was such an event."""
+        """Keep a buffer allocated until backward: remove the event of the forward pass that frees
+        it after the block's forward. Return whether there was such an event.
+
+        call    the block and the number of its call
+        buffer  the buffer, an input of the block
+        """
         for place in self._after(call):
             timeline = self.training[place].timeline
             if buffer in timeline.freed:
@@ -249,10 +267,13 @@ class _RecomputationEdit:
         return False
 
     def _second_forward(self, before: Timeline, saved: set[Buffer], stops: bool) -> Timeline:
-        """Return the timeline of a block's second forward. At its end, the buffers that the block's
-        backward frees are alive.
+        """Return the timeline of a block's second forward, which runs in backward. At its end, the
+        buffers that the block's backward frees are allocated.
 
-        stops: whether it ends at the last tensor that backward needs, as in the last block of a group
+        before  the first forward as recorded, without recomputation
+        saved   the buffers that the block's backward frees
+        stops   whether it ends at the last tensor that backward needs, as in the last block of a
+                group
         """
         events, operations = before.recompute_end if stops else (len(before.events), len(before.operations))
         there = _saved_products(before, self.selective) if self.selective else set()
@@ -270,7 +291,13 @@ class _RecomputationEdit:
 
 
 def _is_saved(names: list[str], selective: int) -> list[bool]:
-    """Return, for consecutive operations given by their names, whether the result of each is saved."""
+    """Return, for each of these consecutive operations, whether its result is saved in the first
+    forward instead of being recomputed.
+
+    names      names of the operations, such as "aten.mm"
+    selective  1: all products are saved; 2: every second product with weights, and all other
+               products
+    """
     counted, found = 0, []
     for name in names:
         found.append(name in _PRODUCT_NAMES and (name not in _COUNTED_NAMES or counted % selective == 0))
@@ -279,26 +306,40 @@ def _is_saved(names: list[str], selective: int) -> list[bool]:
 
 
 def _saved_products(timeline: Timeline, selective: int) -> set[Buffer]:
-    """Return the results of products that the first forward saves under `selective`."""
+    """Return the results of matrix products, convolutions and attention that the first forward
+    saves, so that they are not recomputed.
+
+    timeline   the first forward of a block
+    selective  1: all products are saved; 2: every second product with weights, and all other
+               products
+    """
     born = timeline.allocated
     kept = _is_saved([buffer.maker for buffer in born], selective)
     return {buffer for buffer, is_kept in zip(born, kept, strict=True) if is_kept}
 
 
 def _outputs_of(timeline: Timeline, saved: set[Buffer]) -> list[Buffer]:
-    """Return the outputs of a forward: the buffers that it allocates and does not free, and that its
-    own backward does not need."""
+    """Return the outputs of a forward: the buffers that it allocates and does not free, and that
+    its own backward does not need.
+
+    saved  the buffers that its backward frees
+    """
     gone = timeline.freed
     return [buffer for buffer in timeline.allocated if buffer not in gone and buffer not in saved]
 
 
 def _forward_leaving(timeline: Timeline, kept: list[Buffer], selective: bool) -> Timeline:
-    """Return an evaluation's forward, changed so that the buffers `kept` are alive at its end, and so
-    that it does not free its inputs.
+    """Return the timeline of an evaluation's forward, changed so that the buffers `kept` are still
+    allocated at its end, and so that it does not free its inputs.
 
-    An evaluation allocates other `Buffer` objects than training does. So each of `kept` replaces the
-    buffer of the evaluation that the same operation allocates with the same size. A compiled forward
-    allocates its results by other operations than an evaluation; there the size alone decides.
+    An evaluation allocates other `Buffer` objects than training does. So each buffer of `kept`
+    replaces a buffer of the evaluation that has the same size and was allocated by the same
+    operation. A compiled forward allocates its results by other operations than an evaluation;
+    there the size alone decides.
+
+    timeline   the evaluation's forward of the block
+    kept       buffers that training allocates
+    selective  whether results of products may be among `kept`
     """
     born, gone = timeline.allocated, timeline.freed
     left = [buffer for buffer in born if buffer not in gone or (selective and buffer.maker in _PRODUCT_NAMES)]

@@ -35,7 +35,8 @@ WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm")  # matrix products with a layer's we
 
 @dataclass(frozen=True, slots=True)
 class BatchLinear:
-    """A number that is linear in the samples of a micro-batch: fixed + per_sample x samples."""
+    """A size or a count that is a linear function of the number of samples in a micro-batch: fixed
+    + per_sample x samples."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
@@ -55,13 +56,13 @@ class Buffer:
     """The storage of one tensor. Two buffers are equal only if they are the same object.
 
     size       bytes
-    row        the ledger's row that the buffer counts under, one of TRACED_ROWS
+    row        the ledger's row under which the buffer is counted, one of TRACED_ROWS
     maker      the operation that allocates the buffer, such as aten.mm
-    parameter  name of a parameter. Set for the parameter's gradient, for the product that this
-               gradient is cast from, and for a cast of the parameter to another dtype; else empty
+    parameter  name of a parameter, if the buffer is the parameter's gradient, the product from
+               which this gradient is cast, or a cast of the parameter to another dtype; else ""
     operands   for a gradient that is a matrix product: the two buffers that are multiplied
     terms      for the gradient of a parameter that is used several times: the gradients from the
-               single uses, which are summed to this gradient
+               single uses, whose sum is this gradient
     """
 
     size: BatchLinear
@@ -77,7 +78,7 @@ class Operation:
     """One kernel, or `count` equal kernels. `flops` and `bytes_accessed` are those of one kernel.
 
     name            the operation's name, such as aten.mm
-    dtype           the dtype that the kernel computes in
+    dtype           the dtype in which the kernel computes
     flops           model FLOPs: attention counts all pairs of queries and keys, also under a causal
                     mask
     bytes_accessed  bytes that the kernel reads and writes
@@ -99,9 +100,9 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockInput:
-    """A tensor that a block is called with.
+    """Describes one tensor among the arguments of a block's call.
 
-    path          the tensor's path within the block's arguments
+    path          where the tensor is in the arguments (args, kwargs), as text: "(0, 2)" is args[2]
     size          bytes of the tensor, which may be a view of a part of its storage
     buffer        the tensor's storage; None if the step did not allocate it
     has_gradient  whether backward computes a gradient of the tensor
@@ -115,16 +116,18 @@ class BlockInput:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """What happens in one segment: allocations and frees of buffers, in order, and operations.
+    """Everything that happens in one segment: allocations and frees of buffers, in order, and
+    operations.
 
-    An event is (buffer, +1) when the buffer is allocated and (buffer, -1) when it is freed. A
-    parameter's gradient has one more event, (buffer, 0), when it is complete.
-
+    events         (buffer, +1) when the buffer is allocated, (buffer, -1) when it is freed. A
+                   parameter's gradient has one more event, (buffer, 0), when it is complete
+    operations     the operations that run, in order
     recompute_end  for a forward: (number of events, number of operations) up to the last tensor
                    that backward needs. A recomputation of this forward stops there
-    inputs         for a block: the buffers that it was called with
-    block_inputs   for a block: all tensors that it was called with
+    inputs         for a block: those storages of its arguments that this step has allocated
     saved          for a forward: the buffers, its own or earlier ones, that are saved for backward
+    block_inputs   for a block: every tensor among its arguments, also views of a storage and tensors
+                   that the step has not allocated, such as the batch
     """
 
     events: tuple[tuple[Buffer, int], ...] = ()
@@ -135,7 +138,8 @@ class Timeline:
     block_inputs: tuple[BlockInput, ...] = ()
 
     def then(self, other: Timeline) -> Timeline:
-        """This timeline followed by `other`."""
+        """Return a timeline in which `other` follows this timeline: the events and operations of
+        both, in order."""
         events, operations = other.recompute_end
         needed = (len(self.events) + events, len(self.operations) + operations) if events else self.recompute_end
         return Timeline(
@@ -158,11 +162,13 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The work of one micro-batch in one part of the model in one phase.
+    """The work of one micro-batch in one part of the model in one phase, such as the forward of one
+    block.
 
     part      "block" for a repeated block, else a name for the code before, between or after the
               blocks
     phase     forward, backward, inference (a forward that saves nothing for backward) or optimizer
+    timeline  the allocations, frees and operations of the segment
     block     the block's number, from 0; None if the part is no block
     call      for a block that a forward calls more than once: the number of the call, from 0
     """
@@ -175,18 +181,20 @@ class Segment:
 
     @property
     def key(self) -> tuple[str, str, int | None, int]:
-        """Identifies the segment within a recorded step: (part, phase, block, call)."""
+        """A tuple that identifies the segment within a recorded step: (part, phase, block,
+        call)."""
         return self.part, self.phase, self.block, self.call
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedSegment:
-    """The result of `replay`, in bytes, relative to the bytes that are alive when the timeline begins.
+    """The result of `replay`: the bytes by row at the peak and at the end of a timeline. They are
+    relative to the bytes that are allocated when the timeline begins.
 
-    at_peak              bytes that the timeline adds at its peak, by row
-    at_end               bytes that the timeline adds at its end, by row
-    completed_gradients  bytes of the gradients that the timeline has completed (at its peak, at its
-                         end)
+    at_peak              row -> bytes that the timeline adds at its peak
+    at_end               row -> bytes that the timeline adds at its end
+    completed_gradients  (at the peak, at the end): bytes of the gradients that the timeline has
+                         completed by then
     largest_gradient     bytes of the largest gradient that the timeline completes
     """
 
@@ -197,8 +205,8 @@ class ReplayedSegment:
 
 
 def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
-    """Add up a timeline's allocations and frees for a micro-batch of `samples` samples, and return the
-    peak and the end of this sum."""
+    """Add up a timeline's allocations and frees for a micro-batch of `samples` samples. Return the
+    bytes by row at the peak of this sum and at its end."""
     rows = dict.fromkeys(TRACED_ROWS, 0.0)
     total, best, largest = 0.0, 0.0, dict(rows)
     made, made_then, gradient = 0.0, 0.0, 0.0
@@ -217,7 +225,9 @@ def replay(timeline: Timeline, samples: float) -> ReplayedSegment:
 def edit_backward(
     recorded_step: tuple[Segment, ...], edits: list[Callable[[Timeline], Timeline]]
 ) -> tuple[Segment, ...]:
-    """Return the recorded step in which each backward timeline is edited by all `edits`, in order.
+    """Return `recorded_step` with the timeline (allocations, frees and operations) of each backward
+    segment changed by all functions in `edits`, in order.
+
     Equal blocks share one timeline. It is edited only once, so that they also share the result.
     """
     known: dict[Timeline, Timeline] = {}
@@ -237,7 +247,8 @@ def edit_backward(
 
 def free_completed_gradients(timeline: Timeline) -> Timeline:
     """Return the timeline of a backward in which each gradient is freed as soon as it is complete,
-    because it is copied into a bucket or to other memory. The caller accounts for the bucket."""
+    because it is copied to a bucket or to other memory. The bucket is not in the timeline: the
+    caller has to count its bytes."""
     events: list[tuple[Buffer, int]] = []
     for buffer, sign in timeline.events:
         if buffer.row != "gradients" or sign > 0:
@@ -248,8 +259,9 @@ def free_completed_gradients(timeline: Timeline) -> Timeline:
 
 
 def accumulate_gradients(timeline: Timeline) -> Timeline:
-    """Return the timeline of the backward of a later micro-batch. Each new gradient is a temporary: it
-    is added to the gradient of earlier micro-batches, and freed."""
+    """Return the backward of a later micro-batch, made from `timeline`, the backward of the first
+    one. In the later one, each new gradient is a temporary: it is added to the gradient of the
+    earlier micro-batches and then freed."""
     events: list[tuple[Buffer, int]] = []
     passing: dict[Buffer, Buffer] = {}
     for buffer, sign in timeline.events:
@@ -264,9 +276,10 @@ def accumulate_gradients(timeline: Timeline) -> Timeline:
 
 
 def fuse_updates(timeline: Timeline, update_bytes: Mapping[str, float]) -> Timeline:
-    """Return the timeline of a backward in which each parameter is updated as soon as its gradient is
-    complete. The gradient is then freed.
+    """Return the timeline of a backward in which each parameter is updated as soon as its gradient
+    is complete. The gradient is then freed.
 
+    timeline      the backward without these updates
     update_bytes  parameter name -> temporary bytes that its update needs
     """
     events: list[tuple[Buffer, int]] = []

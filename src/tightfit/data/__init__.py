@@ -1,18 +1,22 @@
-"""Data: text, images, synthetic data and the user's own datasets as samples, in an order that can
-be resumed.
+"""Opens a job's training and evaluation data as samples: text, images, synthetic data, or a dataset
+of the user's own.
 
-`open_samples` is the entry point. `methods/loader.py` reads batches of the samples in the order
-that `Order` computes.
+`open_samples` is the entry point. `Order` computes which samples each step reads, so that a run can
+be resumed at any step. `methods/loader.py` reads the batches in this order.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from tightfit.data.images import open_images
 from tightfit.data.language import open_language, synthetic_language
-from tightfit.data.order import Order
+from tightfit.data.mixture import MixedOrder, MixedSamples, open_mixture
+from tightfit.data.order import Integers, Order
 from tightfit.data.samples import ModelInput, Samples
+from tightfit.data.streams import TextStream, open_stream
 from tightfit.data.synthetic import SyntheticImages
 from tightfit.data.tokenizer import named_tokenizer
 from tightfit.data.user_samples import DatasetFunction, DatasetObject, UserStream, open_user
@@ -22,23 +26,33 @@ from tightfit.models import model_config, task_of, text_config
 from tightfit.models.pretrained import own_tokenizer
 
 __all__ = [
+    "MixedOrder",
     "ModelInput",
     "Order",
+    "SampleStream",
     "Samples",
+    "TextStream",
     "UserStream",
     "describe_tokenizer",
+    "first_samples",
     "model_input",
     "open_evaluation",
     "open_samples",
+    "order_of",
 ]
 
+SampleStream = UserStream | TextStream  # samples without a length, which are read in order
 
-def open_samples(job: Job) -> Samples | UserStream:
-    """Open the samples of a job's data, and prepare the data if the cache does not have it yet.
-    Returns a UserStream if the data is an iterable without a length.
 
-    Raises InputError for data that is missing, empty or damaged, or that the job's model cannot
-    take.
+def open_samples(job: Job) -> Samples | SampleStream:
+    """Return the samples of `job.data`. Data that must be prepared, such as text that must be
+    tokenized, is prepared once and then cached.
+
+    Returns a SampleStream if the data is streamed or is the user's own iterable without a length,
+    else Samples.
+
+    Raises InputError if the data is missing or empty, if it is damaged (unless data.skip_damaged is
+    set), or if the job's model cannot take it, such as images for a language model.
     """
     model, seed = model_input(job), job.train.seed
     spec = job.data
@@ -46,18 +60,23 @@ def open_samples(job: Job) -> Samples | UserStream:
         return open_user(DatasetObject(spec), model, seed)
     if spec.python is not None:
         return open_user(DatasetFunction(spec.python), model, seed)
+    if spec.streaming:
+        return open_stream(spec, model, seed)
+    if spec.sources is not None:
+        return open_mixture(spec, model, seed)
     if _are_images(spec, model):
         return _images(spec, model, seed)
     return synthetic_language(spec, model, seed) if spec.synthetic else open_language(spec, model, seed)
 
 
-def open_evaluation(job: Job, training: Samples | UserStream) -> Samples | None:
-    """Open the samples of a job's `evaluate.data`; None if the job has none. Text is tokenized with
-    the tokenizer of the training data.
+def open_evaluation(job: Job, training: Samples | SampleStream) -> Samples | None:
+    """Return the samples of `job.evaluate.data`, or None if the job does not set this field. Text
+    is tokenized with the tokenizer of the training data, unless evaluate.data names one itself.
 
-    training  the opened samples of the job's data
+    training  the samples of `job.data`, as `open_samples` returned them
 
-    Raises InputError like `open_samples`, and for an iterable without a length.
+    Raises InputError if the data is missing, empty or damaged, if the model cannot take it, or if
+    it is an iterable without a length.
     """
     data = job.evaluate.data if job.evaluate is not None else None
     if data is None:
@@ -66,16 +85,34 @@ def open_evaluation(job: Job, training: Samples | UserStream) -> Samples | None:
         tokenizer = getattr(training, "tokenizer", None)
         data = data if tokenizer is None else data.replace(tokenizer=tokenizer.name_or_path)
     source = open_samples(job.replace(data=data, evaluate=None, train=Train(seed=job.train.seed)))
-    if isinstance(source, UserStream):
+    if isinstance(source, SampleStream):
         raise InputError(
             "job: evaluate.data", "is an iterable without a length", "give a dataset with __len__ and __getitem__"
         )
     return source
 
 
+def order_of(samples: Samples, share: float, seed: int) -> Order | MixedOrder:
+    """Return the order in which training reads samples.
+
+    share  the share of the samples that is held out for evaluation; of each source, if there are
+           several
+    """
+    return samples.order(share, seed) if isinstance(samples, MixedSamples) else Order(len(samples), share, seed)
+
+
+def first_samples(samples: Samples, limit: int | None) -> Integers:
+    """Return the indices of the first `limit` samples, or of all if `limit` is None. Of several
+    sources, they are in proportion to the weights, as far as each source has enough."""
+    if limit is None or limit >= len(samples):
+        return np.arange(len(samples))
+    return samples.first(limit) if isinstance(samples, MixedSamples) else np.arange(limit)
+
+
 def model_input(job: Job) -> ModelInput:
-    """Return which inputs a job's model takes, read from the model's config. Fields for which the
-    config has no value are None."""
+    """Return what inputs a job's model takes (task, vocabulary size, image size, ...), read from
+    the model's transformers config. Fields that the config does not have are None, and so are all
+    config fields of a model from the user's own code."""
     config = model_config(job.model) if isinstance(job.model, ModelSpec) else None
     text = text_config(config)
     size = getattr(config, "image_size", None)
@@ -97,8 +134,9 @@ def _own_tokenizer(model: Any) -> str | None:
 
 
 def describe_tokenizer(job: Job) -> str | None:
-    """Return in words which tokenizer makes the tokens of a job's data. Return None if the data is
-    not text, or comes from the user's own code."""
+    """Return a phrase that says which tokenizer tokenizes a job's data, such as "a byte-level BPE
+    of 50257 tokens, trained on the data". Return None if the data is not text, or comes from the
+    user's own code."""
     spec = job.data
     if not isinstance(spec, DataSpec) or spec.python or spec.synthetic or spec.images:
         return None

@@ -1,8 +1,9 @@
-"""The cache of prepared data (token files, tokenizers, lists of damaged images).
+"""Caches prepared data on disk: token files, tokenizers, lists of damaged images.
 
-Each entry is a folder, named by a fingerprint of what its content depends on. The folder is either
-complete or absent. A manifest next to the folder holds the size and checksum of each file. If these
-do not match the files, the folder is made again.
+Each entry of the cache is a folder. Its name contains a fingerprint (a hash) of everything that the
+content depends on, such as the paths, sizes and times of the data files. The folder is either
+complete or absent. A JSON file next to it, the manifest, holds the size and checksum of each of its
+files. If these do not match the files, the folder is made again.
 """
 
 from __future__ import annotations
@@ -25,27 +26,29 @@ _END_BYTES = 2**20
 
 
 def fingerprint(content: Any) -> str:
-    """Return a hash of JSON-like content: 32 hex digits. Equal content has equal fingerprints."""
+    """Return a hash of JSON-like content, as 32 hex digits. Equal content has equal fingerprints.
+    Values that JSON does not know are hashed as str() writes them."""
     text = json.dumps([_FORMAT_VERSION, content], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def stamps(files: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return (path, size in bytes, modification time in ns) of each file. The result differs after
-    a file was changed."""
+    """Return (path, size in bytes, modification time in ns) of each file. After a file has been
+    changed, the result differs."""
     return [(str(file), (facts := file.stat()).st_size, facts.st_mtime_ns) for file in files]
 
 
 def cached_folder(kind: str, identity: Any, make: Callable[[Path], None]) -> Path:
-    """Return the cache folder for `identity`. If the cache has no valid one, `make(folder)` fills a
-    new folder first.
+    """Return the cache folder for `identity`. If the cache has no valid folder for it, make one.
 
     kind      the kind of content, such as "tokens"; the folder's name begins with it
     identity  JSON-like: everything that the content depends on
+    make      writes the content into the empty folder that it is given; called only if the cache
+              has no valid folder
 
     The folder is filled under another name and renamed when it is complete, so an interrupted run
     leaves no incomplete folder. A second process that needs the same folder waits for the first.
-    Raises InputError if the cache cannot be written.
+    Raises InputError if the cache cannot be read or written.
     """
     final = cache_folder() / "data" / f"{kind}-{fingerprint(identity)}"
     if _is_valid(final):
@@ -107,8 +110,8 @@ def _checksum(path: Path) -> str:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Let only one process at a time into the context. If that process dies, the operating system
-    releases the lock."""
+    """Inside this context, hold an exclusive lock on the file `lock`. Other processes that enter it
+    with the same file wait. If this process dies, the operating system releases the lock."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

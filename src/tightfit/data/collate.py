@@ -1,5 +1,5 @@
-"""Collation of the user's own samples: converts them to tensors, checks them against the model, and
-stacks them to batches."""
+"""Makes batches of the user's own samples: converts samples to tensors, checks them against the
+model, pads them, and stacks them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from tightfit.models.objective import IGNORED, Batch
 
 
 def as_tensors(sample: Any) -> Any:
-    """Convert a sample's arrays and lists of numbers to tensors. Other lists become tuples; single
-    numbers stay as they are.
+    """Return a sample with its NumPy arrays and its lists of numbers converted to tensors.
 
-    Raises InputError for any other kind of value.
+    The values in dicts, tuples and other lists are converted one by one; these lists become tuples.
+    Tensors and single numbers do not change. Example: {"x": [1, 2], "y": 3} becomes
+    {"x": tensor([1, 2]), "y": 3}.
+
+    Raises InputError if the sample contains anything else, such as a string.
     """
     if isinstance(sample, Tensor | bool | int | float | np.number | np.bool_):
         return sample
@@ -44,8 +47,8 @@ def as_tensors(sample: Any) -> Any:
 
 
 def _array_of(values: list[Any]) -> NDArray[Any] | None:
-    """Convert nested lists of numbers to an array. Returns None if they hold anything else, or
-    differ in length."""
+    """Return nested lists of numbers as an array. Return None if the lists contain anything but
+    numbers, or if inner lists differ in length, so that they form no array."""
     innermost: Any = values
     while isinstance(innermost, list) and innermost:
         innermost = innermost[0]
@@ -67,7 +70,8 @@ def tensors_in(sample: Any) -> list[Tensor]:
 
 
 def items_in(sample: Any) -> int:
-    """Return the number of tokens of a sample with `input_ids`, and 1 for other samples."""
+    """Return the number of tokens of a sample if it is a dict with `input_ids`. Return 1 for any
+    other sample."""
     return sample["input_ids"].numel() if isinstance(sample, dict) and "input_ids" in sample else 1
 
 
@@ -79,8 +83,12 @@ _LABELS_FIX = {
 
 
 def warn_unshifted(sample: Any, model: ModelInput) -> None:
-    """Warn if labels look like those of a causal language model, but will not be shifted because
-    the model has no task."""
+    """Issue a TightfitWarning if the labels of a sample are probably meant to be shifted by one
+    position. They will not be shifted, because the job gives the model no task.
+
+    A sample is taken for one of a causal language model if it has input_ids and labels of the same
+    shape. Jobs with their own loss get no warning.
+    """
     if model.task is not None or model.own_loss or not isinstance(sample, dict):
         return
     ids, labels = sample.get("input_ids"), sample.get("labels")
@@ -95,7 +103,9 @@ def warn_unshifted(sample: Any, model: ModelInput) -> None:
 
 
 def check_labelled(sample: Any, model: ModelInput) -> None:
-    """Raise InputError if a sample has no labels, but the loss of the model's task needs them."""
+    """Raise InputError if a sample has no labels, or not in the form that the loss of the model's
+    task needs: a dict with "labels" or, for classification and models without a task, a tuple
+    (input, label). Jobs with their own loss are not checked."""
     if model.own_loss:
         return
     if isinstance(sample, dict):
@@ -120,11 +130,11 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
 
 
 def collate(samples: list[Any], model: ModelInput) -> Batch:
-    """Stack samples to a batch with torch's default_collate. Rows that differ in length are padded
-    first.
+    """Return a batch of samples, stacked by torch's default_collate. If the samples are dicts,
+    their 1-D tensors are first padded to the longest of the batch.
 
-    Raises InputError if the samples cannot be stacked, or if the model has no embedding or class
-    for an id.
+    samples: the results of `as_tensors`. Raises InputError if the samples differ in fields or
+    shapes, or if a token id or a class label is out of the model's range.
     """
     if isinstance(samples[0], dict):
         samples = _pad(samples, model)
@@ -141,11 +151,12 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
 
 
 def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any]]:
-    """Pad rows (1-D tensors) on the right to the longest row of their field: labels with IGNORED,
-    other fields with 0.
+    """Return the samples with their rows (1-D tensors) padded on the right to the longest row of
+    the same field: labels with IGNORED (-100), other fields with 0.
 
-    An attention mask is added if the samples have none. A causal-lm needs no mask and gets none.
-    Example: input_ids of 3 and 5 tokens both get 5; the masks are 1 1 1 0 0 and 1 1 1 1 1.
+    If input_ids were padded and the samples have no attention mask, each sample gets one, except
+    for causal-lm, which needs none. Example: input_ids of 3 and 5 tokens both become 5 long; the
+    masks are 1 1 1 0 0 and 1 1 1 1 1.
     """
     rows = [name for name, value in samples[0].items() if isinstance(value, Tensor) and value.dim() == 1]
     shared = [name for name in rows if all(name in sample for sample in samples)]
@@ -167,8 +178,9 @@ def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any
 
 
 def _check_ids(batch: Batch, model: ModelInput) -> None:
-    """Raise InputError for ids for which the model has no embedding or class. On a GPU such ids
-    would abort the process without a clear error."""
+    """Raise InputError if a token id of a batch has no embedding in the model, or, for
+    classification, if a label is not one of the model's classes. On a GPU such ids would abort the
+    process without a clear error."""
     if isinstance(batch, dict) and "input_ids" in batch:
         model.check_ids(batch["input_ids"])
     if model.task == "classification" and not model.own_loss:

@@ -1,8 +1,8 @@
-"""Tokens of conversations: each is tokenized once, with a mask of the tokens that count in the
-loss.
+"""Tokenizes each conversation once, with a mask of the tokens that count in the loss.
 
-The rendered text of a conversation is tokenized as a whole, as transformers' apply_chat_template
-does. A token counts if it overlaps with a span of characters that counts.
+A conversation is first rendered as one text, in which spans of characters count in the loss, such
+as the assistant's answers. This text is tokenized as a whole, as transformers' apply_chat_template
+does. A token counts if it overlaps with one of these spans.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tightfit.data.order import Integers
 from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import TextSource
 from tightfit.data.tokenizer import SpecialTokens
-from tightfit.data.tokens import Mask, TokenFile
+from tightfit.data.tokens import Mask, TokenFile, plain_backend, token_dtype
 from tightfit.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -32,34 +33,34 @@ _BATCH_CHARACTERS = 1_000_000
 def conversation_tokens(
     source: TextSource, renderer: Renderer, special: SpecialTokens, skip_damaged: bool
 ) -> TokenFile:
-    """Return the tokens of a source of conversations, which are made once and then cached. The
-    TokenFile has `counted`.
+    """Return the token file of a source of conversations, which also says which tokens count in the
+    loss. The source is tokenized once, and the result is cached.
 
-    skip_damaged: leave damaged rows out instead of raising InputError. Raises InputError for
-    damaged rows, and for a chat template that cannot render them.
+    renderer      renders each conversation as text
+    special       the special tokens of the renderer's tokenizer
+    skip_damaged  True leaves out damaged rows, and conversations that the chat template refuses.
+                  False raises InputError at the first one
+
+    Raises InputError also if the chat template is not valid, or if it renders the first messages of
+    a conversation differently when others follow. The tokens that count cannot be found then.
     """
-    backend = renderer.tokenizer.backend_tokenizer
-    backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
-    backend.no_padding()
+    backend = plain_backend(renderer.tokenizer)
     identity = ["conversations", source.identity, backend.to_str(), special.end, renderer.identity, skip_damaged]
 
     def make(folder: Path) -> None:
-        damage, roles, written = DamagePolicy(skip_damaged), set(), 0.0
-        dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
-        before = _leading_tokens(backend)
+        damage, written = DamagePolicy(skip_damaged), 0.0
+        roles: set[str] = set()
+        dtype = token_dtype(special)
         offsets, first_counted = array("q", [0]), array("q")
         with (folder / "text.bin").open("wb") as ids_file, (folder / "counted.bin").open("wb") as counted_file:
-            for batch in _batches(_conversations(source, damage)):
-                roles |= {message["role"] for conversation in batch for message in conversation.messages}
-                rendered = list(_rendered(batch, renderer, damage))
-                encodings = backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
-                for one, encoding in zip(rendered, encodings, strict=True):
-                    ids, counted = _tokens(one, encoding, before, special.end)
-                    np.array(ids, dtype=dtype).tofile(ids_file)
-                    counted.tofile(counted_file)
-                    offsets.append(offsets[-1] + len(ids))
-                    first_counted.append(_first_counted(counted))
-                written += sum(len(one.text) for one in rendered) / 1e6
+            for batch in tokenized_conversations(source, renderer, special, damage):
+                for one in batch:
+                    roles |= one.roles
+                    np.array(one.ids, dtype=dtype).tofile(ids_file)
+                    one.counted.tofile(counted_file)
+                    offsets.append(offsets[-1] + len(one.ids))
+                    first_counted.append(one.first_counted)
+                    written += one.characters / 1e6
                 _log.info("tokenizing %s: %.0f million characters so far", source.name, written)
         np.save(folder / "text-offsets.npy", np.array(offsets, dtype=np.int64))
         np.save(folder / "first-counted.npy", np.array(first_counted, dtype=np.int64))
@@ -69,30 +70,78 @@ def conversation_tokens(
     return TokenFile(cached_folder("tokens", identity, make))
 
 
+@dataclass(frozen=True)
+class TokenizedConversation:
+    """The tokens of a conversation.
+
+    ids            the token ids
+    counted        (tokens,) which of them count in the loss
+    first_counted  the position, from 1 on, of the first token that counts in the loss. Position 0
+                   is left out, because no earlier token predicts it. The number of tokens if there
+                   is none
+    roles          the roles of the messages
+    characters     the length of the rendered text
+    """
+
+    ids: list[int]
+    counted: Mask
+    roles: frozenset[str]
+    characters: int
+
+    @property
+    def first_counted(self) -> int:
+        places = np.flatnonzero(self.counted[1:])
+        return int(places[0]) + 1 if len(places) else len(self.counted)
+
+
+def tokenized_conversations(
+    source: TextSource,
+    renderer: Renderer,
+    special: SpecialTokens,
+    damage: DamagePolicy,
+    characters: int = _BATCH_CHARACTERS,
+) -> Iterator[list[TokenizedConversation]]:
+    """Yield the tokens of a source's conversations in lists of about so many characters. A
+    conversation that the chat template refuses is damaged."""
+    backend = plain_backend(renderer.tokenizer)
+    before = _leading_tokens(backend)
+    for batch in _batches(_conversations(source, damage), characters):
+        pairs = list(_rendered(batch, renderer, damage))
+        encodings = backend.encode_batch([one.text for _, one in pairs], add_special_tokens=False)
+        found = []
+        for (roles, one), encoding in zip(pairs, encodings, strict=True):
+            ids, counted = _tokens(one, encoding, before, special.end)
+            found.append(TokenizedConversation(ids, counted, roles, len(one.text)))
+        yield found
+
+
 def _conversations(source: TextSource, damage: DamagePolicy) -> Iterator[Conversation]:
     for document in source.documents(damage):
         assert isinstance(document, Conversation)
         yield document
 
 
-def _rendered(batch: list[Conversation], renderer: Renderer, damage: DamagePolicy) -> Iterator[Rendered]:
-    """Yield the rendered texts. A conversation that the chat template refuses is damaged."""
+def _rendered(
+    batch: list[Conversation], renderer: Renderer, damage: DamagePolicy
+) -> Iterator[tuple[frozenset[str], Rendered]]:
+    """Yield (the roles of a conversation, its rendered text) for each conversation. One that the
+    chat template refuses is reported to `damage` and left out."""
     for conversation in batch:
         try:
-            yield renderer.render(conversation)
+            yield frozenset(message["role"] for message in conversation.messages), renderer.render(conversation)
         except RefusedMessages as error:
             damage.report(conversation.location, str(error))
 
 
-def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    """Yield conversations in lists of about a million characters, whose texts are tokenized in
-    parallel."""
+def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator[list[Conversation]]:
+    """Yield the conversations in lists that have about so many characters each. The tokenizer
+    encodes the conversations of a list in parallel."""
     batch: list[Conversation] = []
     size = 0
     for one in conversations:
         batch.append(one)
         size += len(one.text)
-        if size > _BATCH_CHARACTERS:
+        if size > characters:
             yield batch
             batch, size = [], 0
     if batch:
@@ -100,17 +149,24 @@ def _batches(conversations: Iterable[Conversation]) -> Iterator[list[Conversatio
 
 
 def _leading_tokens(backend: Any) -> list[int]:
-    """Return the special tokens that the tokenizer puts before a text, such as <s>."""
+    """Return the ids of the special tokens that a tokenizer puts before a text, such as <s>.
+
+    backend: the tokenizers.Tokenizer
+    """
     plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
     return whole[: places[0]] if places else []
 
 
 def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[list[int], Mask]:
-    """Return (token ids, which of them count) of a rendered text.
+    """Return (the token ids of a rendered text, a mask of the tokens that count in the loss).
 
-    before, end  the special tokens around a text that no chat template wrote; `before` does not
-                 count
+    encoding  the text's encoding without special tokens
+    before    the ids of the special tokens that the tokenizer puts before a text
+    end       the id of the end-of-text token
+
+    `before` and `end` are added only to a text that no chat template wrote, because a chat template
+    writes its own special tokens. `before` never counts; `end` counts if the end of the text does.
     """
     counted = overlapping(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), one.counted)
     if not one.ends:
@@ -124,10 +180,15 @@ def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[
 
 
 def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
-    """Return which tokens overlap with one of the spans, as transformers decides for its mask of
-    assistant tokens.
+    """Return a mask, (tokens,) bool, of the tokens that overlap with at least one span. This is how
+    transformers computes its mask of the assistant's tokens.
 
-    offsets  (tokens, 2): the characters of each token, from begin to end
+    offsets  (tokens, 2): the position of each token in the text, as (begin, end) in characters
+    spans    (begin, end) of each span, in characters of the text
+
+    In both, `end` is exclusive: it is the position after the last character.
+
+    Example: offsets [[0, 3], [3, 7], [7, 9]] and the span (4, 7) give [False, True, False].
     """
     found = np.zeros(len(offsets), dtype=bool)
     for begin, end in spans:
@@ -135,18 +196,13 @@ def overlapping(offsets: Integers, spans: tuple[Span, ...]) -> Mask:
     return found
 
 
-def _first_counted(counted: Mask) -> int:
-    """Return the place of the first token that counts and that another token precedes, from which
-    it can be predicted; the number of tokens if there is none."""
-    places = np.flatnonzero(counted[1:])
-    return int(places[0]) + 1 if len(places) else len(counted)
-
-
 def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integers, int, int]:
-    """Return (indices of the conversations that have a token to train on among their first `length`
-    tokens, how many conversations are longer, how many are left out).
+    """Choose the conversations that have a token to train on among their first `length` tokens.
 
-    name: the source's name. Raises InputError if none is kept.
+    Return (their indices, how many of all conversations have more than `length` tokens, how many
+    conversations are not chosen).
+
+    name: the source's name, for messages. Raises InputError if no conversation is chosen.
     """
     lengths, first = np.diff(tokens.offsets), tokens.first_counted
     kept = np.flatnonzero(first < np.minimum(lengths, length))
@@ -169,4 +225,10 @@ def kept_conversations(tokens: TokenFile, length: int, name: str) -> tuple[Integ
     return kept, int((lengths > length).sum()), len(lengths) - len(kept)
 
 
-__all__ = ["conversation_tokens", "kept_conversations", "overlapping"]
+__all__ = [
+    "TokenizedConversation",
+    "conversation_tokens",
+    "kept_conversations",
+    "overlapping",
+    "tokenized_conversations",
+]

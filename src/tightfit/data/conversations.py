@@ -1,7 +1,8 @@
-"""Conversations for fine-tuning: reads rows of the formats prompt-response, messages, Alpaca and
-ShareGPT, and renders them as texts in which the characters that count in the loss are known.
+"""Reads conversations for fine-tuning from rows of the formats prompt-response, messages, Alpaca
+and ShareGPT, and renders each conversation as one text.
 
-`data/conversation_tokens.py` tokenizes the rendered texts.
+The rendered text comes with the spans of its characters that count in the loss, such as the
+assistant's answers. `data/conversation_tokens.py` tokenizes the rendered texts.
 
 Source  Alpaca: Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca; ShareGPT: Chiang et al.
         2023 (Vicuna); chat templates: transformers' apply_chat_template; ChatML: OpenAI 2023.
@@ -54,12 +55,12 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers recog
 
 @dataclass(frozen=True)
 class Conversation(Document):
-    """A Document of messages. Its `text` has the contents of all messages, on which a tokenizer can
-    be trained.
+    """A Document that is a conversation. Its `text` joins the contents of all messages: a tokenizer
+    can be trained on it, but the model is trained on the text that a `Renderer` makes.
 
-    messages  the messages, for a chat template
-    prompt    the text before the response if there is no chat template; None if the conversation
-              needs one
+    messages  the messages, which a chat template reads: dicts with "role" and "content"
+    prompt    the text that precedes the response if no chat template is used; None if the
+              conversation can only be rendered by a chat template
     """
 
     messages: tuple[Message, ...] = ()
@@ -68,10 +69,11 @@ class Conversation(Document):
 
 @dataclass(frozen=True)
 class ConversationFormat:
-    """The RowFormat of conversations.
+    """A RowFormat for rows with one conversation each.
 
-    kind    a value of data.format
-    fields  {field of the format: its name in the rows}, for the names that differ
+    kind    the format: a value of `data.format`, such as "messages"
+    fields  pairs (the format's name of a field, the name of this field in the rows), for the fields
+            whose names differ, such as ("prompt", "question")
     """
 
     kind: str
@@ -94,7 +96,11 @@ class ConversationFormat:
         return None
 
     def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
-        """Yield the conversation of one row, or nothing if the row is damaged."""
+        """Yield the conversation of one row. Yield nothing if the row is damaged, which is reported
+        to `damage`.
+
+        place: the row's file and number, for messages
+        """
         found = row_damage(row, self)
         if found is None:
             values = {part: row.get(self._name(part)) for part in self._parts()}
@@ -128,8 +134,14 @@ class ConversationFormat:
         return value
 
     def _messages(self, value: Any, part: str, role: str, content: str) -> list[Message]:
-        """Return the messages of a row, with their keys `role` and `content` renamed to "role" and
-        "content"."""
+        """Return the messages in a field of a row, as dicts with the keys "role" and "content".
+
+        value          what the row's field holds
+        part           the format's name of the field
+        role, content  the names of these two keys in the row's messages, such as "from" and "value"
+
+        Raises _Damage if the field holds no messages.
+        """
         name = self._name(part)
         if not isinstance(value, list) or not value:
             raise _Damage(
@@ -148,11 +160,12 @@ class ConversationFormat:
 
 
 class RefusedMessages(Exception):
-    """A chat template refuses the messages of a conversation; the message says why."""
+    """Raised if a chat template fails for the messages of a conversation, for example because the
+    roles do not alternate. The error's text says why."""
 
 
 class _Damage(Exception):
-    """A row is damaged; the message says how."""
+    """Raised if a row is damaged. The error's text says what is wrong with the row."""
 
 
 def _message(place: str, message: Any, role: str, content: str) -> Message:
@@ -187,19 +200,20 @@ def _of_pair(place: str, prompt: str, request: str, response: str) -> Conversati
 
 
 def conversation_format(spec: DataSpec) -> ConversationFormat:
-    """Return the RowFormat of data that has a `format`."""
+    """Return the RowFormat for data whose setting `format` is set, such as format: alpaca."""
     assert spec.format is not None
     return ConversationFormat(spec.format, tuple(sorted((spec.fields or {}).items())))
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text of a conversation, and which of its characters count in the loss.
+    """A conversation rendered as one text.
 
     text     the whole text
-    counted  spans of characters, in order
-    ends     whether an end-of-text token follows, which counts if the end of the text does. A chat
-             template writes its own end
+    counted  the spans of characters that count in the loss, as (begin, end), in order; `end` is
+             exclusive
+    ends     whether an end-of-text token must be added after the text. False for the text of a chat
+             template, which writes its own end
     """
 
     text: str
@@ -209,11 +223,13 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Renderer:
-    """Renders conversations.
+    """Renders conversations as text, and finds the characters that count in the loss.
 
-    template  the chat template; None to join prompt and response as they are
-    roles     the roles whose text counts in the loss; None if all text counts
-    asked     the template's field, for messages
+    tokenizer  the transformers tokenizer, which runs the chat template
+    template   the text of the chat template, in Jinja; None joins prompt and response as they are
+    roles      the roles whose messages count in the loss, such as ("assistant",); None if all text
+               counts
+    asked      the setting that gives the template, for error messages
     """
 
     tokenizer: Any
@@ -223,16 +239,18 @@ class Renderer:
 
     @property
     def identity(self) -> Any:
-        """JSON-like content that changes when the rendered texts change."""
+        """JSON-like content that changes when the same conversations would be rendered differently:
+        a part of the key of the cache."""
         names = {name: str(value) for name, value in self.tokenizer.special_tokens_map.items()}
         return [self.template, self.roles, names if self.template else None]
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Return the text of a conversation.
+        """Return a conversation rendered as text.
 
-        Raises RefusedMessages if the template refuses the conversation, and InputError for a
-        template that is not valid Jinja, or that renders the first messages of a conversation
-        differently if others follow.
+        Raises RefusedMessages if the template fails for this conversation. Raises InputError if the
+        template is not valid Jinja. Also raises InputError if the template renders the first
+        messages of a conversation differently when others follow, because the characters that count
+        in the loss cannot be found then.
         """
         if self.template is None:
             assert conversation.prompt is not None
@@ -252,8 +270,11 @@ class Renderer:
         return Rendered(prompt + response, counted, ends=True)
 
     def _marked(self, messages: list[Message], whole: str) -> tuple[Span, ...]:
-        """Return the spans that the template encloses in {% generation %} and
-        {% endgeneration %}."""
+        """Return the spans of the rendered text that the template marks as written by the
+        assistant: those between {% generation %} and {% endgeneration %}.
+
+        whole: the rendered text
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered: Any = render_jinja_template(
@@ -267,10 +288,20 @@ class Renderer:
         return tuple((begin, end) for begin, end in spans)
 
     def _span(self, messages: list[Message], at: int, whole: str, place: str) -> Span:
-        """Return the span of message `at`: what the template adds to the messages before it.
+        """Return the span of message number `at` (from 0) in the rendered text.
 
-        The header of an assistant's message is what a generation prompt adds, and does not count.
-        The first message begins with the text.
+        The span is found by rendering two parts of the conversation: the messages before message
+        `at`, and the messages up to and including it. The first text ends where the span begins,
+        and the second text ends where the span ends. For an assistant's message, the first text
+        includes the generation prompt, so the header of the message (such as
+        "<|im_start|>assistant") is not in the span. The span of message 0 begins at the beginning
+        of the text.
+
+        whole  the rendered text of the whole conversation
+        place  the file and row of the conversation, for the message
+
+        Raises InputError if the first text is not the beginning of the second, or the second not
+        that of `whole`.
         """
         prompts = messages[at]["role"] == ASSISTANT
         try:
@@ -309,9 +340,10 @@ class Renderer:
 
 
 def renderer(spec: DataSpec, tokenizer: Any) -> Renderer:
-    """Return the Renderer of data that has a `format`.
+    """Return the Renderer for data whose setting `format` is set, such as format: alpaca.
 
-    Raises InputError if messages have no chat template, or if the named one does not exist.
+    Raises InputError if the file that `data.chat_template` names cannot be read, or if the format
+    needs a chat template and neither the data nor the tokenizer has one.
     """
     roles = (ASSISTANT,) if spec.loss_on in (None, "response") else None if spec.loss_on == "all" else spec.loss_on
     template = _template(spec, tokenizer)

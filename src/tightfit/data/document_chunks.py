@@ -2,11 +2,13 @@
 length.
 
 A document is split before a single white-space character, at a place where tokenizing the two sides
-separately gives the same tokens as tokenizing them together. The chunks then have the same tokens
-as the full document. Some tokenizers (Llama 2's) put a space before every text; for these, the
-space at the start of the right side is dropped. If no such place is found among the last 50 spaces
-of a chunk, the document is split before the last space. A word that is longer than half a chunk is
-split inside the word, and its parts are tokenized as separate words.
+separately gives the same tokens as tokenizing them together. The chunks together then have the same
+tokens as the full document. Some tokenizers (Llama 2's) put a space before every text; for these,
+the space at the start of the right side is dropped.
+
+Two cases may change the tokens. If none of the last 50 spaces of a chunk is such a place, the
+document is split before the last space. If the second half of a chunk has no space at all, the
+document is split inside a word, and the word's parts are tokenized as separate words.
 
 Example: "the cat sat" splits into "the cat" and " sat" for a tokenizer whose tokens are
 "the", " cat" and " sat". For a tokenizer that adds a space itself, it splits into "the cat" and
@@ -32,10 +34,12 @@ Encode = Callable[[str], list[int]]
 
 @dataclass(frozen=True)
 class DocumentChunk:
-    """A chunk of a document.
+    """A chunk of a document's text or target text.
 
-    field         the document's field that the chunk is from: "text" or "target"
-    begins, ends  whether this is the first chunk of the field, and whether it is the last
+    field   which of the two the chunk is from: "text" or "target"
+    text    the chunk itself
+    begins  whether this is the first chunk of the text or target text
+    ends    whether this is the last chunk of it
     """
 
     field: str
@@ -45,8 +49,12 @@ class DocumentChunk:
 
 
 def chunk_documents(documents: Iterable[Document], encode: Encode, piece: int) -> Iterator[DocumentChunk]:
-    """Yield the documents in chunks of at most `piece` characters. encode: text -> token ids,
-    without special tokens."""
+    """Yield the texts and target texts of documents, in order, split into chunks of at most `piece`
+    characters.
+
+    encode: returns the token ids of a text, without special tokens. It is used to find places at
+    which a split does not change the tokens.
+    """
     text = _Splitter("text", encode, piece)
     for document in documents:
         yield from text.split(document.text, document.is_last_part)
@@ -55,7 +63,12 @@ def chunk_documents(documents: Iterable[Document], encode: Encode, piece: int) -
 
 
 class _Splitter:
-    """Splits the text of one document into chunks. The text may come in parts of any length."""
+    """Splits texts, one after another, into chunks. A text may be given in parts of any length.
+
+    part    the field that the texts are from: "text" or "target"
+    encode  returns the token ids of a text, without special tokens
+    piece   the most characters of a chunk
+    """
 
     def __init__(self, part: str, encode: Encode, piece: int) -> None:
         self.part, self.encode, self.piece = part, encode, piece
@@ -80,7 +93,11 @@ class _Splitter:
 
 
 def _split(text: str, encode: Encode, piece: int) -> tuple[str, str]:
-    """Return (the first chunk of a text, of at most `piece` characters, the rest of the text)."""
+    """Split off the first chunk of a text, of at most `piece` characters. Return (the chunk, the
+    rest of the text).
+
+    encode: returns the token ids of a text, without special tokens
+    """
     places = [match.start() for match in _GAP.finditer(text, piece // 2, piece)][-TRIED:]
     for place in reversed(places):
         left, right = text[max(place - CONTEXT, 0) : place], text[place : place + CONTEXT]

@@ -1,9 +1,9 @@
-"""Image samples: a folder with one sub-folder per class, a saved dataset, or scikit-learn's
-handwritten digits.
+"""Reads images as samples: from a folder with one sub-folder per class, from a saved dataset, or
+scikit-learn's handwritten digits.
 
 Pixels in [0, 1] are normalised with mean 0.5 and standard deviation 0.5, as ViT's image processor
-does: 0 becomes -1 and 1 becomes 1. A JPEG file is decoded at its smallest scale that is not below
-the needed size.
+does: 0 becomes -1 and 1 becomes 1. To save time, a large JPEG file is decoded at a reduced scale,
+but never below the size that the model needs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from PIL import Image
 from torch import Tensor
 
 from tightfit.data.cache import cached_folder, stamps
+from tightfit.data.datasets_library import DatasetRows, dataset_rows
 from tightfit.data.order import Integers, split_ranges
 from tightfit.data.samples import DamagePolicy, ModelInput, one_sample
-from tightfit.data.text import find_files, load_dataset
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 from tightfit.job_sections.paths import expand_path
@@ -39,12 +39,15 @@ _BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
 class ImageSource(Protocol):
-    """A source of images.
+    """Interface of a source of images, which are numbered from 0.
 
-    location  the name of an image in messages
-    open      read an image's header; raises one of _BROKEN if it is damaged
-    image     decode an image. A JPEG may be decoded at a smaller scale, but at no less than
-              (size, size)
+    location  returns where image `index` is, for messages: its file, or its row of a dataset
+    open      reads only the header of image `index`
+    image     returns image `index`, decoded, at its own size. Only a JPEG may be smaller, but each
+              side then has at least `size` pixels
+
+    If the image is damaged, both `open` and `image` raise one of _BROKEN, PIL's errors for a broken
+    file.
     """
 
     def __len__(self) -> int: ...
@@ -58,7 +61,7 @@ class ImageSource(Protocol):
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Images in files."""
+    """An ImageSource whose image i is in the file files[i]."""
 
     files: list[Path]
 
@@ -80,23 +83,27 @@ class ImageFiles:
 
 @dataclass(frozen=True)
 class ImageColumn:
-    """Images in a column of a datasets.Dataset."""
+    """An ImageSource whose image i is in row i of a datasets.Dataset.
 
-    folder: Path
-    rows: Any
+    folder  the folder of the dataset, for messages
+    rows    the datasets.Dataset
+    column  the name of the column with the images
+    """
+
+    source: DatasetRows
     column: str
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.source.rows)
 
     def location(self, index: int) -> str:
-        return f"{self.folder}: row {index + 1}"
+        return f"{self.source.name}: row {index + 1}"
 
     def open(self, index: int) -> None:
-        """Do nothing: a dataset returns only decoded images, not their headers."""
+        """Do nothing. A dataset returns only decoded images, so there is no header to read."""
 
     def image(self, index: int, size: int) -> Image.Image:
-        image = self.rows[index][self.column]
+        image = self.source.rows[index][self.column]
         if image is None:
             raise ValueError("no image")
         return image
@@ -104,9 +111,12 @@ class ImageColumn:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleImages:
-    """Base class of samples that consist of one image each, all of the same size.
+    """Base class of Samples with one image per sample, all images of the same size.
 
-    damaged  how many images were left out
+    damaged       how many images were left out because they are damaged
+    sample_items  1, because a sample is one image
+    ragged        False, because all images have the same shape
+    tokenizer     None, because there is no text
     """
 
     damaged: int = 0
@@ -126,12 +136,15 @@ class SingleImages:
 
 @dataclass(frozen=True)
 class ImageSamples(SingleImages):
-    """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64} of undamaged images.
+    """The undamaged images of a source, with their classes.
 
-    images    the source
-    undamaged (samples,) the indices of the undamaged images in the source
-    labels    (images of the source,) the class of each image, damaged ones included
-    size      H and W in pixels; channels: C
+    A batch is {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}.
+
+    images     the source
+    undamaged  (samples,): sample i is the source's image undamaged[i]
+    labels     the class of each image of the source, damaged ones included
+    size       H and W in pixels, to which each image is resized
+    channels   C
     """
 
     images: ImageSource
@@ -149,7 +162,8 @@ class ImageSamples(SingleImages):
         return {"pixel_values": normalise(fractions), "labels": torch.from_numpy(self.labels[self.undamaged[indices]])}
 
     def _pixels(self, index: int) -> NDArray[np.uint8]:
-        """Decode an image to pixels of shape (H, W, C). Raises InputError if it is damaged."""
+        """Return image `index` of the source, resized: pixels of shape (H, W, C), from 0 to 255.
+        Raises InputError if the image is damaged."""
         try:
             image = self.images.image(index, self.size).convert(_MODES[self.channels])
         except _BROKEN as error:
@@ -160,8 +174,15 @@ class ImageSamples(SingleImages):
 
 @dataclass(frozen=True)
 class DigitSamples(SingleImages):
-    """Handwritten digits in the form of ImageSamples. Source: scikit-learn's load_digits, 1,797
-    images of 8 x 8."""
+    """Handwritten digits: the 1,797 images of scikit-learn's load_digits, of 8 x 8 pixels.
+
+    A batch is {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}.
+
+    images    (1797, 1, 8, 8), with values in [0, 1]
+    digits    (1797,): the label of each image, 0 to 9
+    size      H and W in pixels, to which each image is resized
+    channels  C; each channel holds the same grey image
+    """
 
     images: Tensor
     digits: Tensor
@@ -180,24 +201,27 @@ class DigitSamples(SingleImages):
 
 
 def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSamples:
-    """Open the images of `spec.images`, or of the image column in `spec.dataset`, as samples.
+    """Return the images of `spec.images` (a folder, or "digits") as samples. If this field is not
+    set, return those in the image column of the saved dataset `spec.dataset`.
 
-    Raises InputError for missing, damaged or unlabelled images, and for sizes that the model cannot
-    take.
+    Raises InputError if images or labels are missing, or if an image is damaged and `skip_damaged`
+    is not set. Also raises it if the model cannot take the image size, the number of channels or a
+    label.
     """
     if spec.images == DIGITS:
         return _digits(spec, model)
     if spec.images is not None:
         files, labels = class_folders(expand_path(spec.images))
         return _samples(spec, model, ImageFiles(files), labels, stamps(files))
-    folder = Path(str(spec.dataset))
-    column, labels = _image_column(folder, spec.label_field)
-    return _samples(spec, model, column, labels, stamps(find_files("dataset", str(folder))))
+    source = dataset_rows(spec)
+    column, labels = _image_column(source, spec.label_field)
+    return _samples(spec, model, column, labels, source.identity)
 
 
 def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
-    """Open the first `count` images of a folder without checking them, to measure how long decoding
-    takes. Returns None if the folder has no images."""
+    """Return the first `count` images of the folder `spec.images` as samples, without checking
+    them. They serve to measure how long decoding takes. Returns None if there is no such folder, if
+    it has no sub-folders, or if one of these has no images."""
     try:
         files, labels = class_folders(expand_path(str(spec.images)))
     except InputError:
@@ -207,10 +231,12 @@ def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples 
 
 
 def class_folders(folder: Path) -> tuple[list[Path], Integers]:
-    """Return (the image files in the sub-folders of `folder`, sorted, the class of each image). A
-    class is the number of its sub-folder in alphabetical order, from 0.
+    """Return (the image files in the sub-folders of `folder`, the class of each file, (files,)
+    int64). Classes are the sub-folders, numbered from 0 in alphabetical order; the files are sorted
+    by class and then by name.
 
-    Raises InputError if the folder, its sub-folders or their images do not exist.
+    Raises InputError if the folder does not exist or has no sub-folders, or if a sub-folder has no
+    images.
     """
     asked = f"data: images={folder}"
     if not folder.is_dir():
@@ -237,11 +263,10 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
     return files, np.array(labels, dtype=np.int64)
 
 
-def _image_column(folder: Path, label_field: str) -> tuple[ImageColumn, Integers]:
+def _image_column(source: DatasetRows, label_field: str) -> tuple[ImageColumn, Integers]:
     import datasets
 
-    rows = load_dataset(folder)
-    asked = f"data: dataset={folder}"
+    rows, asked = source.rows, source.asked
     columns = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
     if not columns:
         raise InputError(
@@ -256,7 +281,7 @@ def _image_column(folder: Path, label_field: str) -> tuple[ImageColumn, Integers
     labels = np.array(rows[label_field][:])
     if labels.dtype.kind not in "iu":
         raise InputError(asked, f"column {label_field!r} holds no whole numbers", "number the classes from 0")
-    return ImageColumn(folder, rows, columns[0]), labels.astype(np.int64)
+    return ImageColumn(source, columns[0]), labels.astype(np.int64)
 
 
 def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Integers, identity: Any) -> ImageSamples:
@@ -282,9 +307,14 @@ def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
 
 
 def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
-    """Return (size, channels) of the images. The size is the model's if its config has one, else
-    the job's, else the default `size`. The channels are the model's, else the default
-    `channels`."""
+    """Return (height and width of the images in pixels, their number of channels).
+
+    Both are those of the model's config if it has them. Otherwise the size is `data.image_size` or,
+    if this is not set, the argument `size`; and the number of channels is the argument `channels`.
+
+    Raises InputError if the config and `data.image_size` give different sizes, or if the number of
+    channels is not 1, 3 or 4.
+    """
     if spec.image_size and model.image_size and spec.image_size != model.image_size:
         raise InputError(
             f"data: image_size={spec.image_size}",
@@ -300,10 +330,12 @@ def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: i
 
 
 def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
-    """Return the indices of the damaged images, which are found once and then cached.
+    """Return the indices of the damaged images. The images are checked once, and the result is
+    cached.
 
-    With `skip`, each image is decoded. Without `skip`, only the header of each image is read, and
-    the first damaged image raises InputError.
+    skip      True decodes each image. False reads only the header of each image, and raises
+              InputError at the first damaged one
+    identity  JSON-like content that changes when the images change: a part of the key of the cache
     """
 
     def make(folder: Path) -> None:
@@ -323,8 +355,10 @@ def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
 
 
 def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[int, str]:
-    """Return {index: error message} of the damaged images among `indices`. decode: decode each
-    image; otherwise only its header is read."""
+    """Return {index: error message} for the damaged images among `indices`.
+
+    decode: whether to decode each image; if False, only its header is read
+    """
     found = {}
     for index in indices:
         try:
@@ -346,5 +380,5 @@ def _not_readable(location: str, error: Exception) -> InputError:
 
 
 def normalise(fractions: Tensor) -> Tensor:
-    """Compute (x - 0.5) / 0.5 in place for pixels x in [0, 1]."""
+    """Map pixels x in [0, 1] to [-1, 1] by (x - 0.5) / 0.5, in place, and return the tensor."""
     return fractions.sub_(0.5).div_(0.5)

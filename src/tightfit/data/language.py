@@ -1,4 +1,4 @@
-"""Prepares text as samples of the model's task.
+"""Prepares text as training samples for the model's task, such as causal-lm.
 
 The steps are: open the source (`text`), load or train a tokenizer (`tokenizer`), write the token
 file (`tokens`), cut it into sequences, and turn these into samples of the task (`sequences`).
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,22 +34,41 @@ from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import DataSpec
 
 
-def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """Open a text source as samples of the model's task.
+@dataclass(frozen=True)
+class PreparedText:
+    """A source of text, and what its samples are made with.
 
-    seed: selects the random masks and spans. Raises InputError if the data, the tokenizer or the
-    model lacks something that the task needs.
+    length     the most tokens of a row
+    tokenizer  a transformers tokenizer
+    pairs      whether documents are pairs of texts
+    """
+
+    task: str
+    source: TextSource
+    length: int
+    tokenizer: Any
+    special: SpecialTokens
+    pairs: bool
+
+    @property
+    def labelled(self) -> bool:
+        """Whether documents have class labels."""
+        return self.task == "classification"
+
+
+def prepare_text(spec: DataSpec, model: ModelInput) -> PreparedText:
+    """Return the source that `spec` names, with a tokenizer: the one of the data or of the model,
+    else one that is trained on the text.
+
+    Raises InputError if the data, the tokenizer or the model lacks something that the task needs,
+    such as a field of the rows or a mask token.
     """
     task = check_task(spec, model)
-    pairs, labelled = task == "seq2seq-lm" and spec.target_field is not None, task == "classification"
-    columns = Columns(spec.field, spec.target_field, spec.label_field if labelled else None)
-    source = open_text(spec, conversation_format(spec) if spec.format else columns)
+    source = text_source(spec, task)
     # so that a wrong field name fails before a tokenizer is trained
     first_document(source, spec.skip_damaged)
     _check_lengths(spec, model)
-    spanned = task == "seq2seq-lm" and not pairs
-    length = row_length(spec.sequence_length, spec.mask_probability) if spanned else spec.sequence_length
-    spans = corruption(length, spec.mask_probability)[1] if spanned else 0
+    length, spans = row_length_and_spans(spec, task)
     path = named_tokenizer(spec, model)
     tokenizer = load_tokenizer(path) if path else trained_tokenizer(source, spec, model, spans)
     asked = f"data: tokenizer={path}" if path else f"data: {source.name}"
@@ -62,14 +81,44 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
             "to train on pairs of texts instead, set data.target_field; or leave out data.tokenizer, and one with enough "
             "sentinel tokens is trained",
         )
+    return PreparedText(task, source, length, tokenizer, special, task == "seq2seq-lm" and not _is_spanned(spec, task))
+
+
+def text_source(spec: DataSpec, task: str) -> TextSource:
+    """Return the source of a task's documents. Raises InputError if its files do not exist."""
+    label = spec.label_field if task == "classification" else None
+    return open_text(spec, conversation_format(spec) if spec.format else Columns(spec.field, spec.target_field, label))
+
+
+def row_length_and_spans(spec: DataSpec, task: str) -> tuple[int, int]:
+    """Return (the most tokens of a row, how many spans of it T5's span corruption removes)."""
+    if not _is_spanned(spec, task):
+        return spec.sequence_length, 0
+    length = row_length(spec.sequence_length, spec.mask_probability)
+    return length, corruption(length, spec.mask_probability)[1]
+
+
+def _is_spanned(spec: DataSpec, task: str) -> bool:
+    return task == "seq2seq-lm" and spec.target_field is None
+
+
+def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
+    """Return the text that `spec` names as samples for the model's task. It is tokenized if the
+    cache does not have its tokens.
+
+    seed: selects the random masks of masked-lm and the random spans of span corruption. Raises
+    InputError like `prepare_text`.
+    """
+    text = prepare_text(spec, model)
+    task, source, length, tokenizer, special = text.task, text.source, text.length, text.tokenizer, text.special
     if spec.format:
         return _conversations(source, spec, special, tokenizer)
     tokens = token_file(source, tokenizer, special, task != "causal-lm", spec.skip_damaged)
     damaged = tokens.facts["damaged"]
-    if labelled:
+    if text.labelled:
         model.check_labels(f"data: {source.name}", tokens.labels)
         return LabelledSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, labels=tokens.labels)
-    if pairs:
+    if text.pairs:
         targets = PaddedSequences(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
         return PairSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, targets=targets)
     if spec.packing == "separate":
@@ -79,12 +128,13 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
         if spec.packing == "padded"
         else _packed_sequences(source, tokens, length)
     )
-    return _task_samples(task, rows, special, spec, seed, tokenizer, damaged)
+    return task_samples(task, rows, special, spec, seed, tokenizer, damaged)
 
 
 def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
-    """Make synthetic sequences as samples of the model's task. Raises InputError if no vocabulary
-    size is known."""
+    """Return synthetic token sequences as samples for the model's task. Raises InputError if the
+    vocabulary size is not known or is larger than the model's, or if the model has too few
+    positions for the sequences."""
     task, vocabulary = check_task(spec, model), spec.vocabulary_size or model.vocabulary
     if vocabulary is None:
         raise InputError(
@@ -98,12 +148,13 @@ def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     if task == "seq2seq-lm":
         return PairSamples(rows, targets=replace(rows, length=spec.target_length or spec.sequence_length))
     special = SpecialTokens(vocabulary, end=0, pad=0, mask=vocabulary - 1, sentinels=(), all=(vocabulary - 1,))
-    return _task_samples(task, rows, special, spec, seed, None, 0)
+    return task_samples(task, rows, special, spec, seed, None, 0)
 
 
 def _conversations(source: TextSource, spec: DataSpec, special: SpecialTokens, tokenizer: Any) -> Samples:
-    """Return samples of conversations. Warns about those that are longer than a sequence, and those
-    that are left out because none of their tokens counts."""
+    """Return the conversations of a source as samples for causal-lm. Issues a TightfitWarning if
+    some conversations are cut because they are longer than data.sequence_length, or left out
+    because none of their tokens counts in the loss."""
     length = spec.sequence_length
     tokens = conversation_tokens(source, renderer(spec, tokenizer), special, spec.skip_damaged)
     kept, longer, left_out = kept_conversations(tokens, length, source.name)
@@ -121,8 +172,9 @@ def _conversations(source: TextSource, spec: DataSpec, special: SpecialTokens, t
 
 
 def check_task(spec: DataSpec, model: ModelInput) -> str:
-    """Return the task for which text is prepared. Raises InputError if the model does not read
-    text, or if its task is unknown."""
+    """Return the task for which text is prepared: the model's task, or causal-lm if the model has
+    no task but the job has its own loss. Raises InputError if there is neither, if the model does
+    not read text, or if `spec` has a setting that is for another task."""
     task = model.task or ("causal-lm" if model.own_loss else None)
     if task is None:
         raise InputError(
@@ -147,6 +199,12 @@ def check_task(spec: DataSpec, model: ModelInput) -> str:
                 f"is for causal-lm, and the model is a {task}",
                 f"leave out data.{name}, or use a causal-lm model",
             )
+    if spec.streaming and (task == "classification" or spec.target_field is not None):
+        raise InputError(
+            "job: data.streaming",
+            "is for texts without labels and target texts",
+            "leave out data.streaming",
+        )
     return task
 
 
@@ -167,7 +225,7 @@ def _packed_sequences(source: TextSource, tokens: TokenFile, length: int) -> Pac
     return rows
 
 
-def _task_samples(
+def task_samples(
     task: str, rows: TokenSequences, special: SpecialTokens, spec: DataSpec, seed: int, tokenizer: Any, damaged: int
 ) -> Samples:
     if task == "causal-lm":

@@ -1,8 +1,8 @@
-"""Reads one JSON object that is too long to be held in memory: its short fields, and one long text
-in parts. The file is memory-mapped.
+"""Reads one JSON object that is too long to be held in memory: its short fields as usual, and one
+long text in parts. The file is memory-mapped.
 
-`data/text.py` uses this for long lines of JSON. The object is scanned twice: first to check it and
-to read its short fields, then to read the text.
+`data/text.py` uses this module for lines of JSON of 4 MiB and more. The object is scanned twice:
+first to check it and to read its short fields, then to read the text.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ _BRACKETS = {b"{": b"}", b"[": b"]"}
 
 @dataclass(frozen=True)
 class LongRecord:
-    """The JSON object at the bytes start..stop of a file. If it is not valid JSON, the methods
-    raise a ValueError that says why."""
+    """A JSON object in a file, from byte `start` to byte `stop` - 1. The methods raise a ValueError
+    that says why if the object is not valid JSON."""
 
     file: Path
     start: int
     stop: int
 
     def fields(self, text: str | None) -> dict[str, Any]:
-        """Return all fields of the object, and check that the object is valid JSON.
+        """Return {name: value} for all fields of the object. Raise ValueError if the object is not
+        valid JSON, or if a field other than the long one has more than 64 MiB.
 
-        text: the name of the long field, or None. If it is a string, only its first character is returned
-        ("" if it is empty), to show its type."""
+        text: the name of the long field; None if there is none. If the value of this field is a
+        string, the result has only its first character, or "" if it is empty. This shows that the
+        value is a string; the method `text` reads the full string.
+        """
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             found: dict[str, Any] = {}
             for name, at, is_text in _Scanner(data, self.start, self.stop).members():
@@ -57,15 +60,16 @@ class LongRecord:
             return found
 
     def text(self, name: str) -> Iterator[str]:
-        """Yield the text of a field, in parts. Call `fields` first: the field must be a string."""
+        """Yield the string in the field `name`, in parts of about 1 MiB. Call `fields` first, which
+        checks the object and shows whether the field is a string."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             places = [at for known, at, _ in _Scanner(data, self.start, self.stop).members() if known == name]
             # of several fields with the same name, json uses the last one
             yield from self._parts(data, places[-1])
 
     def _parts(self, data: mmap.mmap, at: int) -> Iterator[str]:
-        """Yield the string whose opening quote is at byte `at`, in parts of at most about PART
-        bytes."""
+        """Yield the decoded JSON string whose opening quote is at byte `at` of the file, in parts
+        of at most about 1 MiB. Raises ValueError if a character or an escape in it is not valid."""
         place = at + 1
         while data[place : place + 1] != b'"':
             match = _STRING_BODY.match(data, place, min(place + PART, self.stop))
@@ -82,14 +86,18 @@ class LongRecord:
 
 
 class _Scanner:
-    """Finds where the members and values of a JSON object in a mapped file begin and end, without
-    copying them."""
+    """Finds where the members of a JSON object begin and end, without copying their values.
+
+    data         the memory-mapped file
+    start, stop  the bytes of the object are `start` to `stop` - 1
+    """
 
     def __init__(self, data: mmap.mmap, start: int, stop: int) -> None:
         self.data, self.at, self.stop = data, start, stop
 
     def members(self) -> Iterator[tuple[str, int, bool]]:
-        """Yield (name, offset of the value, whether the value is a string) of each member."""
+        """Yield (name, offset of the value in the file, whether the value is a string) for each
+        member of the object. Raises ValueError if the object is not valid JSON."""
         self._expect(b"{")
         while self._peek() != b"}":
             if self._peek() != b'"':
@@ -115,7 +123,8 @@ class _Scanner:
             raise ValueError("more after its end")
 
     def after_value(self) -> int:
-        """Return the offset at which the value that begins at `self.at` ends."""
+        """Return the offset just after the value that begins at `self.at`. `self.at` does not
+        change. Raises ValueError if the value is cut off or is not valid JSON."""
         place, open_brackets = self.at, []
         while True:
             place = _SPACE.match(self.data, place, self.stop).end()  # type: ignore[union-attr]
@@ -156,7 +165,8 @@ class _Scanner:
 
 
 def incomplete(tail: bytes) -> int:
-    """Return how many bytes at the end of `tail` are an incomplete UTF-8 character; 0 if none."""
+    """Return how many bytes at the end of `tail` belong to a UTF-8 character whose other bytes are
+    missing: 1 to 3, or 0 if the last character is complete."""
     for length in range(1, min(len(tail), 3) + 1):
         byte = tail[-length]
         if byte >= 0xC0:
@@ -167,8 +177,8 @@ def incomplete(tail: bytes) -> int:
 
 
 def _backslashes(data: mmap.mmap, start: int, place: int) -> int:
-    """Count the backslashes directly before byte `place`. Those before byte `start` do not
-    count."""
+    """Return how many backslashes are directly before byte `place`. Only bytes from `start` on are
+    counted."""
     count = 0
     while place - count > start and data[place - count - 1 : place - count] == b"\\":
         count += 1

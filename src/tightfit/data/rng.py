@@ -1,6 +1,8 @@
-"""Separate states of Python's, NumPy's and torch's random generators for the user's datasets.
+"""Lets the user's datasets draw random numbers from Python, NumPy and torch without changing the
+random numbers of the training.
 
-The training's own generators are restored after each use.
+The states of the global generators are replaced before a dataset is called, and restored
+afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ States = tuple[Any, Any, Tensor]
 
 
 class GeneratorStates:
-    """A state of Python's, NumPy's and torch's random generators, separate from the training's."""
+    """Holds a state of Python's, NumPy's and torch's random generators, separate from the state of
+    the global generators. At first it is the state after seeding all three with `seed`."""
 
     def __init__(self, seed: int) -> None:
         outside = _states()
@@ -28,9 +31,9 @@ class GeneratorStates:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within the context, the global generators of Python, NumPy and torch continue from this
-        object's state. At the end, their state is saved in this object, and the state that they had
-        on entry is restored."""
+        """Inside this context, the global generators of Python, NumPy and torch continue from this
+        object's state. On exit, their state is saved in this object, and they get back the state
+        that they had on entry."""
         outside = _states()
         _restore(self.inside)
         try:
@@ -38,6 +41,17 @@ class GeneratorStates:
         finally:
             self.inside = _states()
             _restore(outside)
+
+
+@contextmanager
+def generators_restored() -> Iterator[None]:
+    """Context manager: on exit, the global generators of Python, NumPy and torch get back the state
+    that they had on entry."""
+    outside = _states()
+    try:
+        yield
+    finally:
+        _restore(outside)
 
 
 def seed_generators(seed: int) -> None:

@@ -1,5 +1,6 @@
-"""The protocol of sample sources, the checks against the model's inputs, and the policy for damaged
-samples."""
+"""Defines `Samples`, the interface of all data that has a length; `ModelInput`, which checks
+samples against the inputs that a model takes; and `DamagePolicy`, which counts damaged samples or
+raises an error."""
 
 from __future__ import annotations
 
@@ -15,16 +16,18 @@ from tightfit.models.objective import Batch, map_tensors
 
 
 class Samples(Protocol):
-    """Samples with random access.
+    """Interface of data whose samples can be read in any order.
 
-    len(samples)   the number of samples, including held-out ones
-    samples[i]     one sample, with the tensors of a batch without their batch dim
-    batch          (indices, epochs), two arrays of shape (B,) -> the batch of these samples on the
-                   host. The same arguments give the same batch in every process
-    sample_items   tokens in a full sample; 1 if samples are not sequences
-    ragged         whether the tensors of batches differ in shape beyond the batch dim
+    len(samples)   the number of samples, including those held out for evaluation
+    samples[i]     sample i: a batch of one sample, whose tensors have no batch dim
+    batch          returns the batch of the samples at `indices`, (B,), on the CPU. `epochs`, (B,),
+                   is the epoch of each sample, which selects its random numbers, for example for
+                   masking. The same arguments give the same batch in every process
+    sample_items   the number of tokens in a sample of full length; 1 if samples are not sequences
+    ragged         True if the tensors of two batches may differ in shape other than in the batch
+                   dim
     damaged        how many samples were left out because they are damaged
-    tokenizer      a transformers tokenizer, or None
+    tokenizer      the transformers tokenizer that made the tokens; None if there is none
     """
 
     @property
@@ -48,13 +51,14 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The inputs that a model takes. A field is None if the model's config does not say.
+    """Describes the inputs that a model takes. A field is None if the model's config does not give
+    its value.
 
     task         causal-lm, masked-lm, seq2seq-lm or classification
     own_loss     whether the job has its own loss, which then decides what fields a sample needs
-    vocabulary   token ids are below this number
+    vocabulary   the size of the vocabulary: token ids must be below this number
     positions    the most tokens that a sequence can have
-    labels       class labels are below this number
+    labels       the number of classes: class labels must be below this number
     image_size   height and width of the input images in pixels
     channels     number of channels of the input images
     tokenizer    the folder of the model's own tokenizer
@@ -70,8 +74,10 @@ class ModelInput:
     tokenizer: str | None = None
 
     def check_length(self, asked: str, length: int) -> None:
-        """Raise InputError if sequences of `length` tokens are longer than the model has positions.
-        asked: the field that sets the length, for the message."""
+        """Raise InputError if `length` tokens are more than the model has positions.
+
+        asked: the setting that gives the length, such as "data: sequence_length", for the message
+        """
         if self.positions is not None and length > self.positions:
             raise InputError(
                 f"{asked}={length}",
@@ -80,8 +86,9 @@ class ModelInput:
             )
 
     def check_ids(self, ids: Tensor) -> None:
-        """Raise InputError for token ids without an embedding. On a GPU such ids would abort the
-        process without a clear error."""
+        """Raise InputError if the model has no embedding for a token id, because the id is negative
+        or not below the vocabulary size. On a GPU such an id would abort the process without a
+        clear error."""
         if self.vocabulary is not None and ids.numel():
             smallest, largest = (int(value) for value in ids.aminmax())
             if smallest < 0 or largest >= self.vocabulary:
@@ -94,7 +101,10 @@ class ModelInput:
 
     def check_tokenizer(self, asked: str, size: int) -> None:
         """Raise InputError if a tokenizer of `size` tokens has more tokens than the model's
-        vocabulary. asked: the tokenizer's field, for the message."""
+        vocabulary.
+
+        asked: the setting that selects the tokenizer, for the message
+        """
         if self.vocabulary is not None and size > self.vocabulary:
             raise InputError(
                 asked,
@@ -103,8 +113,11 @@ class ModelInput:
             )
 
     def check_labels(self, asked: str, labels: Integers) -> None:
-        """Raise InputError for class labels for which the model's last layer has no output. asked:
-        the labels' field, for the message."""
+        """Raise InputError if a class label is negative, or not below the model's number of
+        classes.
+
+        asked: what the labels come from, such as "data: train.jsonl", for the message
+        """
         smallest, largest = int(labels.min(initial=0)), int(labels.max(initial=0))
         if smallest < 0:
             raise InputError(asked, f"has the label {smallest}", "number the classes from 0")
@@ -117,8 +130,8 @@ class ModelInput:
 
 
 def one_sample(samples: Samples, index: int) -> Any:
-    """Return one sample: a batch of size 1 without its batch dim. Raises IndexError if the index is
-    out of range."""
+    """Return sample `index` as it is in epoch 0: a batch of one sample, whose tensors have no batch
+    dim. A negative index counts from the end. Raises IndexError if the index is out of range."""
     if not -len(samples) <= index < len(samples):
         raise IndexError(f"sample {index} of {len(samples)}")
     batch = samples.batch(np.array([index % len(samples)]), np.array([0]))
@@ -126,11 +139,12 @@ def one_sample(samples: Samples, index: int) -> Any:
 
 
 class DamagePolicy:
-    """The policy for damaged samples: raise InputError at the first one, or, with `skip`, leave all
-    of them out and count them.
+    """Decides what happens when a reader of data finds a damaged sample and calls `report`.
 
-    count  the number of damaged samples that were left out
-    first  (place, what is wrong) of the first damaged sample, or None
+    skip   False: `report` raises InputError. True: `report` counts the sample, and the reader
+           leaves it out
+    count  the number of damaged samples so far
+    first  (place, what is wrong) of the first damaged sample; None if there is none
     """
 
     def __init__(self, skip: bool) -> None:
@@ -138,9 +152,9 @@ class DamagePolicy:
         self.first: tuple[str, str] | None = None
 
     def report(self, place: str, found: str) -> None:
-        """Count a damaged sample, or raise InputError.
+        """Count a damaged sample if `skip` is True. Raise InputError if `skip` is False.
 
-        place  the sample's file or file:line
+        place  where the sample is, such as file:line
         found  what is wrong with the sample
         """
         if not self.skip:

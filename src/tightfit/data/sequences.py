@@ -1,5 +1,5 @@
-"""Text samples: makes the batches of each task from token sequences, with the names and shapes that
-transformers' models use.
+"""Makes the batches of each text task (causal-lm, masked-lm, seq2seq-lm, classification) from token
+sequences, with the keys and shapes that transformers' models expect.
 
 Source  masked-lm: Devlin et al. 2019, arXiv:1810.04805 (BERT); span corruption: Raffel et al. 2020,
         arXiv:1910.10683 (T5).
@@ -26,11 +26,15 @@ _MEAN_SPAN = 3  # mean length of a corrupted span, in tokens
 
 @dataclass(frozen=True)
 class CausalSamples:
-    """Samples of causal-lm: batches {"input_ids", "labels"}, both (B, L) int64. The labels are the
-    input ids, not shifted, and IGNORED at padding.
+    """Samples for causal-lm. A batch is {"input_ids", "labels"}, both (B, L) int64. The labels are
+    the input ids, not shifted, and IGNORED (-100) at padding.
 
-    A causal model needs no attention mask: padding is on the right, to which no earlier token
-    attends, and has no labels.
+    A batch needs no attention mask: padding is on the right, so no token before it attends to it,
+    and it has no labels.
+
+    rows       the token sequences; sample i is sequence i
+    tokenizer  the transformers tokenizer that made the tokens, or None
+    damaged    how many documents were left out because they are damaged
     """
 
     rows: TokenSequences
@@ -62,12 +66,13 @@ class CausalSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedSamples(CausalSamples):
-    """Samples of masked-lm: batches {"input_ids", "labels"} and, if rows are ragged,
+    """Samples for masked-lm. A batch is {"input_ids", "labels"} and, if sequences differ in length,
     "attention_mask", all (B, L) int64.
 
-    Each token that is not a special token is chosen with `probability`, and only chosen tokens get
-    a label. Of the chosen tokens, 80 % are replaced by the mask token, 10 % by a random token, and
-    10 % are unchanged. The choice is a function of the seed, the sample and the epoch.
+    Each token that is not a special token is chosen with probability `probability`. A chosen token
+    gets its id as label; the labels of all other tokens are IGNORED (-100). In the input, 80 % of
+    the chosen tokens are replaced by the mask token, 10 % by a random token, and 10 % are
+    unchanged. The choice depends only on the seed, the sample and the epoch.
     """
 
     special: SpecialTokens
@@ -88,8 +93,8 @@ class MaskedSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledSamples(CausalSamples):
-    """Samples of classification, texts and their classes: batches {"input_ids", "attention_mask"},
-    (B, L) int64, and "labels", (B,) int64."""
+    """Samples for the classification of texts. A batch is {"input_ids", "attention_mask", "labels"}
+    of shapes (B, L), (B, L) and (B,), all int64. labels: the class of each text of the data."""
 
     labels: Integers
 
@@ -100,8 +105,13 @@ class LabelledSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class PairSamples(CausalSamples):
-    """Samples of seq2seq-lm, texts and their target texts: batches {"input_ids", "attention_mask"},
-    (B, L), and "labels", (B, M), all int64."""
+    """Samples for seq2seq-lm from pairs of a text and a target text. A batch is {"input_ids",
+    "attention_mask", "labels"} of shapes (B, L), (B, L) and (B, M), all int64: L and M are the
+    padded lengths of the texts and of the target texts. The labels are the token ids of the target
+    texts, and IGNORED (-100) at padding.
+
+    targets: the token sequences of the target texts, in the order of the texts in `rows`
+    """
 
     targets: TokenSequences
 
@@ -117,12 +127,12 @@ class PairSamples(CausalSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class SpanSamples(CausalSamples):
-    """Samples of seq2seq-lm by span corruption (T5): batches {"input_ids", "attention_mask"}, (B,
-    L), and "labels", (B, M), all int64.
+    """Samples for seq2seq-lm by span corruption (T5). A batch is {"input_ids", "attention_mask",
+    "labels"} of shapes (B, L), (B, L) and (B, M), all int64.
 
     A share `probability` of each row's tokens is removed, in spans of 3 tokens on average. In the
-    input, a sentinel replaces each span. In the labels, the same sentinel precedes the span. The
-    spans are a function of the seed, the sample and the epoch.
+    input, a sentinel token replaces each span. In the labels, the same sentinel token precedes the
+    tokens of the span. The spans depend only on the seed, the sample and the epoch.
 
     Example: the row a b c d e f without the span c d has the input a b <0> e f <end> and the labels
     <0> c d <end>.
@@ -146,7 +156,11 @@ class SpanSamples(CausalSamples):
         return _tensors({"input_ids": inputs, "attention_mask": mask, "labels": labels})
 
     def _corrupt(self, row: Integers, numbers: NDArray[np.uint64]) -> tuple[Integers, Integers]:
-        """Return (input, labels) of one row (L,). numbers: at least 2 L random numbers."""
+        """Return (the token ids of the input, the labels) for one row of L tokens: the input has
+        sentinel tokens in place of random spans, and the labels have the removed spans.
+
+        numbers: at least 2 L random numbers, which select the spans
+        """
         removed_count, spans = corruption(len(row), self.probability)
         kept_lengths = _random_lengths(len(row) - removed_count, spans, numbers[::2])
         removed_lengths = _random_lengths(removed_count, spans, numbers[1::2])
@@ -159,14 +173,22 @@ class SpanSamples(CausalSamples):
 
 
 def corruption(length: int, probability: float) -> tuple[int, int]:
-    """Return (how many tokens are removed from a row of `length` tokens, in how many spans)."""
+    """Return (how many tokens span corruption removes from a row of `length` tokens, in how many
+    spans). probability: the share of the tokens to remove.
+
+    Example: corruption(100, 0.15) is (15, 5).
+    """
     removed_count = min(max(round(length * probability), 1), length - 1)
     return removed_count, min(max(round(removed_count / _MEAN_SPAN), 1), removed_count, length - removed_count)
 
 
 def row_length(input_length: int, probability: float) -> int:
-    """Return the length of the longest row whose corrupted input has at most `input_length` tokens,
-    including sentinels and the end-of-text token."""
+    """Return how many tokens a row can have so that its input after span corruption has at most
+    `input_length` tokens, including sentinel tokens and the end-of-text token.
+
+    probability: the share of the row's tokens that is removed. Example: row_length(512, 0.15) is
+    568, as in T5.
+    """
     # length of the input / length of the row, except for rounding: the tokens that are not removed,
     # and one sentinel for each span
     shortened = (1 - probability) + min(probability / _MEAN_SPAN, 1 - probability)
@@ -179,7 +201,10 @@ def row_length(input_length: int, probability: float) -> int:
 
 
 def _random_lengths(total: int, parts: int, numbers: NDArray[np.uint64]) -> list[int]:
-    """Return `parts` random lengths of at least 1 whose sum is `total`."""
+    """Return `parts` random lengths, each at least 1, whose sum is `total`.
+
+    numbers: at least `total` - 1 random numbers, which select the lengths
+    """
     if parts == 0:
         return []
     cuts = np.sort(np.argsort(numbers[: total - 1], kind="stable")[: parts - 1]) + 1
@@ -187,8 +212,8 @@ def _random_lengths(total: int, parts: int, numbers: NDArray[np.uint64]) -> list
 
 
 def _pad_rows(rows: list[Integers], fill: int) -> tuple[Integers, Mask]:
-    """Return (rows of different lengths, padded with `fill` to (B, longest), a mask that is False
-    at padding)."""
+    """Stack B rows of different lengths, each padded on the right with `fill` to the longest.
+    Return (the stacked rows (B, L), a mask (B, L) that is False at padding)."""
     mask = np.arange(max(map(len, rows))) < np.array([[len(row)] for row in rows])
     stacked = np.full(mask.shape, fill, dtype=np.int64)
     stacked[mask] = np.concatenate(rows)
@@ -196,8 +221,8 @@ def _pad_rows(rows: list[Integers], fill: int) -> tuple[Integers, Mask]:
 
 
 def _sample_keys(indices: Integers, epochs: Integers) -> Integers:
-    """Return a different number for each pair of sample and epoch, which selects the pair's random
-    numbers."""
+    """Return a number for each pair of a sample's index and an epoch, (B,). Different pairs have
+    different numbers, and so different random numbers."""
     return epochs << 40 | indices
 
 

@@ -1,9 +1,10 @@
-"""Sends a dataset object to worker processes with its tensors in shared memory: in one memory block
-if it has many tensors.
+"""Sends a dataset object to worker processes, with its tensors in shared memory that all workers
+read.
 
-torch shares each tensor through a separate file descriptor. A new process can receive at most about
-250 file descriptors, but a list of samples has one or two tensors per sample. One memory block
-needs one descriptor. All workers read the same memory.
+torch shares each tensor through a file descriptor of its own. A new process can receive at most
+about 250 file descriptors, but a list of samples has one or two tensors per sample. So if a dataset
+has many tensors, this module copies them into one block of shared memory, which needs one file
+descriptor.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ TensorLocation = tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool]
 
 
 def pack_dataset(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
-    """Pickle a dataset. Returns (pickle, storages, offsets), the arguments of `unpack_dataset`.
+    """Pickle a dataset, with the contents of its tensors kept apart. Return the three arguments of
+    `unpack_dataset`: (content, storages, offsets).
 
-    pickle    the dataset without the contents of its tensors
-    storages  uint8 tensors: one for each storage if there are few, which torch shares when they are
-              sent; else a single memory block in shared memory
+    content   the pickled dataset, without the contents of its tensors
+    storages  uint8 tensors. If the dataset's tensors have at most 32 storages, one tensor for each
+              storage; torch moves them to shared memory when they are sent. Otherwise one tensor, a
+              block of shared memory that contains all storages
     offsets   in bytes: where each storage begins in the block, and where the last one ends; None if
-              there are few storages
+              there is no block
 
     Raises the errors of pickle for objects that cannot be sent.
     """
@@ -51,8 +54,8 @@ def pack_dataset(dataset: Any) -> tuple[bytes, list[Tensor], list[int] | None]:
 
 
 def unpack_dataset(content: bytes, storages: list[Tensor], offsets: list[int] | None) -> Any:
-    """Restore the dataset that `pack_dataset` pickled. Its tensors are views of the shared memory:
-    do not write to them."""
+    """Return the dataset that `pack_dataset` pickled, from the three values that it returned. The
+    dataset's tensors are views of the shared memory: do not write to them."""
     return _Unpickler(io.BytesIO(content), storages, offsets).load()
 
 
@@ -61,8 +64,8 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles as multiprocessing does, but replaces the storages of tensors by numbers, and
-    collects these storages in `storages`."""
+    """Pickles as multiprocessing does, but writes a number in place of the contents of each CPU
+    tensor: the index of the tensor's storage in the list `storages`, which it fills."""
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
@@ -92,7 +95,10 @@ class _Pickler(ForkingPickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Restores tensors as views of the shared storages."""
+    """Unpickles what `_Pickler` wrote: restores the tensors as views of the given storages.
+
+    storages, offsets  as `pack_dataset` returns them
+    """
 
     def __init__(self, file: io.BytesIO, storages: list[Tensor], offsets: list[int] | None) -> None:
         super().__init__(file)

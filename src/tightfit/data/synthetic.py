@@ -1,5 +1,5 @@
-"""Synthetic samples. Each is a function of the seed and the index, and has a pattern that a model
-can learn, so that the loss can fall."""
+"""Generates synthetic samples: token sequences and images. Each sample depends only on the seed and
+its index, and follows a pattern that a model can learn, so that the loss can fall."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _TILE = 8  # rows and columns of a class's pattern
 
 @dataclass(frozen=True)
 class SyntheticRows:
-    """Sequences that count up from a random token by a random step of 1 to 8. A tenth of the tokens
-    is replaced by random tokens.
+    """Synthetic TokenSequences. Each counts up from a random token id by a random step of 1 to 8,
+    modulo `vocabulary`. A tenth of the tokens is replaced by random tokens.
 
-    Example with step 3: 17 20 23 26 91 32 ...; the token at position 4 is random.
+    count   the number of sequences
+    length  the number of tokens in each
+
+    Example with step 3: 17 20 23 26 91 32 ...; the token 91 is random, in place of 29.
     """
 
     count: int
@@ -46,14 +49,23 @@ class SyntheticRows:
         return ids.astype(np.int64), np.ones(ids.shape, dtype=bool)
 
     def rules(self, indices: Integers) -> Integers:
-        """Return (B,) the step of each sequence minus 1: a number from 0 to 7."""
+        """Return the step of each sequence minus 1, (B,) int64: a number from 0 to 7, which serves
+        as the sequence's class."""
         return (random_numbers(self.seed, indices, 2)[:, 1] % np.uint64(_STEPS)).astype(np.int64)
 
 
 @dataclass(frozen=True)
 class SyntheticImages(SingleImages):
-    """Batches {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}: the pattern of a class
-    plus noise."""
+    """Synthetic images. Each is the mean of a noise image and of the pattern of its class, which
+    consists of 8 x 8 random tiles.
+
+    A batch is {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}.
+
+    count     the number of images
+    classes   the number of classes; labels are below it
+    channels  C
+    size      H and W in pixels
+    """
 
     count: int
     classes: int
@@ -69,7 +81,7 @@ class SyntheticImages(SingleImages):
 
     @cached_property
     def _textures(self) -> Tensor:
-        """The noise images, of shape (textures, C, H, W), in [0, 1)."""
+        """The 16 noise images that all samples share, (16, C, H, W), with values in [0, 1)."""
         pixels = self.channels * self.size * self.size
         drawn = uniform(random_numbers(self.seed, np.arange(_TEXTURES), pixels)).astype(np.float32)
         return torch.from_numpy(drawn).view(_TEXTURES, self.channels, self.size, self.size)

@@ -1,5 +1,5 @@
-"""Sources of text: plain files, JSON lines, parquet files and saved datasets, read as a stream of
-documents.
+"""Reads text as a stream of documents, from plain files, JSON lines, parquet files and saved
+datasets.
 
 `data/language.py` opens a source; `data/tokens.py` and `data/tokenizer.py` read its documents. Each
 document has its file and line, for error messages. No reader holds a full file in memory.
@@ -7,40 +7,46 @@ document has its file and line, for error messages. No reader holds a full file 
 
 from __future__ import annotations
 
-import glob
 import io
 import itertools
 import json
-import os
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from tightfit.data.cache import stamps
+from tightfit.data.datasets_library import DatasetRows, DatasetStream, dataset_rows, dataset_stream, file_stream
 from tightfit.data.long_records import LONG, LongRecord, incomplete
 from tightfit.data.samples import DamagePolicy
+from tightfit.data.source_files import (
+    JSON_ENDINGS,
+    PARQUET_ENDINGS,
+    PYTHON_STDLIB,
+    as_list,
+    find_files,
+    is_remote,
+    readable_files,
+    stdlib_files,
+)
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
-from tightfit.job_sections.paths import expand_path
 from tightfit.values import nearest
 
-PYTHON_STDLIB = "python-stdlib"
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BLOCK_BYTES = 1 << 20
 _PARQUET_ROWS = 256  # rows of a parquet file that are decoded at once
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text with its target or label.
+    """One text, with its target text or its class label if it has one; or a part of a long text.
 
-    location      its file and line or row, for messages
-    target        the target text, if the document is a pair of texts, else None
-    label         the class label, or None
-    is_last_part  False if the next Document continues the same text: a large file is read in
-                  several parts
+    location      the file and line, or row, of the text, for messages
+    text          the text
+    target        the target text, if the data consists of pairs of texts, else None
+    label         the class label: a number or the name of the class; None if there is none
+    is_last_part  False if the next Document continues this text: a long text is read in several
+                  parts
     """
 
     location: str
@@ -51,13 +57,18 @@ class Document:
 
 
 class RowFormat(Protocol):
-    """What is read from a row of JSON lines, parquet or a saved dataset.
+    """Interface of a format of rows. It says which fields a row of JSON lines, parquet or a saved
+    dataset must have, and reads documents from such rows.
 
-    identity   JSON-like content that changes when documents change: a part of the key of the cache
-    names      {the name of each field that a row must have: the job's field that gives this name}
-    optional   the names of the fields that are read from the rows that have them
-    long_text  the name of the text field that may be too long for the memory; None if there is none
-    documents  (place, row, damage) -> the documents of a row; a damaged row is reported
+    identity   JSON-like content that changes if the same rows would give other documents: a part of
+               the key of the cache
+    names      {name: setting}: the name of each field that a row must have, and the setting of the
+               job that gives this name, such as {"text": "data.field"}
+    optional   the names of fields that are read from a row if it has them
+    long_text  the name of the field whose text may be too long for the memory; None if there is
+               none
+    documents  yields the documents of one row; calls damage.report if the row is damaged. `place`
+               is the row's file and number, for messages
     """
 
     @property
@@ -77,8 +88,12 @@ class RowFormat(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """A RowFormat of texts. The names of the fields that are read from a row: the text, the target
-    text of a pair, the class label."""
+    """A RowFormat for rows with one text each, which may have a target text or a class label.
+
+    text    the name of the field with the text
+    target  the name of the field with the target text; None if the data has no target texts
+    label   the name of the field with the class label; None if labels are not read
+    """
 
     text: str
     target: str | None = None
@@ -102,7 +117,11 @@ class Columns:
         return self.text
 
     def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
-        """Yield the document of one row, or nothing if the row is damaged or its text is empty."""
+        """Yield the document of one row. Yield nothing if its text is empty, or if the row is
+        damaged, which is reported to `damage`.
+
+        place: the row's file and number, for messages
+        """
         found = row_damage(row, self) or self._wrong_type(row)
         if found:
             damage.report(place, found)
@@ -122,13 +141,15 @@ class Columns:
 
 @dataclass(frozen=True)
 class TextSource:
-    """A source of documents.
+    """Text data that has been opened, whose documents can be read any number of times.
 
     name        the source's name in messages
-    identity    JSON-like content that changes when the files or fields change: the key of the cache
-    size_bytes  the size of all files
-    columns     what is read from each row
-    documents   yields the documents from the first one; reports damage to the given DamagePolicy
+    identity    JSON-like content that changes when the files or the fields to read change: the key
+                of the cache. None for a stream, whose content is not known before it is read
+    size_bytes  the size of all files together; 0 for a stream
+    columns     says which fields of each row are read
+    documents   yields all documents, from the first one at each call; reports damaged rows to the
+                DamagePolicy that it is given
     """
 
     name: str
@@ -139,8 +160,16 @@ class TextSource:
 
 
 def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
-    """Return the source that `spec` names (text, jsonl, parquet or dataset). Raises InputError if
-    its files do not exist."""
+    """Return the source of the text that `spec` names by its field text, jsonl, parquet or dataset.
+
+    With `spec.streaming`, nothing is copied into the cache: files at URLs and data sets are read
+    while the documents are.
+
+    columns: says which fields of each row are read. Raises InputError if there are no such files,
+    or if `columns` needs several fields of plain text, which has no fields.
+    """
+    if spec.streaming and (stream := _open_stream(spec)) is not None:
+        return TextSource(str(spec), None, 0, columns, lambda damage: _read_dataset(stream, columns, damage))
     if spec.text is not None:
         if len(columns.names) > 1:
             raise InputError(
@@ -153,21 +182,45 @@ def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
             _refuse_parquet(file)
         return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
     if spec.jsonl is not None:
-        files = find_files("jsonl", spec.jsonl, (".jsonl", ".json", ".ndjson"))
+        files = find_files("jsonl", spec.jsonl, JSON_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_jsonl(files, columns, damage))
     if spec.parquet is not None:
-        files = find_files("parquet", spec.parquet, (".parquet",))
+        files = find_files("parquet", spec.parquet, PARQUET_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_parquet(files, columns, damage))
-    folder = Path(str(spec.dataset))
-    files = find_files("dataset", str(folder))
-    return _source(str(folder), files, columns, lambda damage: _read_dataset(folder, columns, damage))
+    rows = dataset_rows(spec)
+    identity = [rows.identity, columns.identity]
+    return TextSource(
+        str(spec), identity, rows.size_bytes, columns, lambda damage: _read_dataset(rows, columns, damage)
+    )
+
+
+def _open_stream(spec: DataSpec) -> DatasetRows | DatasetStream | None:
+    """Return a stream of the data set or of the files at URLs that `spec` names; None for local
+    files, whose readers hold little memory."""
+    if spec.dataset is not None:
+        return dataset_stream(spec)
+    if spec.text is not None:
+        if any(map(is_remote, as_list(spec.text))):
+            raise InputError(
+                f"data: text={spec.text}",
+                "plain text at a URL cannot be streamed, because each file would be held in memory",
+                "use data.jsonl or data.parquet, or leave out data.streaming, which copies the files into the cache",
+            )
+        return None
+    name, given, endings = (
+        ("jsonl", spec.jsonl, JSON_ENDINGS) if spec.jsonl else ("parquet", spec.parquet, PARQUET_ENDINGS)
+    )
+    if not any(map(is_remote, as_list(given))):
+        return None
+    files = [file for one in as_list(given) for file in readable_files(name, one, endings)]
+    return file_stream(f"data: {name}={given}", "json" if name == "jsonl" else name, files)
 
 
 def first_document(source: TextSource, skip_damaged: bool) -> Document:
-    """Return the source's first undamaged document.
+    """Return the first document of a source that is not damaged.
 
-    Raises InputError if there is none, or if the first one is damaged and `skip_damaged` is False.
-    The message recommends to skip damaged samples only if another sample is not damaged.
+    Raises InputError if there is none, or if a damaged one comes first and `skip_damaged` is False.
+    The message recommends skipping damaged samples only if some sample is not damaged.
     """
     damage = DamagePolicy(skip_damaged)
     try:
@@ -189,8 +242,11 @@ def first_document(source: TextSource, skip_damaged: bool) -> Document:
 
 
 def _damage_fix(source: TextSource, found: str) -> str:
-    """Return the remedy for a source whose samples are all damaged. found: what is wrong with the
-    first sample."""
+    """Return the remedy that an error message gives for a source whose samples are all damaged: to
+    name another field if `found` says that a field is missing, else to correct the samples.
+
+    found: what is wrong with the first sample
+    """
     for name in source.columns.names:
         if f"no field {name!r}" in found or f"no column {name!r}" in found:
             return _field_fix(source.columns, name)
@@ -204,60 +260,10 @@ def _source(
     return TextSource(name, [seen, columns.identity], sum(size for _, size, _ in seen), columns, read)
 
 
-def stdlib_files() -> list[Path]:
-    """Return the source files of the running Python's standard library, without its tests: about
-    12 MB of text that every machine has."""
-    files: list[Path] = []
-    for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
-        inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk visits only these
-        files += [Path(place, name) for name in names if name.endswith(".py")]
-    return sorted(files)
-
-
-def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()) -> list[Path]:
-    """Return the files that `given` names. It is a file, a folder, a glob or a list of these.
-
-    field    the data field that has this value, for messages
-    endings  from a folder, only files with one of these endings are taken; () takes all
-
-    Raises InputError if there are no such files.
-    """
-    if isinstance(given, list):
-        return [file for one in given for file in find_files(field, one, endings)]
-    path = expand_path(given)
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        files = _files_below(path, endings)
-        if not files:
-            kinds = f" ending in {' or '.join(endings)}" if endings else ""
-            raise InputError(
-                f"data: {field}={given}", f"this folder contains no files{kinds}", "name a file, or another folder"
-            )
-        return files
-    files = sorted(Path(name) for name in glob.glob(str(path), recursive=True) if Path(name).is_file())
-    if not files:
-        raise InputError(f"data: {field}={given}", "no such file or folder", _nearest_path_fix(path))
-    return files
-
-
-def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    inside = (file for file in folder.rglob("*") if file.is_file())
-    shown = (file for file in inside if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    return sorted(file for file in shown if not endings or file.suffix.lower() in endings)
-
-
-def _nearest_path_fix(path: Path) -> str:
-    """Return the remedy for a path that does not exist, such as the nearest name in its folder."""
-    if glob.has_magic(str(path)) or not path.parent.is_dir():
-        return "check the path; relative paths start at the job file's folder"
-    names = sorted(other.name for other in path.parent.iterdir())
-    return nearest(path.name, names[:20]) if names else f"put data into {path.parent}, which is empty"
-
-
 def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
-    """Yield each file as one document, but a file larger than _BLOCK_BYTES in several parts, which
-    are split at line ends."""
+    """Yield each file as one document. A file larger than 1 MiB is yielded in several parts, each a
+    Document, which are split at the ends of lines. Lines that are not UTF-8 are reported to
+    `damage` and left out."""
     for file in files:
         held: Document | None = None
         for line, block in _blocks(file):
@@ -270,8 +276,9 @@ def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
 
 
 def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line, bytes) for each block of about 1 MiB of a file. A block
-    holds complete lines, or a part of one line that is longer than a block."""
+    """Yield the bytes of a file in blocks of about 1 MiB, each as (number of the block's first
+    line, from 1; bytes). A block holds complete lines, or a part of one line that is longer than a
+    block."""
     line, rest = 1, b""
     with file.open("rb") as opened:
         while block := opened.read(_BLOCK_BYTES):
@@ -286,7 +293,8 @@ def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _refuse_parquet(file: Path) -> None:
-    """Raise InputError if a file given as plain text starts with the magic bytes of parquet."""
+    """Raise InputError if a file that the job gives as plain text is a parquet file, which its
+    first four bytes show."""
     with file.open("rb") as opened:
         if opened.read(4) == b"PAR1":
             raise InputError(
@@ -295,8 +303,11 @@ def _refuse_parquet(file: Path) -> None:
 
 
 def _decode(file: Path, first: int, block: bytes, damage: DamagePolicy) -> str:
-    """Decode a block. Lines that are not UTF-8 are reported as damage and left out. first: the
-    number of the block's first line."""
+    """Return the text of a block of lines. Lines that are not UTF-8 are reported to `damage` and
+    left out.
+
+    first: the number of the block's first line in the file
+    """
     try:
         return block.decode()
     except UnicodeDecodeError:
@@ -341,8 +352,8 @@ def _json_error(error: Exception) -> str:
 
 
 def _line_end(lines: BinaryIO) -> int:
-    """Read to the end of the present line. Returns the offset in the file at which the line ends,
-    before the newline."""
+    """Read the rest of a line, from the file's position on. Returns the offset in the file at which
+    the line ends, before the newline."""
     while part := lines.readline(_BLOCK_BYTES):
         if part.endswith(b"\n"):
             return lines.tell() - 1
@@ -350,8 +361,11 @@ def _line_end(lines: BinaryIO) -> int:
 
 
 def _read_long(place: str, record: LongRecord, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
-    """Yield the document of a line that is too long to be read at once, with its text in several
-    parts."""
+    """Yield the document of a line of JSON that is too long for the memory. Its text comes in
+    several parts, each a Document. A damaged line is reported to `damage`.
+
+    place: the line's file and number, for messages
+    """
     try:
         row = record.fields(columns.long_text)
     except (ValueError, RecursionError) as error:
@@ -370,7 +384,8 @@ def _read_long(place: str, record: LongRecord, columns: RowFormat, damage: Damag
 
 
 def _read_parquet(files: list[Path], columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
-    """Yield the rows of parquet files as documents, one by one.
+    """Yield the documents in the rows of parquet files. Damaged rows and files are reported to
+    `damage`.
 
     Texts are read in their dictionary encoding. Otherwise a small file in which many rows repeat a
     text would need much memory when it is decoded.
@@ -400,21 +415,25 @@ def _read_parquet(files: list[Path], columns: RowFormat, damage: DamagePolicy) -
             damage.report(str(file), f"not readable as parquet after row {number} ({error})")
 
 
-def _read_dataset(folder: Path, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
-    rows = load_dataset(folder)
-    missing = [name for name in columns.names if name not in rows.column_names]
-    if missing:
-        raise InputError(
-            f"data: dataset={folder}",
-            f"has no column {missing[0]!r}; it has {', '.join(rows.column_names)}",
-            f"{_field_fix(columns, missing[0])} ({nearest(missing[0], rows.column_names)})",
-        )
-    for number, row in enumerate(rows.select_columns(_present(columns, rows.column_names)), 1):
-        yield from columns.documents(f"{folder}: row {number}", row, damage)
+def _read_dataset(source: DatasetRows | DatasetStream, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
+    rows = source.rows
+    known = rows.column_names  # None for a stream that does not say
+    if known is not None:
+        missing = next((name for name in columns.names if name not in known), None)
+        if missing is not None:
+            raise InputError(
+                source.asked,
+                f"has no column {missing!r}; it has {', '.join(known)}",
+                f"{_field_fix(columns, missing)} ({nearest(missing, known)})",
+            )
+        rows = rows.select_columns(_present(columns, known))
+    for number, row in enumerate(source.read(rows), 1):
+        yield from columns.documents(f"{source.name}: row {number}", row, damage)
 
 
 def _present(columns: RowFormat, known: list[str]) -> list[str]:
-    """Return the names of the columns that are read from a table with the columns `known`."""
+    """Return the names of the columns to read from a table that has the columns `known`: the ones
+    that `columns` needs, and its optional ones that the table has."""
     return [*columns.names, *(name for name in columns.optional if name in known and name not in columns.names)]
 
 
@@ -422,36 +441,9 @@ def _field_fix(columns: RowFormat, missing: str) -> str:
     return f"name an existing field with {columns.names[missing]}"
 
 
-def load_dataset(folder: Path) -> Any:
-    """Load the datasets.Dataset that save_to_disk wrote to a folder. Of several splits, the split
-    named train is loaded.
-
-    Raises InputError if the folder holds no dataset, or splits without one named train.
-    """
-    import datasets
-
-    try:
-        loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # whatever arrow, json or fsspec raise for a folder that is not a dataset
-        raise InputError(
-            f"data: dataset={folder}",
-            f"not a folder written by datasets.save_to_disk ({error})",
-            "save it with dataset.save_to_disk(folder)",
-        ) from None
-    if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded:
-            raise InputError(
-                f"data: dataset={folder}",
-                f"has the splits {', '.join(loaded)}, but no split named train",
-                f"name the folder of one split, such as {folder / next(iter(loaded))}",
-            )
-        loaded = loaded["train"]
-    return loaded.with_format(None)
-
-
 def row_damage(row: Any, columns: RowFormat) -> str | None:
-    """Return, as a message, that a row is no mapping or lacks a field. Return None if it has all
-    fields that it must have."""
+    """Return a message that says what is wrong with a row: it is not a dict, or lacks a field that
+    `columns` needs. Return None if the row has all of these fields."""
     if not isinstance(row, dict):
         return f"expected a mapping of fields, found {type(row).__name__}"
     missing = next((name for name in columns.names if name not in row), None)
@@ -459,7 +451,8 @@ def row_damage(row: Any, columns: RowFormat) -> str | None:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text has only characters: False if it holds half a surrogate pair."""
+    """Return whether a text can be encoded as UTF-8. It cannot if it contains half a surrogate
+    pair, which JSON can write but which is no character."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Tokenizers: loads the user's tokenizer, or trains a byte-level BPE on the data and caches it.
+"""Loads the user's tokenizer, or trains a byte-level BPE tokenizer on the data and caches it.
 
-Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinels: Raffel et al. 2020, arXiv:1910.10683
-        (T5).
+Source  byte-level BPE: Radford et al. 2019 (GPT-2); sentinel tokens, which mark removed spans of
+        text: Raffel et al. 2020, arXiv:1910.10683 (T5).
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ _MASK_NAMES = (MASK, "[MASK]", "<mask>")
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The ids of the special tokens, which represent no text.
+    """The ids of a tokenizer's special tokens, which represent no text.
 
-    vocabulary  the number of all tokens
-    end, pad    the end-of-text token, and the padding token. If the tokenizer has no padding token,
-                `pad` is the end-of-text token
-    mask        the mask token of a masked-lm, or None
-    sentinels   <extra_id_0>, <extra_id_1>, ... of span corruption
-    all         all of these and the tokenizer's own special tokens, sorted
+    vocabulary  the size of the tokenizer's vocabulary, special tokens included (not an id)
+    end         the end-of-text token
+    pad         the padding token; the end-of-text token if the tokenizer has no padding token
+    mask        the mask token, which masked-lm needs; None if the tokenizer has none
+    sentinels   the tokens <extra_id_0>, <extra_id_1>, ..., which span corruption (T5) needs
+    all         the ids of all special tokens, sorted: the ones above, and any others that the
+                tokenizer declares as special
     """
 
     vocabulary: int
@@ -53,15 +54,22 @@ class SpecialTokens:
 
 
 def named_tokenizer(spec: DataSpec, model: ModelInput) -> str | None:
-    """Return the path of the tokenizer that the data names, else of the model's own one. Return
-    None if a byte-level BPE is trained: if there is neither of them, or if the data gives the
-    vocabulary size of a new one."""
+    """Return which tokenizer to load, as a path or the id of a model on the Hub: `data.tokenizer`
+    if it is set, else the tokenizer in the model's own folder.
+
+    Return None if a new byte-level BPE must be trained instead: if neither of the two exists, or if
+    `data.vocabulary_size` is set without `data.tokenizer`.
+    """
     return spec.tokenizer or (None if spec.vocabulary_size else model.tokenizer)
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load a transformers tokenizer. path: a tokenizer.json, a folder with a tokenizer, or the id
-    of a model on the Hub. Raises InputError if the path holds no tokenizer."""
+    """Return a transformers tokenizer, loaded from `path`: a tokenizer.json, a folder with a
+    tokenizer, or the id of a model on the Hub.
+
+    Raises InputError if the path does not exist, or if it holds no tokenizer that the library
+    tokenizers can run (one in pure Python is not supported).
+    """
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
@@ -82,8 +90,9 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _with_roles(backend: Any) -> Any:
-    """Wrap a tokenizers.Tokenizer for transformers. A tokenizers.Tokenizer does not say what its
-    special tokens are for, so they are recognised by their usual names."""
+    """Wrap a tokenizers.Tokenizer as a transformers tokenizer. A tokenizers.Tokenizer does not
+    record which of its special tokens ends a text, pads or masks, so these are recognised by their
+    usual names, such as </s>, <pad> and [MASK]."""
     from transformers import PreTrainedTokenizerFast
 
     def named(names: tuple[str, ...]) -> str | None:
@@ -98,12 +107,21 @@ def _with_roles(backend: Any) -> Any:
 
 
 def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sentinels: int) -> Any:
-    """Train a byte-level BPE of the model's vocabulary size on about 8 MB of the source, or take it
-    from the cache.
+    """Return a byte-level BPE tokenizer trained on about 8 million characters of the source. It is
+    trained once and then cached. Its vocabulary has the size `data.vocabulary_size`, or that of the
+    model if this is not set.
 
-    sentinels: how many sentinel tokens the tokenizer needs. Raises InputError if the vocabulary
-    size is unknown, or less than 256 (one token for each byte) plus the number of special tokens.
+    sentinels  how many sentinel tokens (<extra_id_0>, ...) the tokenizer needs
+
+    Raises InputError if the vocabulary size is unknown, or less than 256 (one token for each byte)
+    plus the number of special tokens.
     """
+    if source.identity is None:
+        raise InputError(
+            f"data: {source.name}",
+            "is a stream, whose content may change, so no tokenizer is trained on it",
+            "set data.tokenizer, or use a model whose folder has a tokenizer",
+        )
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
     names += CHATML_NAMES if spec.chat_template == "chatml" else []
     if size is None:
@@ -123,8 +141,12 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
 
 
 def _special_names(task: str | None, sentinels: int) -> list[str]:
-    """Return the names of the special tokens in the order of their ids. The padding token, if the
-    task has one, is the first, as in BERT and T5."""
+    """Return the names of a new tokenizer's special tokens, in the order of their ids.
+
+    For causal-lm or a task of None, this is only the end-of-text token. For other tasks, the order
+    is: the padding token, as in BERT and T5, the end-of-text token, the mask token (for masked-lm),
+    and `sentinels` sentinel tokens.
+    """
     if task in (None, "causal-lm"):
         return [END]
     extra = [MASK] if task == "masked-lm" else []
@@ -146,10 +168,11 @@ def _train(folder: Path, source: TextSource, vocabulary: int, names: list[str]) 
 
 
 def _training_texts(source: TextSource) -> Iterator[str]:
-    """Yield texts of documents that are spread evenly over the source, about 8 MB in all.
+    """Yield the texts on which a tokenizer is trained: about 8 million characters in all, from
+    documents that are spread evenly over the source.
 
-    More than 1024 successive characters without white space are cut to 1024, and so is more than
-    1024 characters of white space: they are data or drawings, not words.
+    A run of more than 1024 characters without white space is cut to 1024, and so is a run of white
+    space: such runs are data or drawings, not words.
     """
     every = max(1, -(-source.size_bytes // _TRAINING_CHARACTERS))
     left, read = _TRAINING_CHARACTERS, 0
@@ -165,8 +188,11 @@ def _training_texts(source: TextSource) -> Iterator[str]:
 
 
 def special_tokens(tokenizer: Any, asked: str, task: str | None) -> SpecialTokens:
-    """Return the special tokens of a tokenizer. Raises InputError if it lacks one that `task`
-    needs. asked: the tokenizer's field, for the message."""
+    """Return the ids of a tokenizer's special tokens. Raises InputError if the tokenizer has no
+    end-of-text token, or if `task` is masked-lm and the tokenizer has no mask token.
+
+    asked: the setting that selects the tokenizer, for the error message
+    """
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     if end is None:
         raise InputError(asked, "has no end-of-text token", "add eos_token to its tokenizer_config.json")

@@ -1,8 +1,8 @@
-"""Token files: documents are tokenized once into a memory-mapped file, and training sequences are
-slices of this file.
+"""Tokenizes documents once into a token file, which is memory-mapped, and cuts training sequences
+from this file.
 
-`token_file` finds the file in the cache, or makes it. `PackedSequences` and `PaddedSequences` cut
-sequences from the file, and `data/sequences.py` turns these into samples of the model's task.
+`token_file` finds the token file in the cache, or makes it. `PackedSequences` and `PaddedSequences`
+cut sequences from it. `data/sequences.py` turns the sequences into samples of the model's task.
 """
 
 from __future__ import annotations
@@ -34,21 +34,25 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A cache folder with the token ids of all documents, one after another.
+    """The token ids of all documents of a source, one after another, in files of a cache folder.
 
-    field    the field of the documents that was tokenized: "text" or "target"
+    folder   the cache folder
+    field    which text of each document the ids are from: "text", or "target" (the target text)
     ids      (tokens,) uint16 or uint32; each document ends with an end-of-text token
     offsets  (documents + 1,) int64; document i is ids[offsets[i] : offsets[i + 1]]
-    labels   (documents,) int64 class labels, if the source has labels
-    counted  (tokens,) bool, of conversations: the tokens that count in the loss
-    first_counted
-             (documents,) int64, of conversations: the place of the first token after the very first
-             that counts; the number of tokens if there is none
-    facts    "dtype": that of the ids, "damaged": how many documents were left out as damaged,
-             "classes": the names of the classes, if the labels are text,
-             "roles": the roles of the messages, of conversations
+    labels   (documents,) int64: the class labels, if the source has labels
+    facts    a dict: "dtype" is the type of the ids, "damaged" is how many documents were left out
+             as damaged, and "classes" lists the names of the classes if the labels are text
 
-    Only the folder's path and the field are pickled: each worker process maps the file itself.
+    Only a token file of conversations has these:
+
+    counted        (tokens,) bool: whether a token counts in the loss
+    first_counted  (documents,) int64: in each conversation, the position, from 1 on, of the first
+                   token that counts in the loss. Position 0 is left out, because no earlier token
+                   predicts it. If there is no such token, the conversation's length
+    facts          also has "roles", the list of the roles that occur in the messages
+
+    Only the folder's path and the field are pickled: each worker process maps the files itself.
     """
 
     folder: Path
@@ -85,13 +89,15 @@ class TokenFile:
 def token_file(
     source: TextSource, tokenizer: Any, special: SpecialTokens, template: bool, skip_damaged: bool
 ) -> TokenFile:
-    """Return the tokens of a source, which are made once and then cached.
+    """Return the token file of a source. The source is tokenized once, and the result is cached.
 
+    tokenizer     a transformers tokenizer
+    special       its special tokens
     template      whether to put the tokenizer's special tokens around each text, such as [CLS] and
                   [SEP]
-    skip_damaged  leave damaged documents out instead of raising InputError
+    skip_damaged  True leaves damaged documents out; False raises InputError at the first one
 
-    Raises InputError for damaged text, and if some labels are text and some are numbers.
+    Raises InputError also if some labels are text and some are numbers.
     """
     identity = [source.identity, tokenizer.backend_tokenizer.to_str(), special.end, template, skip_damaged]
 
@@ -99,7 +105,7 @@ def token_file(
         damage = DamagePolicy(skip_damaged)
         writer = _Writer(folder, tokenizer, special, template)
         counted = writer.counted(source.documents(damage))
-        for batch in _batches(chunk_documents(counted, writer.encode, PIECE)):
+        for batch in batches(chunk_documents(counted, writer.encode, PIECE)):
             writer.write(batch)
             _log.info("tokenizing %s: %.0f million characters so far", source.name, writer.read)
         writer.finish(source.name, damage)
@@ -107,34 +113,43 @@ def token_file(
     return TokenFile(cached_folder("tokens", identity, make))
 
 
-def _batches(pieces: Iterable[DocumentChunk]) -> Iterator[list[DocumentChunk]]:
-    """Yield chunks in lists of about a million characters. The tokenizer encodes the chunks of a
-    list in parallel, which needs about 200 bytes of memory per character."""
+def batches(pieces: Iterable[DocumentChunk], characters: int = _BATCH_CHARACTERS) -> Iterator[list[DocumentChunk]]:
+    """Yield the chunks in lists that have about so many characters each. The tokenizer encodes the
+    chunks of a list in parallel, which needs about 200 bytes of memory per character."""
     batch: list[DocumentChunk] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
-        if size > _BATCH_CHARACTERS:
+        if size > characters:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-class _Writer:
-    """Writes the files of one TokenFile folder."""
+def token_dtype(special: SpecialTokens) -> np.dtype[Any]:
+    """Return the type in which token ids are stored."""
+    return np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
 
-    def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
-        self.folder, self.special, self.template = folder, special, template
-        self.backend = tokenizer.backend_tokenizer
-        self.backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
-        self.backend.no_padding()
-        self.dtype = np.dtype(np.uint16 if special.vocabulary <= 1 << 16 else np.uint32)
-        self.written = {"text": 0, "target": 0}
-        self.offsets = {"text": array("q", [0]), "target": array("q", [0])}
-        self.labels: list[int | str] = []
-        self.read = 0.0  # millions of characters
+
+def plain_backend(tokenizer: Any) -> Any:
+    """Return the Rust tokenizer of a transformers tokenizer, which neither truncates nor pads."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # a tokenizer.json may switch on truncation and padding
+    backend.no_padding()
+    return backend
+
+
+class ChunkEncoder:
+    """Tokenizes documents in chunks, and puts their special tokens around them.
+
+    template  whether to put the tokenizer's special tokens around each text
+    """
+
+    def __init__(self, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
+        self.special, self.template = special, template
+        self.backend = plain_backend(tokenizer)
         self._closing: list[int] = []  # the special tokens that follow the current document
         self._last = -1  # the last token of the current document
 
@@ -142,23 +157,13 @@ class _Writer:
         """Return the token ids of a text, without special tokens."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def counted(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """Yield the documents unchanged, while collecting their labels and counting their
-        characters."""
-        for document in documents:
-            self.read += len(document.text) / 1e6
-            if document.is_last_part and document.label is not None:
-                self.labels.append(document.label)
-            yield document
-
-    def write(self, batch: list[DocumentChunk]) -> None:
-        """Tokenize chunks and append them to the files of their fields."""
+    def tokens(self, batch: list[DocumentChunk]) -> Iterator[tuple[DocumentChunk, list[int]]]:
+        """Yield each chunk with its token ids. Chunks of a document must come one after another."""
         encodings = self.backend.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-        with (self.folder / "text.bin").open("ab") as text, (self.folder / "target.bin").open("ab") as target:
-            for piece, encoding in zip(batch, encodings, strict=True):
-                self._append_chunk(piece, encoding, target if piece.field == "target" else text)
+        for piece, encoding in zip(batch, encodings, strict=True):
+            yield piece, self._ids(piece, encoding)
 
-    def _append_chunk(self, piece: DocumentChunk, encoding: Any, file: Any) -> None:
+    def _ids(self, piece: DocumentChunk, encoding: Any) -> list[int]:
         ids = encoding.ids
         if piece.begins:
             before, self._closing = self._template_tokens(encoding) if self.template else ([], [])
@@ -167,22 +172,63 @@ class _Writer:
             ids = [*ids, *self._closing]
             if (ids[-1] if ids else self._last) != self.special.end:
                 ids = [*ids, self.special.end]
-        np.array(ids, dtype=self.dtype).tofile(file)
         self._last = -1 if piece.ends else ids[-1] if ids else self._last
-        self.written[piece.field] += len(ids)
-        if piece.ends:
-            self.offsets[piece.field].append(self.written[piece.field])
+        return ids
 
     def _template_tokens(self, encoding: Any) -> tuple[list[int], list[int]]:
-        """Return (the special tokens that the tokenizer puts before a text, those after a text)."""
+        """Return (the ids of the special tokens that the tokenizer puts before a text, the ids of
+        those that it puts after a text).
+
+        encoding: the text's encoding without special tokens. If the tokenizer's template also
+        changes the text's own tokens, return ([], []).
+        """
         ids, whole = encoding.ids, self.backend.post_process(encoding, None, True).ids
         for before in range(len(whole) - len(ids) + 1):
             if whole[before : before + len(ids)] == ids:
                 return whole[:before], whole[before + len(ids) :]
         return [], []
 
+
+class _Writer(ChunkEncoder):
+    """Tokenizes documents and writes the files of one TokenFile folder.
+
+    Wrap the documents in `counted`, call `write` for each list of chunks, and `finish` at the end.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
+        super().__init__(tokenizer, special, template)
+        self.folder = folder
+        self.dtype = token_dtype(special)
+        self.written = {"text": 0, "target": 0}
+        self.offsets = {"text": array("q", [0]), "target": array("q", [0])}
+        self.labels: list[int | str] = []
+        self.read = 0.0  # millions of characters
+
+    def counted(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yield the documents unchanged. As a side effect, collect their labels and count their
+        characters, for the log."""
+        for document in documents:
+            self.read += len(document.text) / 1e6
+            if document.is_last_part and document.label is not None:
+                self.labels.append(document.label)
+            yield document
+
+    def write(self, batch: list[DocumentChunk]) -> None:
+        """Tokenize chunks, and append the token ids of each to the file of its field, text.bin or
+        target.bin."""
+        with (self.folder / "text.bin").open("ab") as text, (self.folder / "target.bin").open("ab") as target:
+            for piece, ids in self.tokens(batch):
+                np.array(ids, dtype=self.dtype).tofile(target if piece.field == "target" else text)
+                self.written[piece.field] += len(ids)
+                if piece.ends:
+                    self.offsets[piece.field].append(self.written[piece.field])
+
     def finish(self, name: str, damage: DamagePolicy) -> None:
-        """Write offsets, labels and facts, which are known only at the end.
+        """Write the files that are complete only after the last document: offsets, labels, facts.
+        Labels that are text become numbers, in alphabetical order.
+
+        name    the source's name, for the error message
+        damage  the policy that counted the damaged documents
 
         Raises InputError if some labels are text and some are numbers.
         """
@@ -201,10 +247,12 @@ class _Writer:
 
 
 class TokenSequences(Protocol):
-    """Token sequences of at most `length` tokens.
+    """Interface of a list of token sequences, from which batches of B sequences are read.
 
-    gather  (B,) indices -> (B, L) int64 ids and a (B, L) bool mask, False at padding
-    ragged  whether L varies from batch to batch; otherwise L is `length`
+    length  the most tokens that a sequence has
+    gather  returns the sequences at the indices (B,): their token ids, (B, L) int64, and a mask,
+            (B, L) bool, which is False at padding
+    ragged  True if L varies from batch to batch; False if L is always `length`
     """
 
     @property
@@ -220,9 +268,12 @@ class TokenSequences(Protocol):
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """All documents, joined and cut into sequences of `length` tokens. The tokens after the last
-    full sequence are left out. Example: 1,000 tokens with length 300 give 3 sequences, and 100
-    tokens are unused."""
+    """TokenSequences that are cut from all documents joined together. Each has exactly `length`
+    tokens, and may contain the end of one document and the beginning of the next.
+
+    The tokens after the last full sequence are not used. Example: 1,000 tokens with length 300 give
+    3 sequences, and 100 tokens are unused.
+    """
 
     tokens: TokenFile
     length: int
@@ -239,8 +290,8 @@ class PackedSequences:
 
 @dataclass(frozen=True)
 class PaddedSequences:
-    """One document per sequence, truncated to `length` tokens. In a batch, sequences are padded on
-    the right with the token `pad` to the longest sequence."""
+    """TokenSequences with one document each, truncated to `length` tokens. `gather` pads the
+    sequences of a batch on the right with the token id `pad`, to the longest of them."""
 
     tokens: TokenFile
     length: int

@@ -1,10 +1,10 @@
-"""The user's own samples: those of map-style datasets and sequences, which are read in the order
-that `Order` computes, and those of iterables, which are read in the iterable's order.
+"""Reads the user's own samples. Those of a map-style dataset or a sequence are read in the order
+that `Order` computes; those of an iterable are read in the iterable's order.
 
 A dataset may use the random generators of Python, NumPy and torch, for example to augment samples.
-For a map-style dataset, the random numbers are a function of the seed, the sample and the epoch;
-for an iterable, of the seed and the epoch. The state of the training's own generators does not
-change.
+For a map-style dataset, the random numbers depend only on the seed, the sample and the epoch. For
+an iterable, they depend on the seed, the epoch and the numbers drawn before in this epoch. The
+state of the training's own generators does not change.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in, warn_unshifted
 from tightfit.data.order import Integers, hash_numbers
-from tightfit.data.rng import GeneratorStates, seed_generators
+from tightfit.data.rng import GeneratorStates, generators_restored, seed_generators
 from tightfit.data.samples import ModelInput, one_sample
 from tightfit.data.shared_memory import pack_dataset, unpack_dataset
 from tightfit.errors import InputError, TightfitError
@@ -27,12 +27,13 @@ from tightfit.models import load_python
 from tightfit.models.objective import Batch
 
 _SEEN = 8  # samples that are inspected when a dataset is opened
+_DRAW_NOTHING = (list, tuple, TensorDataset)  # datasets that draw no random numbers to return a sample
 _END = object()  # marks the end of an iterator
 
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A dataset whose samples are accessed by index."""
+    """Interface of a dataset whose samples are read by index: it has __len__ and __getitem__."""
 
     def __len__(self) -> int: ...
 
@@ -41,8 +42,9 @@ class MapStyle(Protocol):
 
 @dataclass(frozen=True)
 class DatasetObject:
-    """A dataset that the user gave as a Python object. It is pickled with its tensors in shared
-    memory, so that all worker processes read the same memory."""
+    """Holds a dataset that the user gave as a Python object; calling this object returns the
+    dataset. When it is pickled for a worker process, the dataset's tensors go to shared memory, so
+    that all workers read the same memory."""
 
     dataset: Any
 
@@ -63,8 +65,12 @@ def _restore_given(*parts: Any) -> DatasetObject:
 
 @dataclass(frozen=True)
 class DatasetFunction:
-    """The dataset that a user's function returns. Only the function's name, "file.py:function" or
-    "module:function", is pickled: each worker process calls the function itself."""
+    """Names a user's function that makes a dataset; calling this object calls the function and
+    returns the dataset. It raises InputError if the function cannot be loaded or fails.
+
+    source  "file.py:function" or "module:function". Only this name is pickled, so each worker
+            process calls the function itself
+    """
 
     source: str
 
@@ -83,11 +89,16 @@ class DatasetFunction:
 
 
 class UserSamples:
-    """The samples of a user's map-style dataset. Batches are padded and stacked by `collate`.
+    """Samples from a user's map-style dataset, which `collate` pads and stacks to batches.
 
-    The constructor reads the first 8 samples, to find out their fields, their lengths and whether
-    the lengths differ. It raises InputError if the dataset is empty, or if the first sample lacks
-    what the model's task needs.
+    make     returns the dataset; worker processes call it to get their own
+    dataset  the dataset in this process
+    model    the inputs that the model takes
+    seed     selects the random numbers that the dataset draws
+
+    The constructor reads up to 8 samples, to find out how many tokens a sample has and whether
+    shapes differ. It raises InputError if the dataset is empty, if it fails, or if the first sample
+    has no labels although the loss of the model's task needs them.
     """
 
     damaged = 0
@@ -120,11 +131,16 @@ class UserSamples:
         return collate(self._samples(indices.tolist(), epochs.tolist()), self.model)
 
     def _samples(self, indices: Iterable[int], epochs: Iterable[int]) -> list[Any]:
-        with GeneratorStates(self.seed).active():
-            return [self._sample(index, epoch) for index, epoch in zip(indices, epochs, strict=True)]
+        if type(self.dataset) in _DRAW_NOTHING:
+            return [self._sample(index) for index in indices]
+        found = []
+        with generators_restored():
+            for index, epoch in zip(indices, epochs, strict=True):
+                seed_generators(hash_numbers(self.seed, epoch, index))
+                found.append(self._sample(index))
+        return found
 
-    def _sample(self, index: int, epoch: int) -> Any:
-        seed_generators(hash_numbers(self.seed, epoch, index))
+    def _sample(self, index: int) -> Any:
         try:
             return as_tensors(self.dataset[index])
         except TightfitError:
@@ -138,16 +154,28 @@ class UserSamples:
 
 
 class UserStream:
-    """The samples of a user's iterable dataset. When the iterable ends, it is read again from its
-    start. A resumed run reads and skips the samples that were consumed before."""
+    """Reads a user's iterable as an endless stream of samples: when the iterable ends, it is read
+    again from its start, as the next epoch. A resumed run reads the samples that the earlier run
+    has used, and skips them.
+
+    make   returns the iterable
+    model  the inputs that the model takes
+    seed   selects the random numbers that the iterable draws
+    """
+
+    ragged = False
+    tokenizer = None
 
     def __init__(self, make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> None:
         self.make, self.model, self.seed = make, model, seed
 
     def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
-        """Yield the batch of samples first..stop of the stream for each of `ranges`, which are in
-        order. For a range that begins before the end of the previous one, the previous batch is
-        yielded again."""
+        """Yield a batch for each of `ranges`, pairs (first, stop): the samples at the positions
+        `first` to `stop` - 1 of the stream.
+
+        The ranges must be in ascending order, because the stream cannot go back. For a range that
+        begins before the end of the previous one, the previous batch is yielded again.
+        """
         samples, place, batch = self._samples(), 0, None
         for first, stop in ranges:
             if batch is None or first >= place:
@@ -155,6 +183,10 @@ class UserStream:
                 batch, place = [as_tensors(sample) for sample in taken], stop
                 check_labelled(batch[0], self.model)
             yield collate(batch, self.model)
+
+    def example(self, count: int) -> Batch:
+        """Return the batch of the first `count` samples."""
+        return next(self.batches([(0, count)]))
 
     @property
     def sample_items(self) -> int:
@@ -199,8 +231,12 @@ class UserStream:
 
 
 def open_user(make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> UserSamples | UserStream:
-    """Open a user's dataset as UserSamples, or as a UserStream if it is an iterable without a
-    length.
+    """Return the samples of a user's dataset: UserSamples if it has a length and can be indexed,
+    such as a list or a map-style Dataset; a UserStream if it is any other iterable.
+
+    make   returns the dataset
+    model  the inputs that the model takes
+    seed   selects the random numbers that the dataset draws
 
     Raises InputError for anything else: a DataLoader, a string, a dict, or an iterator object,
     which can be read only once.

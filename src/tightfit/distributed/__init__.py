@@ -1,1 +1,1 @@
-"""Processes that train together: how they find each other, the device mesh, and collectives."""
+"""Start the processes that train together, arrange their devices in a mesh, and run collectives."""

@@ -1,10 +1,11 @@
-"""Reduce-scatter, all-gather and all-reduce of tensors with one row for each device of a group.
+"""Reduce-scatter, all-gather and all-reduce tensors that have one row for each device of a group.
 
-The gradient buckets, the weight gathers, tensor parallelism and fully_shard (ZeRO-3) call them.
+The gradient buckets, the weight gathers, tensor parallelism and fully_shard (ZeRO-3) use these
+functions.
 
 gloo has no reduce-scatter of its own: it all-reduces the tensor and takes a part, which sends twice
-as many bytes. Its all-gather makes one more copy. On gloo groups this module therefore reduces each
-row to its device, and broadcasts each row from its device.
+as many bytes. Its all-gather makes one more copy. So on gloo groups, this module reduces each row
+to the device that needs it, and broadcasts each row from the device that has it.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 def begin_reduce_scatter(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> Any:
-    """Begin a reduce-scatter (sum) of `rows`.
+    """Begin a reduce-scatter (sum) of `rows`, and return a handle. Its `wait` method completes it.
 
-    part   this device's result, with as many elements as one row; valid when the returned work has
-           been waited for
-    rows   (group size, ...): row i is this device's contribution to device i. Its contents are
-           undefined afterwards
-    group  the devices; all must call it
-
-    Returns a work with a `wait` method.
+    part   the tensor that gets this device's result: the sum of row `rank` over all devices. It has
+           as many elements as one row, and is valid after `wait`
+    rows   shape (group size, ...): row i is this device's contribution to the result of device i.
+           The contents are undefined afterwards
+    group  the process group; all of its devices must call this function
     """
     if not uses_row_collectives(group):
         return _reduce_scatter(part.view(-1), rows.view(-1), group=group, async_op=True)
@@ -42,7 +41,13 @@ def begin_reduce_scatter(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -
 
 
 def reduce_scatter(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None:
-    """The blocking reduce-scatter: see `begin_reduce_scatter`."""
+    """Reduce-scatter (sum) `rows`, and wait for the result.
+
+    part   the tensor that gets this device's result: the sum of row `rank` over all devices
+    rows   shape (group size, ...): row i is this device's contribution to the result of device i.
+           The contents are undefined afterwards
+    group  the process group; all of its devices must call this function
+    """
     if uses_row_collectives(group):
         begin_reduce_scatter(part, rows, group).wait()
     else:
@@ -50,7 +55,7 @@ def reduce_scatter(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -> None
 
 
 def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The all-reduced (summed) tensor, a new one of the same shape.
+    """Return the sum of `tensor` over the devices of `group`, as a new tensor of the same shape.
 
     A compiled region does not reduce in place: if a forward returns a tensor that was reduced in
     place, torch 2.11 computes zero gradients for it.
@@ -63,8 +68,11 @@ def all_reduced(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_gather(rows: Tensor, group: dist.ProcessGroup) -> None:
-    """All-gather in place: each device has filled row `rank` of `rows`, (group size, ...);
-    afterwards all devices have all rows.
+    """All-gather `rows` in place.
+
+    rows   shape (group size, ...). Before the call, this device has filled row number `rank`. After
+           the call, each device has all rows
+    group  the process group; all of its devices must call this function
     """
     if not uses_row_collectives(group):
         _all_gather(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
@@ -75,15 +83,24 @@ def all_gather(rows: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class _Allocator:
-    """The `allocate` method that fully_shard asks a custom collective for."""
+    """Base class with the `allocate` method that fully_shard calls on a custom collective. The
+    method returns a new uninitialized tensor.
+    """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class RowReduceScatter(_Allocator):
-    """`reduce_scatter` with the signature that fully_shard asks a custom reduce-scatter for. It
-    sums, whatever `op` is.
+    """A custom reduce-scatter for fully_shard, which calls it with the arguments below. It runs
+    this module's `reduce_scatter`.
+
+    output_tensor  gets this device's shard of the sum
+    input_tensor   this device's contributions to the shards of all devices, in the order of the
+                   ranks
+    group          the process group
+    op             ignored: the reduction is always a sum
+    async_op       ignored: the call waits for the result
     """
 
     def __call__(
@@ -93,8 +110,13 @@ class RowReduceScatter(_Allocator):
 
 
 class RowAllGather(_Allocator):
-    """`all_gather` with the signature that fully_shard asks a custom all-gather for: `input_tensor`
-    is this device's row of `output_tensor`.
+    """A custom all-gather for fully_shard, which calls it with the arguments below. It runs this
+    module's `all_gather`.
+
+    output_tensor  gets the shards of all devices, in the order of the ranks
+    input_tensor   this device's shard, already stored at its place in `output_tensor`
+    group          the process group
+    async_op       ignored: the call waits for the result
     """
 
     def __call__(
@@ -104,16 +126,24 @@ class RowAllGather(_Allocator):
 
 
 def uses_row_collectives(group: dist.ProcessGroup) -> bool:
-    """Whether rows are sent one by one: on gloo, but not in compiled code, since a compiler knows
-    only the common collectives.
+    """Return whether this module communicates with `group` one row at a time, by reduces and
+    broadcasts.
+
+    It does on gloo. It does not in compiled code, because torch.compile supports only the usual
+    collectives.
     """
     return not torch.compiler.is_compiling() and bool(dist.get_backend(group) == "gloo")
 
 
 @dataclass
 class _RowReduces:
-    """The pending reduces of all rows. `wait` waits for all of them and copies this device's row
-    into `part`.
+    """The handle of a reduce-scatter that runs as one reduce for each row.
+
+    `wait` waits for all reduces, and copies this device's summed row into `part`.
+
+    works  the handles of the reduces in flight
+    row    this device's row, which holds the sum when the reduces are complete
+    part   the tensor that gets the result
     """
 
     works: list[Any]

@@ -1,10 +1,11 @@
-"""What the communication along a mesh axis costs: bandwidth, latency, and the ledger's messages.
+"""Predict what communication along a mesh axis costs: its bandwidth, its latency and its ledger
+entry.
 
-The cost functions of the methods call `message`. It needs no process group.
+The cost functions of the methods call `message`. No process group is needed.
 
 Example: 16 GPUs in 2 nodes of 8, dp_shard=8 and dp_replicate=2. The devices of a dp_shard group are
-in one node, so they communicate at the rate of the link inside it. The devices of a dp_replicate
-group are in two nodes, so they communicate over the network.
+in one node, so they communicate at the rate of the link inside the node. The devices of a
+dp_replicate group are in two nodes, so they communicate over the network.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ DEFAULT_BYTES_PER_S = 1e9  # bytes/s; used until the machine has been calibrated
 
 
 def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
-    """(stride, size) of `axes`: how many ranks are between neighbours along them, and their size.
+    """Return (stride, size) of a mesh axis.
 
-    axes  axes of AXES, or ("cp",)
+    The stride is the difference between the ranks of two neighbours along the axis. The size is the
+    number of devices along the axis. Example: tp=2 and dp_shard=4 give (2, 4) for ("dp_shard",).
+
+    axes  the name of the axis in a tuple of one element: one of AXES, or "cp"
     """
     sizes = {"tp": plan.tp, "dp_shard": plan.shards, "dp_replicate": plan.replicas, "pp": plan.pp}
     if axes == ("cp",):
@@ -35,16 +39,17 @@ def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
 
 
 def bandwidth(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
-    """The bandwidth in bytes/s with which one device sends along `axes`.
+    """Return the bandwidth, in bytes/s, with which one device sends along a mesh axis.
 
-    It is that of the link inside a node if all devices along the axes are in one node, and that of
-    the network otherwise.
+    If all devices along the axis are in one node, this is the bandwidth of the link inside a node.
+    Otherwise it is that of the network. Before the machine has been calibrated, it is
+    DEFAULT_BYTES_PER_S.
 
-    The rings of a collective leave a node through the links of all its devices that take part, each
-    with its share of the bytes. A point-to-point message (pp, cp, or to and from a server) leaves
-    through its own device's link only.
+    Each device of a node has its own link to the network. A collective uses the links of all its
+    devices in the node, so their bandwidths add up, to at most the bandwidth inside the node. A
+    point-to-point message (pp, cp, or to and from a server) uses its own device's link only.
 
-    axes  axes of AXES, or ("cp",)
+    axes  the name of the axis in a tuple of one element: one of AXES, or "cp"
     """
     inside = machine.process_bytes_per_s
     between = machine.network_bytes_per_s or inside
@@ -59,11 +64,13 @@ def bandwidth(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
 
 
 def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) -> float:
-    """The seconds that one call along `axes` takes however few bytes it sends.
+    """Return the latency, in seconds, of one call along a mesh axis: the time that does not depend
+    on the number of bytes.
 
-    rounds  how many times a collective passes the ring: once for an all-gather or reduce-scatter,
-            twice for an all-reduce. Point-to-point messages (pp, cp, or to and from a server) pass
-            one link
+    axes    the name of the axis in a tuple of one element: one of AXES, or "cp"
+    rounds  how many times a collective passes around the ring: once for an all-gather or a
+            reduce-scatter, twice for an all-reduce. A point-to-point message (pp, cp, or to and
+            from a server) passes one link, whatever `rounds` is
     """
     inside = machine.process_latency_s.value if machine.process_latency_s else 0.0
     between = machine.network_latency_s.value if machine.network_latency_s else inside
@@ -80,14 +87,17 @@ def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) ->
 def message(
     name: str, size: float, plan: Plan, machine: Machine, axes: tuple[str, ...], calls: float = 1, rounds: int = 1
 ) -> Message:
-    """The cost of communication along `axes` in a step, as the ledger records it.
+    """Return the ledger's entry for the communication of one step along a mesh axis.
 
-    It overlaps with computation on a GPU. On a CPU it does not, because the CPU itself has to do
-    it.
+    The entry holds the bytes, the bandwidth and the total latency. On a GPU the communication
+    overlaps with computation. On a CPU it does not, because the CPU itself does the work.
 
+    name    the name under which the ledger lists the communication, such as "gradients"
     size    the bytes that each device sends in a step
-    calls   into how many calls they are divided
-    rounds  as for `latency`
+    axes    the name of the axis in a tuple of one element: one of AXES, or "cp"
+    calls   the number of calls in a step among which the bytes are divided
+    rounds  how many times each call passes around the ring: 1 for an all-gather or a
+            reduce-scatter, 2 for an all-reduce
     """
     waits = calls * latency(plan, machine, axes, rounds)
     return Message(name, size, bandwidth(plan, machine, axes), overlaps=machine.device == "cuda", latency_s=waits)

@@ -1,11 +1,10 @@
-"""The device mesh of a run: the parallel axes, their process groups, and this process's rank in
-them.
+"""Make the device mesh of a run: the parallel axes, their process groups, and this process's ranks.
 
-There is one process for each device. The axes are, outermost first: pp (the stages of `pipeline`),
-dp_replicate (replicas of the model), dp_shard (what `zero` shards) and tp (what `tensor_parallel`
-shards). The axis that communicates most is innermost, so that its devices are closest to each
-other. The devices of `context_parallel` share the same samples. They are neighbours along dp_shard
-or, without `zero`, along dp_replicate.
+There is one process for each device. The axes are, outermost first: pp (the stages of a pipeline),
+dp_replicate (replicas of the model), dp_shard (over which ZeRO shards) and tp (tensor parallelism).
+The axis that communicates most is innermost, so that its devices are closest to each other. With
+context parallelism, cp neighbouring devices share the same samples. They are neighbours along
+dp_shard or, without ZeRO, along dp_replicate.
 
 `build` calls `make_mesh` once for a plan. `links.py` predicts the time of the communication along
 an axis.
@@ -40,17 +39,18 @@ DATA = ("dp_replicate", "dp_shard")  # the axes along which samples are sharded
 class Mesh:
     """The devices of a run, and this process's position among them.
 
-    axes        the DeviceMesh of each axis, by name, and of several axes, by the tuple of their
-                names
-    p2p_groups  process groups besides those of the axes, by name. "forward" and "backward": a
-                pipeline's devices, for messages in that direction; "forward around" and "backward
-                around": the same, for messages between its last and its first device; "ends": its
-                first and last device. "server": a parameter server and its workers. "context": the
-                devices that share the same samples. "layers": the devices that hold the same
-                layers' parameters, or shards of them
-    servers     how many of the first processes along dp_replicate are servers, which have no
-                samples
-    cp          how many devices share the same samples and shard their sequences
+    axes        maps the name of each axis to its DeviceMesh, and a tuple of names to the DeviceMesh
+                of these axes together
+    p2p_groups  maps a name to a process group that is not the group of an axis. "forward" and
+                "backward": the devices of this process's pipeline, for messages in that direction.
+                "forward around" and "backward around": the same devices, for messages between the
+                last and the first. "ends": the first and the last device of the pipeline. "server":
+                a parameter server and its workers. "context": the devices that share the same
+                samples. "layers": the devices that hold the same layers' parameters, or shards of
+                them
+    servers     how many of the first processes along dp_replicate are parameter servers, which have
+                no samples
+    cp          how many devices share the same samples, each with its own part of the sequences
 
     Example: pp=2, dp_replicate=1, dp_shard=2, tp=2 is eight processes. Ranks 0 to 3 hold the first
     stage and ranks 4 to 7 the second. Rank 5 has coordinates (1, 0, 0, 1): its tp group is {4, 5},
@@ -63,52 +63,58 @@ class Mesh:
     cp: int = 1
 
     def size(self, axis: str) -> int:
-        """The number of devices along an axis."""
+        """Return the number of devices along an axis."""
         return self.axes[axis].size()
 
     def rank(self, axis: str) -> int:
-        """This process's rank along an axis, from 0."""
+        """Return this process's rank along an axis, counted from 0."""
         return self.axes[axis].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along an axis that contains this process."""
+        """Return the process group of the devices along an axis, to which this process belongs."""
         return self.axes[axis].get_group()
 
     @property
     def data_rank_and_size(self) -> tuple[int, int]:
-        """(rank, size) in data parallelism: which shard of a step's samples this device trains on,
-        and the number of shards. The `cp` devices that share samples have the same rank.
+        """Return (rank, size) in data parallelism. A step's samples are divided into `size` equal
+        shares, and this device trains on share number `rank`, counted from 0. The `cp` devices that
+        share samples have the same rank.
         """
         number, count = self._data_position
         return number // self.cp, count // self.cp
 
     @property
     def cp_rank(self) -> int:
-        """The rank in context parallelism, from 0 to `cp` - 1: which chunks of each sequence this
-        device has.
+        """Return the rank in context parallelism, from 0 to `cp` - 1. It selects the chunks of each
+        sequence that this device has.
         """
         return self._data_position[0] % self.cp
 
     @property
     def rng_rank(self) -> int:
-        """A number that selects this device's random numbers. The tp devices share their
-        activations, so they have the same number and draw the same dropout masks.
+        """Return a number that selects this device's random numbers, such as its dropout masks.
+
+        The tp devices of a group have the same number, because they work on the same activations
+        and have to draw the same masks. Devices of different tp groups have different numbers.
         """
         return self._data_position[0] * self.size("pp") + self.rank("pp")
 
     @property
     def _data_position(self) -> tuple[int, int]:
-        """(rank, size) along both axes of DATA, without the servers. A server has rank 0."""
+        """Return (rank, size) along both axes of DATA together, without the servers. A server has
+        rank 0.
+        """
         replica, replicas = self.rank("dp_replicate") - self.servers, self.size("dp_replicate") - self.servers
         return max(replica, 0) * self.size("dp_shard") + self.rank("dp_shard"), replicas * self.size("dp_shard")
 
     def all_reduce(
         self, values: Tensor, axes: tuple[str, ...], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """All-reduce `values` in place over the devices along `axes`, and return it.
+        """All-reduce `values` in place over the devices along all of `axes`, and return `values`.
 
         values  a tensor of any shape, on any device
-        op      the reduction: a sum unless another one is given
+        axes    names of axes
+        op      the reduction; by default a sum
         """
         for axis in axes:
             if self.size(axis) > 1:
@@ -118,10 +124,12 @@ class Mesh:
     def all_reduce_in_group(
         self, values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """All-reduce `values` in place over the devices of `group`, and return it.
+        """All-reduce `values` in place over the devices of `group`, and return `values`.
 
-        NCCL takes only contiguous tensors on the device. A tensor that is offloaded or not
-        contiguous is copied to the device, reduced there and copied back.
+        NCCL needs contiguous tensors on the GPU. So if `values` is offloaded or not contiguous, it
+        is copied to the device, reduced there and copied back.
+
+        op  the reduction; by default a sum
         """
         there = self.to_device(values)
         dist.all_reduce(there, op, group=group)
@@ -129,19 +137,22 @@ class Mesh:
 
     @property
     def device(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
         return local_device(self.axes["pp"].device_type)
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """`tensor` as a collective can take it: contiguous and on this process's device."""
+        """Return `tensor` in a form that collectives accept: contiguous, and on this process's
+        device. It is copied only if necessary.
+        """
         elsewhere = tensor.device.type != self.device.type
         return (tensor.to(self.device) if elsewhere else tensor).contiguous()
 
     def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> PendingSum:
-        """Begin an all-reduce (sum) of `values`, in place. The caller can compute meanwhile.
+        """Begin to all-reduce (sum) `values` in place over the devices along `axes`. Return a
+        `PendingSum`, whose `wait` completes the sum; the caller can compute until then.
 
-        Only the first axis is reduced asynchronously: a second one is reduced in the wait, because
-        it needs the result of the first.
+        Only the sum along the first axis begins at once. The sum along a second axis needs its
+        result, so it runs in `wait`.
         """
         several = [axis for axis in axes if self.size(axis) > 1]
         if not several:
@@ -151,18 +162,19 @@ class Mesh:
 
 
 class PendingSum:
-    """A sum over devices that is on its way.
+    """An all-reduce (sum) that has begun. `wait` completes it and returns the sum.
 
-    values  this device's part; the sum, once it is complete
-    work    the all-reduce that is waited for; None if `values` is the sum
-    finish  what is left to do with `values` afterwards
+    values  this device's summand, which the sum replaces in place
+    work    the handle of the all-reduce in flight; None if `values` already is the sum
+    finish  called with `values` after the all-reduce to complete the sum, such as an all-reduce
+            along a second axis; None: nothing is left to do
     """
 
     def __init__(self, values: Tensor, work: Any = None, finish: Callable[[Tensor], Tensor] | None = None) -> None:
         self._values, self._work, self._finish = values, work, finish
 
     def wait(self) -> Tensor:
-        """Wait for the sum and return it. On a GPU the stream waits, not the host."""
+        """Wait for the sum and return it. On a GPU the current stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -172,12 +184,15 @@ class PendingSum:
 
 
 def make_mesh(plan: Plan, device: torch.device) -> Mesh | None:
-    """The mesh of a plan, or None when one device needs none.
+    """Return the mesh of a plan, or None if the plan needs no mesh.
 
     A plan for one device needs a mesh only if its parameters are offloaded from a GPU, because
-    torch's fully_shard asks for one. Initializes the process group, unless that has been done.
+    torch's fully_shard asks for one. If a mesh is needed, this function also initializes the
+    default process group, unless that has been done.
 
-    Raises InputError when the number of processes is not the plan's number of devices.
+    device  this process's device
+
+    Raises InputError if the number of processes is not the plan's number of devices.
     """
     check_world(plan)
     if plan.devices == 1 and not ("parameters" in plan.offload and has_own_memory(device)):
@@ -191,8 +206,13 @@ _world: dist.ProcessGroup | None = None  # the default group that the meshes of 
 
 
 def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
-    """The mesh with these sizes. It is cached for all runs of this process, because the groups of a
-    mesh keep threads and connections.
+    """Return the mesh with these sizes. All runs of this process share it, because the process
+    groups of a mesh keep threads and connections.
+
+    kind     the kind of device: "cpu" or "cuda"
+    sizes    the number of devices along each axis, in the order of AXES
+    servers  the number of parameter servers
+    cp       how many devices share the same samples
     """
     global _world
     if dist.group.WORLD is not _world:
@@ -221,8 +241,8 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
 
 
 def _set_timeouts(groups: list[dist.ProcessGroup]) -> None:
-    """Give `groups` the time-out of the default process group: torch gives a new group its own
-    default.
+    """Give `groups` the time-out of the default process group, because torch creates a new group
+    with torch's own default.
     """
     if dist.get_backend() not in BACKENDS.values():
         return
@@ -249,8 +269,13 @@ def forget_meshes() -> None:
 
 
 def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
-    """The process groups of this process's pipeline, by name. Each direction has its own group, so
-    that a send in one direction never waits for a receive in the other.
+    """Create the point-to-point process groups of all pipelines. Return those of this process's
+    pipeline, by name (see P2P_GROUPS).
+
+    Each direction has its own group, so that a send in one direction never waits for a receive in
+    the other.
+
+    devices  the mesh of all axes
     """
     found = {}
     # every process must create all groups, in the same order
@@ -264,8 +289,10 @@ def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
 
 
 def _context_group(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:
-    """The group of the `cp` devices, neighbours along the data axes, that share samples with this
-    one.
+    """Create the groups of context parallelism, and return the group of this process: the `cp`
+    neighbours along the data axes that share the same samples.
+
+    devices  the mesh of all axes
     """
     rows = devices.mesh.flatten(1, 2).transpose(1, 2).reshape(-1, cp).tolist()
     groups = [
@@ -276,7 +303,11 @@ def _context_group(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:
 
 
 def _same_layers_group(devices: DeviceMesh) -> dist.ProcessGroup:
-    """The group, for tensors in host memory, of the devices that have the same layers as this one."""
+    """Create one group for each pipeline stage, and return the group of this process: all devices
+    that have the same layers. Its collectives take tensors in host memory.
+
+    devices  the mesh of all axes
+    """
     backend = None if dist.get_backend() == "fake" else "gloo"
     groups = [(members, dist.new_group(members, backend=backend)) for members in devices.mesh.flatten(1).tolist()]
     (mine,) = [group for members, group in groups if dist.get_rank() in members]

@@ -1,6 +1,7 @@
-"""The processes of a run, one for each device: how many, which one this is, and its device.
+"""Tell how many processes a run has, and which rank and which device this process has.
 
-`join` initializes the default process group, through which all others are created.
+A run has one process for each device. `join` initializes the default process group, from which all
+other groups are created.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def world_size() -> int:
-    """The number of processes of the run, as the process group or the launcher (torchrun, srun,
-    `tightfit train --nproc`) gives it.
+    """Return the number of processes of the run.
+
+    It is that of the process group, if this has been initialized. Otherwise the launcher (torchrun,
+    srun, `tightfit train --nproc`) gives it in WORLD_SIZE. Without a launcher it is 1.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
@@ -29,25 +32,28 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """The rank of this process among all processes of the run, from 0."""
+    """Return the rank of this process among all processes of the run, counted from 0."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))
 
 
 def is_rank_zero() -> bool:
-    """Whether this process has rank 0: it writes files and prints for all processes."""
+    """Return whether this process has rank 0. That process writes files and prints for all
+    processes.
+    """
     return rank() == 0
 
 
 def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None = None) -> None:
     """Initialize the default process group, unless that has been done.
 
-    kind     the kind of the processes' devices ("cpu" or "cuda"), which selects gloo or NCCL
-    store    the store through which the processes find each other; None: one is made
+    kind     the kind of the processes' devices: "cpu" (then the backend is gloo) or "cuda" (NCCL)
+    store    the store through which the processes find each other; None: create one
     timeout  the time-out of each collective; None: torch's default
 
-    Raises InputError when this process has no GPU of its own.
+    Raises InputError if more than one GPU is visible to this process, but fewer than there are
+    processes on its host.
     """
     if not dist.is_initialized():
         if kind == "cuda":
@@ -59,7 +65,7 @@ def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None =
 
 
 def check_world(plan: Plan) -> None:
-    """Check that there is one process for each device of the plan. Raises InputError otherwise."""
+    """Raise InputError unless there is one process for each device of the plan."""
     there = world_size()
     if plan.devices != there:
         named = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -75,10 +81,15 @@ def check_world(plan: Plan) -> None:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of this process on its host. A launcher may show each process only its own GPU,
-    which is then GPU 0.
+    """Return the device of this process on its host.
 
-    Raises InputError when more than one GPU is visible, but fewer than there are processes.
+    For "cuda" this is the GPU whose number is the process's LOCAL_RANK. If the launcher shows each
+    process only its own GPU, it is GPU 0.
+
+    kind  the kind of device: "cpu" or "cuda"
+
+    Raises InputError if more than one GPU is visible, but fewer than there are processes on this
+    host.
     """
     if kind != "cuda":
         return torch.device(kind)
@@ -93,8 +104,10 @@ def local_device(kind: str) -> torch.device:
 
 
 def copy_to_device(numbers: list[float], device: torch.device) -> Tensor:
-    """An fp32 tensor of `numbers` on `device`, without waiting: a copy from pageable memory would
-    wait for the device's other work.
+    """Return an fp32 tensor of `numbers` on `device`. The host does not wait for a GPU.
+
+    To that end the numbers are copied from page-locked memory. A copy from pageable memory would
+    wait for the GPU's other work.
     """
     there = torch.tensor(numbers, dtype=torch.float32)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)

@@ -1,9 +1,10 @@
-"""How the processes of a run find each other, and which network interface they listen on.
+"""Let the processes of a run find each other, and choose the network interface on which they
+listen.
 
 Processes on a single host listen on its loopback interface only. Processes on several hosts listen
-on the interface that the user named. Without a name they listen on the interface that has the
-address of the first process (MASTER_ADDR). `join` (the module processes) and the commands that start
-processes call this module.
+on the interface that the user named with `--interface`. If the user named none, the first process
+listens on the interface that has its address (MASTER_ADDR), and gloo and NCCL choose their own
+interfaces. `join` (in `processes.py`) and the commands that start processes call this module.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # gloo and NCCL read 
 
 
 def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether all processes of the run are on this host, as the launcher's environment variables
-    say.
+    """Return whether all processes of the run are on this host.
+
+    environ  environment variables, among them those that the launcher has set (WORLD_SIZE,
+             LOCAL_WORLD_SIZE and MASTER_ADDR)
     """
     world, local = environ.get("WORLD_SIZE", "1"), environ.get("LOCAL_WORLD_SIZE")
     if local is not None or world == "1":
@@ -34,7 +37,7 @@ def on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` is "localhost" or a loopback IP address."""
+    """Return whether `address` is "localhost" or a loopback IP address."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -42,7 +45,9 @@ def is_loopback(address: str) -> bool:
 
 
 def addresses() -> dict[str, list[str]]:
-    """The IP addresses (v4 and v6) of each network interface of this host, by the interface's name."""
+    """Return interface name -> list of IP addresses (v4 and v6), for each network interface of this
+    host.
+    """
     kinds = (socket.AF_INET, socket.AF_INET6)
     return {
         name: [one.address.split("%")[0] for one in found if one.family in kinds]
@@ -51,13 +56,16 @@ def addresses() -> dict[str, list[str]]:
 
 
 def choose_interface(named: str | None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the interface that gloo and NCCL listen on. Environment variables that the user has set
-    are kept.
+    """Tell gloo and NCCL on which network interface to listen, by setting their environment
+    variables.
 
-    named  the interface's name (`--interface`); None: loopback for a run on one host, else the
-           libraries' own choice
+    A variable that is set already keeps its value.
 
-    Raises InputError when this host has no interface of that name.
+    named    the interface's name (`--interface`). None: the loopback interface if all processes are
+             on this host; otherwise set nothing, so that the libraries choose
+    environ  the environment variables to read and to change
+
+    Raises InputError if this host has no interface with this name.
     """
     known = addresses()
     if named is not None and named not in known:
@@ -71,20 +79,25 @@ def choose_interface(named: str | None, environ: MutableMapping[str, str] = os.e
 
 
 def hosts_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process hosts the TCP store: rank 0 does, unless the launcher (torchrun) does."""
+    """Return whether this process hosts the TCP store. Rank 0 does, unless the launcher (torchrun)
+    hosts it.
+    """
     return environ["RANK"] == "0" and not _launcher_keeps_store(environ)
 
 
 def _launcher_keeps_store(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent hosts the store."""
+    """Return whether the launcher (torchrun's agent) hosts the TCP store."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def join_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """The store through which the processes of the run exchange their addresses.
+    """Return the store through which the processes of the run exchange their addresses.
 
-    The launcher hosts it, or rank 0 does. Rank 0 then listens on the interface that
-    `choose_interface` has set.
+    If the launcher does not host the store, rank 0 creates it in this call. All other processes
+    connect to it, at MASTER_ADDR and MASTER_PORT.
+
+    environ  environment variables, among them those that the launcher and `choose_interface` have
+             set
     """
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     if on_one_host(environ) and not _launcher_keeps_store(environ):
@@ -97,18 +110,22 @@ def join_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
 
 
 def with_restart_prefix(store: dist.Store, environ: Mapping[str, str] = os.environ) -> dist.Store:
-    """`store` with a key prefix for this start of the processes: a launcher that restarts them
-    keeps its store.
+    """Return `store` with a prefix for all keys. The prefix contains how often the launcher has
+    restarted the processes.
+
+    A launcher keeps its store when it restarts the processes. With the prefix they do not read
+    entries of an earlier start.
     """
     return dist.PrefixStore(f"tightfit/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def host_store(address: str, port: int = 0, listening: socket.socket | None = None) -> dist.TCPStore:
-    """A TCP store that this process hosts.
+    """Return a new TCP store that this process hosts.
 
     address    the address to listen on; "": all addresses
     port       the port; 0: any free one
-    listening  a socket that listens already, used in place of `address` and `port`
+    listening  a socket that already listens, which is used in place of `address` and `port`; None:
+               open one
     """
     if listening is None:
         listening = listen(address, port)
@@ -124,8 +141,10 @@ def host_store(address: str, port: int = 0, listening: socket.socket | None = No
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on one address, or with "" on all addresses (IPv6 too, if the host has
-    it).
+    """Return a new socket that listens for TCP connections.
+
+    address  the address to listen on; "": all addresses, IPv6 too if the host has it
+    port     the port; 0: any free one
     """
     if address:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -136,11 +155,14 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def _listening_address(host: str, environ: Mapping[str, str]) -> str:
-    """The address on which rank 0 listens.
+    """Return the address on which rank 0 listens for the other processes.
 
-    It is the address on the named interface, else the one that the other processes use for this
-    host. Returns "" (all addresses) if that is no address of this host, such as the address of a
-    service in front of it.
+    On a single host this is 127.0.0.1. Otherwise it is an address of the network interface that
+    `choose_interface` has set, or else the address of this host to which `host` resolves. Returns
+    "" (all addresses) if neither exists. For example, `host` may be the address of a service in
+    front of this host.
+
+    host  MASTER_ADDR: the name or address of this host, as the other processes use it
     """
     known = addresses()
     if on_one_host(environ):

@@ -1,6 +1,7 @@
-"""Replicas of a model: they start from the same weights, and average what their forwards write.
+"""Keep the replicas of a model equal: they start from the same weights, and average their buffers.
 
-Gradients are no part of this module; `parallel/gradient_buckets.py` reduces them.
+The buffers are those that a forward writes, such as BatchNorm's running statistics. Gradients are
+reduced in `parallel/gradient_buckets.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ _BufferRef = tuple[nn.Module, str]  # a module and the name of one of its buffer
 
 @torch.no_grad()
 def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
-    """Broadcast the parameters and buffers of the first replica to all others, in place. Models
-    that are initialized at random may differ between processes.
+    """Broadcast the parameters and buffers of the first replica to all other replicas, in place.
+
+    This is necessary if the model is initialized at random, which may differ between processes.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         for axis in DATA:
@@ -29,12 +31,12 @@ def broadcast_parameters(model: nn.Module, mesh: Mesh) -> None:
 
 
 class ReplicatedBuffers:
-    """Averages over the replicas the buffers that a forward writes, such as BatchNorm's running
-    statistics.
+    """Averages, over the replicas of a model, the floating-point buffers that a forward writes,
+    such as BatchNorm's running statistics.
 
-    Each replica computed them from its own samples. After `average`, all have the mean. BatchNorm's
-    buffers are known in advance; the other buffers that a forward writes are found in the first
-    step.
+    Each replica computes these buffers from its own samples. After `average`, all replicas have the
+    mean. BatchNorm's buffers are always averaged. The first call of `average` finds the other
+    buffers that a forward has written.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -52,15 +54,17 @@ class ReplicatedBuffers:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buffers that are averaged."""
+        """Return the buffers that `average` averages."""
         found = [own_buffers(module)[name] for module, name in self._written]
         return [buffer for buffer in found if buffer is not None]
 
     @torch.no_grad()
     def average(self, counts: bool = True) -> None:
-        """Set each written buffer to its mean over the replicas.
+        """Replace each buffer that a forward writes by its mean over the replicas. All replicas
+        must call this.
 
-        counts  whether this replica had samples; False for a server, whose values are left out
+        counts  whether this replica's values are part of the mean. False for a parameter server,
+                which has no samples
         """
         self._find_written()
         for dtype in sorted({buffer.dtype for buffer in self.buffers}, key=str):
@@ -74,8 +78,11 @@ class ReplicatedBuffers:
                 buffer.data.copy_(mean.view(buffer.shape))
 
     def _find_written(self) -> None:
-        """Add the buffers that any replica has written since this object was made. The replicas
-        agree on them by an all-reduce.
+        """Find the buffers that any replica has written since this object was made, and add them to
+        the buffers that `average` averages.
+
+        The replicas all-reduce their findings, so that all of them average the same buffers. Only
+        the first call does anything.
         """
         if not self._candidates:
             return

@@ -1,7 +1,7 @@
-"""Shards of parameters: along a dimension over tp, or along dimension 0 over dp_shard (ZeRO-3).
+"""Shard parameters: along any dimension over tp, or along dimension 0 over dp_shard (ZeRO-3).
 
-Tensor parallelism shards by `ParameterSharding`. `materialize` shards by `shard_parameter` while it
-creates a model, so that a device never holds the full model.
+Tensor parallelism uses `ParameterSharding`. ZeRO-3 uses `shard_parameter` while the model is
+created, so that a device never holds the full model.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tightfit.distributed.processes import local_device
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """How a parameter is sharded along `dim` over the devices of the tp axis.
+    """Describes how a parameter is sharded along `dim` over the devices of the tp axis.
 
-    mesh         the mesh, whose tp axis shards the parameter
+    mesh         the mesh with the tp axis
     shape        the shape of the full parameter
     dim          the sharded dimension
-    fused_count  how many matrices the parameter holds side by side along `dim`. Each of them is
-                 sharded by itself
+    fused_count  how many matrices the parameter holds side by side along `dim`. Each matrix is
+                 sharded separately
 
     Example: a fused query-key-value weight of shape (3 x 64, 64) has dim=0 and fused_count=3. With
     tp=2, rank 1 holds rows 32 to 63 of each of the three matrices. Its shard has shape (96, 64).
@@ -39,9 +39,10 @@ class ParameterSharding:
     fused_count: int = 1
 
     def range(self, rank: int | None = None) -> tuple[int, int]:
-        """(begin, end) along `dim` of a device's shard within one fused matrix; end is exclusive.
+        """Return (begin, end): the indices along `dim`, within one of the fused matrices, that a
+        device's shard holds. `end` is exclusive.
 
-        rank  the rank along tp; None: this process's
+        rank  the device's rank along tp; None: this process's rank
         """
         size, count = self.shape[self.dim] // self.fused_count, self.mesh.size("tp")
         rank = self.mesh.rank("tp") if rank is None else rank
@@ -49,7 +50,7 @@ class ParameterSharding:
         return min(rank * each, size), min((rank + 1) * each, size)
 
     def shard(self, full: Tensor) -> Tensor:
-        """This device's shard of `full`, a tensor of the full parameter's shape."""
+        """Return this device's shard of `full`, a tensor with the full parameter's shape."""
         first, last = self.range()
         if self.fused_count == 1:
             return full.narrow(self.dim, first, last - first)
@@ -57,8 +58,10 @@ class ParameterSharding:
         return torch.cat(parts, self.dim)
 
     def unshard(self, shard: Tensor) -> Tensor:
-        """All-gather the full tensor from each device's shard. All devices of the tp axis must call
-        it.
+        """All-gather the shards of all tp devices, and return the full tensor. All tp devices must
+        call this.
+
+        shard  this device's shard of the tensor
         """
         count, shard = self.mesh.size("tp"), self.mesh.to_device(shard)
         most = (self.range(0)[1] - self.range(0)[0]) * self.fused_count
@@ -81,13 +84,14 @@ class ParameterSharding:
 
 @torch.no_grad()
 def shard_parameter(parameter: Tensor, mesh: Mesh, full: Tensor) -> None:
-    """Replace a parameter's values by its ZeRO-3 shard on this device, stored in `parameter.rows`.
+    """Store this device's ZeRO-3 shard of `full` in `parameter.rows`, and free the parameter's own
+    memory.
 
-    The parameter keeps its full shape, but its data occupies no memory (one number, expanded).
+    The parameter keeps its full shape, but its data is a single zero, expanded to this shape.
 
-    parameter  the parameter; changed in place
-    full       the full values, of the parameter's shape. They are sharded along dimension 0 over
-               dp_shard as torch's `chunk` does; a device beyond the last chunk has a shard of no
+    parameter  the parameter, which is changed in place
+    full       the full values. They are sharded along dimension 0 over dp_shard as torch's `chunk`
+               does. If there are fewer chunks than devices, the last devices get shards without
                rows
     """
     rows = (full if full.dim() else full.view(1)).chunk(mesh.size("dp_shard"))
@@ -99,8 +103,10 @@ def shard_parameter(parameter: Tensor, mesh: Mesh, full: Tensor) -> None:
 
 
 def move_shards_to_meta(model: nn.Module) -> None:
-    """Move the parameters that `shard_parameter` has sharded to the meta device: fully_shard
-    accepts only full parameters or parameters on the meta device.
+    """Replace each parameter that `shard_parameter` has sharded by a parameter of the same shape on
+    the meta device. The new parameter has the same `rows`.
+
+    fully_shard accepts only parameters that are full or on the meta device.
     """
     put: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -116,8 +122,10 @@ def move_shards_to_meta(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unshard_parameter(parameter: Tensor, mesh: Mesh) -> Tensor:
-    """The full values of a parameter. If `shard_parameter` has sharded it, its shards are
-    all-gathered, and all devices along dp_shard must call this.
+    """Return the full values of a parameter.
+
+    If `shard_parameter` has sharded the parameter, this all-gathers its shards, so all devices
+    along dp_shard must call it.
     """
     rows: Tensor | None = getattr(parameter, "rows", None)
     if rows is None:
@@ -131,8 +139,8 @@ def unshard_parameter(parameter: Tensor, mesh: Mesh) -> Tensor:
 
 
 def on_mesh_device(tensor: DTensor) -> DTensor:
-    """`tensor` with its local shard on the device of its mesh, so that a collective can send it.
-    The shard of an offloaded tensor is in another memory, from which it is copied.
+    """Return `tensor` with its local shard on the device of its mesh, as collectives require. The
+    shard of an offloaded tensor is copied there from host memory.
     """
     local, kind = tensor.to_local(), tensor.device_mesh.device_type
     if local.device.type == kind:

@@ -1,7 +1,8 @@
 """Follows the evaluations of a training: which one is the best, and whether to stop early.
 
-The state is a function of the evaluations alone. A resumed run adds the earlier evaluations again,
-so it decides as if it had not stopped. All devices have the same metrics, so they decide the same.
+Both depend only on the evaluations so far. A resumed run adds the earlier evaluations again, so it
+decides like a run that was never stopped. All devices have the same metrics, so they decide the
+same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ from tightfit.values import nearest
 
 @dataclass(frozen=True)
 class BestEvaluation:
-    """The evaluation with the best value of `metric` so far, made after `step` steps."""
+    """The best evaluation of a training so far.
+
+    step    how many training steps had been done
+    metric  name of the metric by which evaluations are compared
+    value   the value of this metric
+    """
 
     step: int
     metric: str
@@ -26,13 +32,17 @@ class BestEvaluation:
 
 
 class Selection:
-    """The best evaluation, and whether the training should stop.
+    """Selects the best evaluation so far, and decides whether the training should stop early. Call
+    `add` with each evaluation.
 
-    earlier   the evaluations before a resume, as (step, metrics)
-    saved     the steps of which a checkpoint exists; an earlier evaluation without one cannot be
-              the best
-    best      the best evaluation by train.keep_best; None without it, or before the first evaluation
-    stops     why train.early_stopping ends the training, in words; None as long as it does not
+    train    the training section of the job; its `keep_best` and `early_stopping` say which metric
+             to compare and how
+    earlier  evaluations before a resume: (step, metric name -> value)
+    saved    the steps of which a checkpoint exists. An earlier evaluation without a checkpoint
+             cannot become the best
+
+    best   the best evaluation by train.keep_best; None if keep_best is not set or nothing was added
+    stops  the reason in words why train.early_stopping ends the training; None while it goes on
     """
 
     def __init__(
@@ -46,13 +56,15 @@ class Selection:
             self.add(step, metrics, step in saved)
 
     def add(self, step: int, metrics: Mapping[str, float], has_checkpoint: bool = True) -> bool:
-        """Add an evaluation, and return whether it is the best one by train.keep_best.
+        """Add an evaluation. Return whether it is the best one so far by train.keep_best; always
+        False if keep_best is not set.
 
-        step     how many steps were done
-        metrics  name -> value; NaN and infinite values are never better
-        has_checkpoint  whether the checkpoint of this step exists, or can still be saved
+        step            how many training steps had been done
+        metrics         metric name -> value. NaN and infinite values are never better
+        has_checkpoint  whether the checkpoint of this step exists or can still be saved. Without
+                        one, the evaluation cannot be the best
 
-        Raises InputError if the job names a metric that is not among `metrics`.
+        Raises InputError if the job names a metric that is not in `metrics`.
         """
         self._count(step, metrics)
         if self.keep_best is None or not has_checkpoint:
@@ -65,7 +77,8 @@ class Selection:
 
     @property
     def kept_steps(self) -> frozenset[int]:
-        """The steps whose checkpoints must not be deleted."""
+        """The steps whose checkpoints must not be deleted: the step of the best evaluation, or
+        none."""
         return frozenset() if self.best is None else frozenset([self.best.step])
 
     def _count(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -83,8 +96,9 @@ class Selection:
 
 
 def _improves(criterion: Criterion, value: float, before: float, by: float = 0.0) -> bool:
-    """Return whether `value` is better than `before`. NaN as `before` means that there is no value
-    yet."""
+    """Return whether `value` is better than `before` by more than `by`. A value that is not finite
+    is never better. `before` is NaN if there is no earlier value; then any finite value is better.
+    """
     return math.isfinite(value) and (math.isnan(before) or criterion.is_better(value, before, by))
 
 

@@ -1,4 +1,5 @@
-"""Build a Run: `build` applies every enabled method of METHODS, in their order, to one Run.
+"""Build a Run: check the plan, and then apply every method that the plan enables, in the order of
+METHODS.
 
 `build` refuses a plan that cannot work before it allocates anything. `tightfit.build`, the command
 line and the dry run call it.
@@ -33,18 +34,18 @@ from tightfit.target_device import TARGET
 def build(
     job: Job, plan: Plan | None = None, machine: Machine | None = None, data: Data | None = None, alone: bool = False
 ) -> Run:
-    """Build the Run that trains `job` as `plan` says, on this process's device.
+    """Return the Run that trains `job` with `plan` on this process's device: with its model, data
+    and optimizer, ready for `train`.
 
     plan     the plan; None: the reference plan, `Plan()`
-    machine  only its kind of device ("cpu" or "cuda") is used; None: this host's machine is
-             detected
-    data     the samples to train on in place of the job's data, which is then not opened; None: the
+    machine  only its kind of device ("cpu" or "cuda") is used; None: detect this host
+    data     samples to train on in place of the job's data, which is then not opened; None: the
              job's data
-    alone    whether to build for one device although this process is one of several that train
-             together
+    alone    if True, build the run for a single device, although this process is one of several
+             that train together
 
-    Raises InputError for a plan that the job does not allow or that cannot work, and for a machine
-    with devices that tightfit does not train on.
+    Raises InputError if the plan cannot work, if the job does not allow it, or if tightfit does not
+    train on this kind of device.
     """
     plan = plan or Plan()
     kind = kind_of_device(machine)
@@ -57,8 +58,8 @@ def build(
 
 
 def kind_of_device(machine: Machine | None) -> str:
-    """Return the kind of device, "cpu" or "cuda", of a machine; None: of this host. Raises
-    InputError for devices that tightfit does not train on."""
+    """Return the kind of device, "cpu" or "cuda", of `machine`; None: of this host. Raises
+    InputError if tightfit only explains plans for these devices and does not train on them."""
     if machine is not None and machine.explain_only:
         raise InputError(
             f"machine {machine.name}",
@@ -71,12 +72,14 @@ def kind_of_device(machine: Machine | None) -> str:
 def begin(
     job: Job, plan: Plan, kind: str, objective: Objective, data: Data | None, alone: bool, seed: int | None
 ) -> Run:
-    """Return a run that has only what methods do not make: its device, its mesh and its objective.
+    """Return a Run to which no method is applied yet. Its device, mesh, objective and store are
+    set. The model, the optimizer and the other fields that methods fill in are None.
 
-    kind  kind of device: "cpu" or "cuda"
-    seed  what the random number generators are seeded with; None: they are left as they are
-
-    The other arguments are those of `build`.
+    kind       the kind of device: "cpu" or "cuda"
+    objective  the job's loss
+    data       samples to train on; None: the method `loader` sets them later
+    alone      if True, create no mesh, although this process is one of several that train together
+    seed       seed for the random number generators; None: do not seed them
     """
     device = local_device(kind)
     if kind == "cuda":  # before anything else, which would allocate memory on GPU 0, too
@@ -101,9 +104,10 @@ def begin(
 
 
 def apply_methods(run: Run, keeps_data: bool) -> Run:
-    """Apply every enabled method to a run that `begin` has made.
+    """Apply every method that the plan enables to `run`, which `begin` has returned. Return the
+    complete Run.
 
-    keeps_data  whether the run has its data already
+    keeps_data  whether the run has its data already, so that the method `loader` is left out
     """
     plan = run.plan
     for method in METHODS:

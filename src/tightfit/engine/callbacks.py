@@ -1,6 +1,7 @@
-"""Callbacks: the user's code that `tightfit train` calls after steps and evaluations, and at the end.
+"""Callbacks: the user's code that `tightfit train` calls after each step, after each evaluation and
+at the end.
 
-A loop of one's own (`for result in tightfit.train(run)`) needs none.
+A loop that the user writes (`for result in tightfit.train(run)`) needs no callbacks.
 """
 
 from __future__ import annotations
@@ -23,32 +24,42 @@ STOP, FAILED = 1001, 1002  # what a device asks the others for, beside the numbe
 class Callback:
     """Base class of callbacks. A subclass overrides the methods that it needs.
 
-    Every process has its own callbacks and calls them with the same figures. A method that returns
-    True asks all processes to stop after the current step; a checkpoint is then saved as usual. If
-    a method raises an exception, all processes stop in the same way, and the training fails.
+    Every process creates its own callbacks and calls them with the same values. A method that
+    returns True asks all processes to stop after the current step; a checkpoint is then saved as
+    usual. If a method raises an exception, all processes stop in the same way, and the training
+    fails.
     """
 
     def on_step(self, result: Step) -> bool | None:
-        """Called after each step. On CUDA it is called while the next step runs, except after steps
-        with an evaluation or a checkpoint."""
+        """Called after each step. Return True to stop the training. On CUDA the next step may be
+        running already, except after steps with an evaluation or a checkpoint.
+
+        result  the step's results, such as its loss
+        """
         return None
 
     def on_evaluation(self, metrics: dict[str, float]) -> bool | None:
-        """Called after each evaluation, after `on_step` of the same step.
+        """Called after each evaluation, after `on_step` of the same step. Return True to stop the
+        training.
 
-        metrics  "loss" and the job's metrics by name
+        metrics  metric name -> value: "loss" and the job's metrics
         """
         return None
 
     def on_end(self, record: Record) -> None:
-        """Called once, when the last checkpoint and the record are written; not if the training
-        failed."""
+        """Called once, after the last checkpoint and the record were written. Not called if the
+        training failed.
+
+        record  the record of the training: its job, plan, machine and measurements
+        """
 
 
 class CallbackCalls:
-    """Calls the callbacks of a job.
+    """Calls all callbacks of a job. If a callback fails, its error is stored for `raise_failure`,
+    and no callback is called after further steps and evaluations.
 
-    asks  what this process asks all processes for: 0, STOP or FAILED
+    asks  what the callbacks of this process ask all processes to do: 0 (continue), STOP, or FAILED
+          (stop because a callback failed)
     """
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
@@ -66,14 +77,14 @@ class CallbackCalls:
         self._call("on_evaluation", lambda callback: callback.on_evaluation(dict(metrics)))
 
     def on_end(self, record: Record) -> None:
-        """Call on_end of all callbacks. Raises InputError if one fails."""
+        """Call `on_end` of all callbacks. Raises InputError if one of them raises an exception."""
         for callback in self._callbacks:
             with _failures_named(callback, "on_end"):
                 callback.on_end(record)
 
     def raise_failure(self, run: Run) -> None:
-        """Raise the InputError of a callback that failed, on all devices. A collective: all devices
-        call it."""
+        """Raise InputError on all devices if a callback has failed on one of them. The error of
+        another device names its rank. All devices must call this method."""
         failure = self._failure
         said = None if failure is None else (failure.asked, failure.found, failure.fix)
         for number, one in enumerate(all_gather_values(run, said) if self else []):
@@ -102,8 +113,12 @@ def _failures_named(callback: Any, method: str) -> Any:
 
 
 def _made(given: Any) -> Callback:
-    """Return a callback, loaded by its name if `given` is a name, and created if it is a class or a
-    function. Raises InputError for an object that is no callback."""
+    """Return the callback that `given` describes.
+
+    given  a callback, a class or function that creates one, or the Python name of one of these
+
+    Raises InputError if the result is not a `Callback`.
+    """
     name = given.python if isinstance(given, PythonSpec) else getattr(given, "__qualname__", type(given).__name__)
     found = load_python(given.python) if isinstance(given, PythonSpec) else given
     if not isinstance(found, Callback) and callable(found):

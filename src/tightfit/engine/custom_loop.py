@@ -1,8 +1,8 @@
-"""Train with a loop of the user's own: `prepare` fits a model and its optimizer to a plan, and the
+"""Train with a loop that the user writes. `prepare` fits a model and its optimizer to a plan; the
 loop calls the model, `backward` and `step`.
 
-A job's loop computes one loss for one model. A loop of the user's may have several models, losses
-and optimizers, such as a GAN, and may differentiate a gradient. Each model is prepared by itself.
+tightfit's own loop computes one loss for one model. The user's loop may have several models, losses
+and optimizers, as a GAN has, and may differentiate a gradient. Each model is prepared by itself.
 
     net = tightfit.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-3), plan)
     for images, labels in batches:
@@ -10,8 +10,9 @@ and optimizers, such as a GAN, and may differentiate a gradient. Each model is p
         net.backward(loss)
         net.step()
 
-Gradients accumulate in `.grad`, as in plain PyTorch, whoever's loss they come from. Data-parallel
-devices sum them in `step`; ZeRO-2 shards the gradients of each `backward` of the model at once.
+As in plain PyTorch, gradients accumulate in `.grad`, also those of a loss of another model.
+Data-parallel devices sum the gradients in `step`; with ZeRO-2, each `backward` shards the gradients
+at once.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ _REFUSED: tuple[tuple[Callable[[Plan], bool], str, str, str], ...] = (
 
 
 class _NoData:
-    """The `Data` of a run whose samples the user's loop reads."""
+    """An empty `Data`: the user's loop reads the samples, not tightfit."""
 
     samples = None
     sample_items = 1
@@ -122,18 +123,20 @@ class _NoData:
 
 
 class Prepared:
-    """A model and its optimizer, fitted to a plan for a loop of the user's own. `prepare` makes it.
+    """A model and its optimizer, fitted to a plan for a loop that the user writes. `prepare`
+    creates it.
 
-    Call it as the model: it computes in the plan's precision, and its outputs are fp32. Do not
-    prepare a model twice.
+    Call this object as you would call the model: it computes in the plan's precision, and its
+    outputs are fp32. Do not prepare a model twice.
 
-    model      the model. A plan with ZeRO has all parameters on every device between steps
-    optimizer  the optimizer. You may change the learning rates of its `param_groups`, or create one
-               of torch's learning-rate schedulers with it
-    device     the device that computes; inputs are moved there
-    data_rank, data_ranks  this process computes share number `data_rank` of `data_ranks` equal
-               shares of each batch. The loss of a backward is the mean over this share
-    run        the `Run` that holds the prepared model, its optimizer and the plan
+    model                  the model. With ZeRO, every device has all parameters between two steps
+    optimizer              the optimizer. You may change the learning rates in its `param_groups`,
+                           or pass it to torch's learning-rate schedulers
+    device                 the device that computes. Inputs are moved to it
+    data_rank, data_ranks  each batch has to be divided into `data_ranks` equal parts. This process
+                           has to compute the part with index `data_rank`, and its loss is the mean
+                           over this part
+    run                    the `Run` that holds the prepared model, its optimizer and the plan
     """
 
     def __init__(self, run: Run, scheduled: bool) -> None:
@@ -161,8 +164,9 @@ class Prepared:
         return self.run.mesh.data_rank_and_size[1] if self.run.mesh is not None else 1
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward with the plan's methods. Floating-point outputs of 16 bits are
-        returned in fp32."""
+        """Run the model's forward with the plan's methods, on inputs that are first moved to the
+        device. Return the model's output, in which bf16 and fp16 tensors are cast to fp32 if the
+        plan computes in 16 bits."""
         run = self.run
 
         def here(tensor: Tensor) -> Tensor:
@@ -173,13 +177,13 @@ class Prepared:
         return tree_map_only(Tensor, _widened, output) if run.plan.is_half else output
 
     def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
-        """Add the gradients of `loss` to those that the model's parameters have, and to those of
-        all other parameters that the loss depends on.
+        """Compute the gradients of `loss` and add them to `.grad` of all parameters that the loss
+        depends on, in this model and in others. All processes must call this method.
 
-        loss  a scalar: the mean over this process's samples. It is scaled if the plan scales it
-              (fp16), and divided by the number of data-parallel processes
-
-        Call it on all processes.
+        loss          a scalar: the mean over this process's samples. This method divides it by the
+                      number of data-parallel processes and, in fp16, multiplies it by the loss
+                      scale
+        retain_graph  as in `torch.Tensor.backward`
         """
         run = self.run
         factor = run.loss_scale.factor if run.loss_scale is not None else 1.0
@@ -192,11 +196,13 @@ class Prepared:
 
     def step(self, clip: float | None = None) -> Tensor | None:
         """Sum the gradients over the data-parallel processes, update the weights, and set the
-        gradients to None. In fp16, a step whose gradients overflow changes nothing.
+        gradients to None. In fp16, a step with an overflowed gradient leaves the weights unchanged.
+        All processes must call this method.
 
-        clip  the largest norm of the gradient over all parameters and devices; None: no clipping
+        clip  the largest gradient norm over all parameters and devices: larger gradients are scaled
+              down to it. None: the `clip` of the Train that was passed to `prepare`, if any
 
-        Returns the norm before clipping, a scalar; None without clipping. Call it on all processes.
+        Returns the norm before clipping, a scalar tensor; None if the gradients are not clipped.
         """
         run = self.run
         self._reduce()
@@ -208,7 +214,9 @@ class Prepared:
         return norm
 
     def _reduce(self) -> None:
-        """Complete the sum of the gradients over the data-parallel processes."""
+        """Sum the gradients over the data-parallel processes. ZeRO-2 has reduced some of them
+        during backward; then only the rest is reduced here. Afterwards the optimizer can read the
+        complete gradients."""
         run, reduction = self.run, self.run.reduction
         if reduction is None:
             return
@@ -222,7 +230,8 @@ class Prepared:
         reduction.end(True)
 
     def zero_grad(self) -> None:
-        """Set all gradients of the model to None."""
+        """Set all gradients of the model to None, and drop the gradients that ZeRO has sharded
+        already."""
         for parameter in self.run.model.parameters():
             parameter.grad = None
         self.run.optimizer.zero_grad(set_to_none=True)
@@ -230,13 +239,15 @@ class Prepared:
             self.run.reduction.forget()
 
     def save(self, folder: str | Path) -> Path:
-        """Write a checkpoint into a new folder under `folder`, as `tightfit.save` does, and return
-        it. Each model needs a folder of its own. Call it on all processes."""
+        """Write a checkpoint into a new folder under `folder`, and return the path of the new
+        folder. Each prepared model needs a `folder` of its own. All processes must call this
+        method. Raises TightfitError if the checkpoint cannot be written."""
         return save(self.run, folder, self._steps)
 
     def resume(self, folder: str | Path) -> int:
-        """Load the newest checkpoint under `folder`, and return how many steps had been made. Call
-        it on all processes. Raises InputError as `tightfit.resume` does."""
+        """Load the newest checkpoint under `folder`, and return how many steps had been done when
+        it was saved. All processes must call this method. Raises InputError if there is no
+        checkpoint, or if it is damaged or does not fit."""
         self._steps = resume(self.run, folder)
         return self._steps
 
@@ -249,20 +260,22 @@ def prepare(
     allow: list[Permission] | None = None,
     machine: Machine | None = None,
 ) -> Prepared:
-    """Fit a model and its optimizer to a plan, for a loop of the user's own.
+    """Fit a model and its optimizer to a plan, for a loop that the user writes. Return the
+    `Prepared` model.
 
-    model      a module, which is changed in place, or a function that creates it
-    optimizer  a new torch optimizer of the module's parameters; a function of the parameters that
-               creates one; or a Train, for one of tightfit's optimizers with its schedule, `clip`
-               and groups
-    plan       None: the reference plan, `Plan()`
-    allow      what may change the numerics, as in a job: the default is [bf16]
-    machine    only its kind of device is used; None: this host
+    model      a module, which is changed in place, or a function that creates one
+    optimizer  a new torch optimizer of the module's parameters; or a function that gets the
+               parameters and creates an optimizer; or a `Train`, which describes one of tightfit's
+               optimizers with its learning-rate schedule, `clip` and parameter groups
+    plan       the plan; None: the reference plan, `Plan()`
+    allow      which changes of the numerics are permitted, as in a job; None: the default, [bf16]
+    machine    only its kind of device is used; None: detect this host
 
     The random number generators are not seeded. With several processes, all start from the weights
     of the first one.
 
-    Raises InputError for a plan that cannot work or cannot be used in such a loop, with the reason.
+    Raises InputError if the plan cannot work, or if it contains a method that cannot be used in a
+    loop of the user, such as a pipeline.
     """
     plan = plan or Plan()
     for does, field, reason, fix in _REFUSED:
@@ -289,8 +302,8 @@ def prepare(
 
 
 def _forward(model: nn.Module, batch: Batch) -> Any:
-    """Call the model. In a loop of the user's, it takes the place of the job's loss: a batch is
-    (arguments, keyword arguments), and the result is the model's output."""
+    """Return the model's output for `batch`, a pair (arguments, keyword arguments). A prepared run
+    has this function in place of the job's loss, because the user's loop computes the loss."""
     args, kwargs = batch
     return model(*args, **kwargs)
 
@@ -310,7 +323,11 @@ def _factory_of(model: Any) -> Any:
 
 
 def _function_of(optimizer: Any) -> Callable[[Any], Optimizer]:
-    """Return the function that creates the optimizer. Raises InputError if there is none."""
+    """Return a function that gets the parameters and returns the optimizer. Raises InputError if
+    `optimizer` is not a torch optimizer and cannot be called.
+
+    optimizer  a torch optimizer, or a function that gets the parameters and creates one
+    """
     if isinstance(optimizer, Optimizer):
         return ExistingOptimizer(optimizer)
     if not callable(optimizer):

@@ -1,10 +1,10 @@
 """Copy scalars from the device to the host asynchronously, and wait for them only when they are
 read.
 
-A CUDA device runs queued work while Python queues more. Reading a number with `.item()` makes
-Python wait for all queued work, and afterwards the device waits for Python. So a step does not read
-its figures (loss, gradient norm). It starts to copy them to page-locked host memory. Code that
-reads a figure later waits only for this copy.
+A CUDA device runs queued work while Python queues more. `.item()` makes Python wait for all queued
+work, and afterwards the device waits for Python. So a training step does not read its loss and
+gradient norm. It begins to copy them to page-locked host memory. Code that reads one of them later
+waits only for this copy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Kind = TypeVar("Kind", bound=type)
 
 
 class Reading:
-    """Scalars that are being copied to the host. A call of the object waits for the copies and
-    returns the values by name. Every call returns the same values.
+    """Copies scalars to the host in the background. To get them, call the object: it waits for the
+    copies and returns a dict of name -> float. Later calls return the same values.
 
     numbers  name -> a number, or a tensor with one element
 
     Integers up to 2^53 stay exact. A tensor in host memory is not copied, so it must not be changed
-    in place before the first call. Of a tensor on a GPU only the copy is kept.
+    in place before the first call. A tensor on a GPU may be changed or freed at once.
     """
 
     def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
@@ -58,8 +58,8 @@ class Reading:
 
 
 def begin_reading(numbers: Mapping[str, float | Tensor]) -> Reading:
-    """Start to copy scalars to the host. Return a callable that waits for the copies and returns
-    the values by name.
+    """Begin to copy scalars to the host. Return a callable that waits for the copies and returns
+    name -> float.
 
     numbers  name -> a number, or a tensor with one element
     """
@@ -67,19 +67,18 @@ def begin_reading(numbers: Mapping[str, float | Tensor]) -> Reading:
 
 
 def read_all(owner: Any) -> None:
-    """Read all fields of `owner` that are not read yet (see `read_late`), so that the page-locked
-    memory of their copies is freed.
+    """Read every field of `owner`, a dataclass decorated with `read_late`, so that the page-locked
+    memory of pending copies is freed.
 
-    This does not wait if the step that computed the fields has ended.
+    The call waits for the device unless the step that computed the fields has ended.
     """
     for name in list(vars(owner)):
         getattr(owner, name)
 
 
 class _Late:
-    """A field of a frozen dataclass whose value may be a function. The first read of the field
-    calls the function and stores its result as the field's value.
-    """
+    """A descriptor for a dataclass field. If the field was set to a function, the first read of the
+    field calls the function and stores its result as the field's value."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -101,11 +100,12 @@ def _values(owner: Any) -> dict[str, Any]:
 
 
 def read_late(*names: str) -> Callable[[Kind], Kind]:
-    """Return a decorator for a frozen dataclass whose fields `names` may be functions that wait for
-    the value.
+    """Return a class decorator for a frozen dataclass. In the decorated class, the fields `names`
+    may be set to functions without arguments in place of values.
 
-    Code that reads, compares, prints, copies or pickles such a field gets the value, not the
-    function.
+    The first read of such a field calls the function, which may wait for the device, and stores its
+    result. Code that reads, compares, prints, copies or pickles the field always gets the value,
+    not the function.
     """
 
     def decorate(kind: Kind) -> Kind:
@@ -118,12 +118,13 @@ def read_late(*names: str) -> Callable[[Kind], Kind]:
 
 
 class StepTimer:
-    """Measures the seconds that each step takes on its device.
+    """Measures how many seconds each training step takes on its device. Call `begin` before a step
+    and `end` after it.
 
-    On a CPU, a step lasts from `begin` to `end`. On CUDA, it lasts from the end of the work that
-    was queued before `begin` to the end of the work that was queued before `end`. A wait for data
-    between `begin` and `end` counts. Work that the caller queues between an `end` and the next
-    `begin`, such as an evaluation, does not count.
+    On a CPU, the result is the time between `begin` and `end`. On CUDA, it is the time from the end
+    of the work that was queued before `begin` to the end of the work that was queued before `end`.
+    A wait for data between `begin` and `end` counts. Work that the caller queues after `end` and
+    before the next `begin`, such as an evaluation, does not count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,11 +136,11 @@ class StepTimer:
         self._began = self._now()
 
     def end(self) -> float | Callable[[], float]:
-        """Return the seconds of the step; on CUDA a function that waits for the step's end and
-        returns its seconds.
+        """End the step. On a CPU, return its seconds. On CUDA, return a function that waits for the
+        end of the step's work and returns its seconds.
 
-        On CUDA this call waits for the end of the previous step, so that Python is never more than
-        one step ahead of the device.
+        On CUDA this call itself waits for the end of the previous step's work, so that Python is
+        never more than one step ahead of the device.
         """
         began, ended, before = self._began, self._now(), self._ended
         self._ended = ended

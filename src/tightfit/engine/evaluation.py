@@ -1,4 +1,4 @@
-"""Evaluates a run: the mean loss and the job's metrics over its evaluation samples."""
+"""Evaluates a model: computes its mean loss and the job's metrics over the evaluation samples."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ from tightfit.runtime.run import DummyMicroBatch, Run, to_device
 
 
 def evaluate(run: Run, samples: int | None = None) -> float:
-    """Return the mean loss over the evaluation samples. They run one micro-batch at a time, without
-    gradients.
+    """Return the mean loss over the evaluation samples. The model runs in evaluation mode, without
+    gradients, on one micro-batch at a time.
 
-    samples  the largest number of samples; None: as the job says
+    samples  how many samples to use at most; None: the job's `evaluate_samples`
 
-    The model's training mode and running statistics and the random number generators are the same
-    after the call. All devices call it. Raises InputError if the job has no evaluation samples.
+    After the call, the model has its previous mode (training or evaluation), and its running
+    statistics and the random number generators are unchanged. All devices must call this function,
+    and all get the same value. Raises InputError if the job has no evaluation samples.
     """
     return _evaluate(run, samples, None)[LOSS]
 
 
 def evaluate_metrics(run: Run, samples: int | None = None) -> dict[str, float]:
-    """Return the mean loss over the evaluation samples, as "loss", and the job's metrics by name.
+    """Return a dict of metric name -> value over the evaluation samples: the mean loss, named
+    "loss", and each metric of the job.
 
-    Like `evaluate`; a metric that returns a dict has several names, such as "segmentation.iou". All
-    devices get the same values. Raises InputError for a metric that fails.
+    samples  how many samples to use at most; None: the job's `evaluate_samples`
+
+    A metric that returns a dict yields one entry for each of its keys, such as "segmentation.iou"
+    for the key "iou" of the metric "segmentation". All devices must call this function, and all get
+    the same values. Raises InputError if a metric fails or if the job has no evaluation samples.
     """
     return _evaluate(run, samples, EvaluationMetrics(run) if run.job.has_metrics else None)
 
@@ -48,7 +53,13 @@ def _evaluate(run: Run, samples: int | None, metrics: EvaluationMetrics | None) 
 
 
 def _mean_loss(run: Run, samples: int | None, metrics: EvaluationMetrics | None) -> float:
-    """Run the evaluation samples, add each micro-batch to `metrics`, and return the mean loss."""
+    """Run the evaluation samples and return their mean loss.
+
+    samples  how many samples to use at most; None: the job's `evaluate_samples`
+    metrics  gets each micro-batch and the model's outputs; None: only the loss is computed
+
+    Raises InputError if there are no evaluation samples.
+    """
     drain(run)
     total, items = torch.zeros((), dtype=torch.float64, device=run.device), 0
     with evaluating(run.model), rng_preserved():
@@ -75,13 +86,14 @@ def _mean_loss(run: Run, samples: int | None, metrics: EvaluationMetrics | None)
         raise InputError(
             "evaluate",
             "the data has no evaluation samples with items that count in the loss",
-            "set data.held_out: 0.01, or give evaluate.data",
+            "give evaluate.data, or set data.held_out: 0.01 for data that is not streamed",
         )
     return float(total) / items
 
 
 def _on_device(run: Run, batch: Batch) -> Batch:
-    """Return a micro-batch on the device as the data has it, masks that hide nothing included."""
+    """Return `batch` with all of its tensors on the run's device, for the metrics. Unlike the batch
+    that the model gets, it still has the masks that are all ones."""
     return map_tensors(lambda tensor: tensor.to(run.device), batch)
 
 

@@ -1,6 +1,7 @@
-"""Set the environment of a training process, and start several training processes on one host.
+"""Start training processes: set the environment variables that a plan needs, read the variables
+that a launcher has set, and start several processes on one host.
 
-This module does not import torch, so that the command restarts quickly.
+This module does not import torch, so that the command can restart itself quickly.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ POLL_S = 0.1
 
 
 def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables to add for `plan`. Variables that the user has set are not
-    in the result.
+    """Return the environment variables (name -> value) that `plan` needs and that are not set yet.
+    They configure the memory allocator.
 
     device     the kind of device: "cpu" or "cuda"
-    inherited  the environment variables of this process
+    inherited  the environment variables of this process. A variable in it is never overridden
     """
     added: dict[str, str] = {}
     if plan.allocator == "tuned" and device == "cpu" and sys.platform.startswith("linux"):
@@ -54,10 +55,10 @@ def environment(plan: Plan, device: str, inherited: Mapping[str, str]) -> dict[s
 
 
 def enter_environment(plan: Plan, device: str) -> None:
-    """Restart this command with the environment variables that the plan needs, unless they are set
-    already.
+    """Restart this command, in the same process, with the environment variables that the plan
+    needs. Do nothing if they are set already.
 
-    Only the tightfit command is restarted. A program that calls the library goes on with the
+    Only the tightfit command is restarted. A program that calls tightfit as a library keeps the
     environment that it has.
 
     device  the kind of device: "cpu" or "cuda"
@@ -69,13 +70,13 @@ def enter_environment(plan: Plan, device: str) -> None:
 
 
 def read_launcher(environ: MutableMapping[str, str] = os.environ) -> tuple[int, int]:
-    """Read from the launcher's environment variables how many processes train together. Return
-    (processes on this host, processes on all hosts).
+    """Return (number of training processes on this host, number on all hosts), as the launcher's
+    environment variables say. Both are 1 without a launcher.
 
-    torchrun, `train --nproc` and the training operator of Kubernetes set the variables that torch
-    reads, such as RANK. Slurm's srun sets other variables; from these, this function sets torch's
-    variables in `environ`. If RANK is set but no local rank, this process is taken to be alone on
-    its host, as in a Kubernetes pod.
+    torchrun, `tightfit train --nproc` and the training operator of Kubernetes set the variables
+    that torch reads, such as RANK. Slurm's srun sets other variables; from these, this function
+    sets torch's variables in `environ`. If RANK is set but no local rank, it also sets the
+    variables of a process that is alone on its host, as in a Kubernetes pod.
     """
     if "RANK" not in environ and int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST", "127.0.0.1")
@@ -100,15 +101,17 @@ def first_host(hosts: str) -> str:
 
 
 def start_processes(count: int) -> int:
-    """Run this command in `count` processes on this host, which train together.
+    """Run this command in `count` processes on this host, which train together. Return when all
+    have ended.
 
-    Returns the exit code of the first process that failed; 0 if all succeeded; 128 + n if a
-    forwarded signal n ended it. The calling process hosts the store through which the processes
-    find each other, and forwards signals to them. If one process fails, the other processes get
-    GRACE_S seconds to end by themselves, and are then killed. Processes that are stopped (SIGSTOP)
-    are killed at once.
+    The result is an exit code: 0 if all processes succeeded, else that of the first process that
+    failed. It is 128 + n if signal n ended that process and this function had forwarded the signal.
 
-    Raises TightfitError if a process was killed by a signal that this function did not forward.
+    This process hosts the key-value store through which the others find each other, and forwards
+    signals to them. If one process fails, the other processes get GRACE_S seconds to end by
+    themselves, and are then killed. Processes that were paused by SIGSTOP are killed at once.
+
+    Raises TightfitError if a process was killed by a signal that this function had not forwarded.
     """
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -179,7 +182,8 @@ def _is_stopped(child: subprocess.Popen[bytes]) -> bool:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process and the processes that it has started, if it still runs."""
+    """Kill a process and the processes that it has started, and wait for its end. Do nothing if it
+    has ended already."""
     if child.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -187,10 +191,11 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _killed(process: int, number: int) -> TightfitError:
-    """Return the error for a process that a signal killed, so that it could not report an error.
+    """Return the error to raise for a process that was killed by a signal. Such a process cannot
+    report an error itself.
 
-    process  its rank
-    number   the signal's number
+    process  rank of the process
+    number   number of the signal
     """
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     said = f"process {process} was ended by {name}"

@@ -1,6 +1,5 @@
-"""The training loop: a generator that yields each step's result. The caller's `for` loop does the
-logging, the checkpoints and the evaluation.
-"""
+"""The training loop: `train` is a generator that yields each step's result. The caller's `for` loop
+does the logging, the checkpoints and the evaluation."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ TakeStep = Callable[[Run, list[Batch], int], Step]
 
 
 def total_steps(run: Run) -> int:
-    """Return the number of the job's optimizer steps. Raises InputError if the data has no end and
-    the job does not set train.steps.
-    """
+    """Return the number of optimizer steps of the run's job. It is `train.steps`, or follows from
+    the number of epochs and samples. Raises InputError if the job does not set train.steps and the
+    data has no end."""
     steps = schedule.total_steps(run.job.train, run.data.samples)
     if steps is None:
         raise InputError("job: train.steps", "is not set, and the data has no end", "set train.steps")
@@ -32,26 +31,27 @@ def total_steps(run: Run) -> int:
 
 
 def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield: bool = True) -> Iterator[Step]:
-    """Train from step `start` to the job's last step, and yield a Step after each. To stop early,
-    leave the loop.
+    """Train from step `start` to the job's last step, and yield a `Step` (loss, duration, ...)
+    after each step. To stop early, leave the loop.
 
-    start             number of the first step, from 0; after `resume`, the step that it returned
+    start             number of the first step, from 0. To continue a run, pass what `resume`
+                      returned
     take              the function that runs one step: `take_step`, or a function that also measures
                       the step
-    weights_at_yield  whether all weights are up to date when a step is yielded. With False, ZeRO-1
-                      and ZeRO-2 gather updated weights while the next forward runs. Then a forward
-                      of the model, its `state_dict`, `evaluate`, `save` and the end of the loop
-                      wait for the weights. Code that reads a parameter directly must call
-                      `run.model.state_dict()` first. `tightfit train` passes False
+    weights_at_yield  whether all weights are up to date when a step is yielded. If False, ZeRO-1
+                      and ZeRO-2 may still be gathering updated weights then, which makes training
+                      faster. The model's forward and `state_dict`, `evaluate`, `save` and the end
+                      of the loop wait for the weights; code that reads a parameter directly must
+                      call `run.model.state_dict()` first. `tightfit train` passes False
 
-    With the pipedream schedule, a step's loss is known some steps later, and the step is yielded
-    then. On CUDA, a step is yielded when all of its work is queued and the previous step has ended.
-    Code that reads the loss at once makes the host wait for the device; afterwards the device waits
-    for the host. `tightfit train` therefore reads a step's figures after the next step has begun.
+    With the pipedream schedule, the loss of a step becomes known some steps later, and only then is
+    the step yielded. On CUDA, a step is yielded when all of its work is queued and the previous
+    step has ended. Code that reads the loss at once makes the host wait for the device; afterwards
+    the device waits for the host. `tightfit train` therefore reads the results of a step after the
+    next step has begun.
 
-    Raises InputError if the data has no end and the job does not set train.steps. If the job checks
-    how a pipeline splits the model, raises InputError if the stages compute something else than the
-    undivided model.
+    Raises InputError if the job does not set train.steps and the data has no end, or if the
+    pipeline's stages compute another result than the undivided model (see the job's `check_split`).
     """
     batch = run.job.train.batch
     until = None

@@ -1,10 +1,10 @@
-"""Metrics of an evaluation: the user's functions and torchmetrics' Metrics, over the samples of all
-devices.
+"""Metrics of an evaluation: the user's functions and torchmetrics' Metrics, computed over the
+samples of all devices.
 
-`engine/evaluation.py` runs the model; this module reads its outputs. A forward hook keeps what the
-model returned, so that the loss and the metrics share one forward. Each device adds up the metrics
-of its own samples. At the end the states of all devices are gathered in rank order, and one device
-computes the values, which all devices get.
+`engine/evaluation.py` runs the model; this module reads the outputs. A forward hook stores what the
+model returned, so that the loss and the metrics share one forward. Each device accumulates the
+metrics of its own samples. At the end, the accumulated states of all devices are gathered in rank
+order. One device computes the values and sends them to all devices.
 
 Example: a function that returns 0.5 for a micro-batch of 4 samples and 1.0 for one of 2 samples has
 the value (0.5 x 4 + 1.0 x 2) / 6 = 0.67.
@@ -35,8 +35,12 @@ States = list[list[Tensor]]  # for a metric and each metric inside of it: its st
 
 
 class EvaluationMetrics:
-    """The metrics of one evaluation of a run. With pipeline stages, only the last one has outputs;
-    with tensor parallelism, one device of each group counts its samples."""
+    """Accumulates the job's metrics during one evaluation of a run.
+
+    Call `add` (or `discard`) after each forward inside the context `observed`, and `values` at the
+    end. With pipeline stages, only the last stage has outputs. With tensor parallelism, all devices
+    of a group have the same samples, and only one of them accumulates.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -50,8 +54,8 @@ class EvaluationMetrics:
 
     @contextmanager
     def observed(self) -> Iterator[None]:
-        """Inside this context, the output of the model's latest forward is kept until `add` or
-        `discard`."""
+        """Context manager that stores the output of the model's latest forward, until `add` or
+        `discard` takes it."""
 
         def keep(module: nn.Module, arguments: Any, output: Any) -> None:
             self._outputs = output
@@ -64,15 +68,18 @@ class EvaluationMetrics:
             self._outputs = None
 
     def discard(self) -> None:
-        """Forget the outputs of a dummy micro-batch."""
+        """Drop the stored output of the latest forward. It belongs to a dummy micro-batch, which
+        has no samples of its own."""
         self._outputs = None
 
     def add(self, batch: Callable[[], Batch]) -> None:
-        """Add the micro-batch of the latest forward.
+        """Add the outputs of the latest forward, and its micro-batch, to all metrics.
 
-        batch  returns the micro-batch on the device
+        batch  a function that returns the micro-batch on the device. It is called only if this
+               device needs it
 
-        Raises InputError if the loss did not call the model, or if a metric fails.
+        Raises InputError if the job's loss did not call the model, so that there are no outputs, or
+        if a metric fails.
         """
         outputs, self._outputs = self._outputs, None
         if outputs is None:
@@ -93,8 +100,8 @@ class EvaluationMetrics:
             part.add(outputs, there, size)
 
     def values(self) -> dict[str, float]:
-        """Return the values over the samples of all devices, the same on each. A collective: all
-        devices call it. Raises InputError if a metric fails."""
+        """Return metric name -> value over the samples of all devices. All devices must call this
+        method, and all get the same values. Raises InputError if a metric fails."""
         mine = [part.state() for part in self._parts] if self.samples else None
         everyones = all_gather_values(self.run, mine)
         computing = next((place for place, one in enumerate(everyones) if one is not None), None)
@@ -113,7 +120,8 @@ class EvaluationMetrics:
 
 
 class _Mean:
-    """A function `metric(outputs, batch)`, whose values are averaged over samples."""
+    """A metric that is a function of (outputs, batch). Its value is the mean of the function's
+    results, weighted by the number of samples in each micro-batch."""
 
     def __init__(self, name: str, function: Callable[[Any, Batch], Any]) -> None:
         self.name, self.function = name, function
@@ -141,9 +149,10 @@ class _Mean:
 
 
 class _Stateful:
-    """A torchmetrics.Metric, whose states are merged over the devices as its own sync does.
+    """A metric that is a torchmetrics.Metric. Its states are merged over the devices in the same
+    way as torchmetrics' own synchronization does.
 
-    select  (outputs, batch) -> the arguments of the metric's `update`
+    select  a function of (outputs, batch) that returns the arguments of the metric's `update`
     """
 
     def __init__(self, name: str, metric: Any, select: Callable[[Any, Batch], Any], device: torch.device) -> None:
@@ -188,7 +197,9 @@ def _always() -> bool:
 
 
 class _Gathered:
-    """A `dist_sync_fn` of torchmetrics that returns what was gathered before, call by call."""
+    """Replaces torchmetrics' function that gathers a tensor from all devices (`dist_sync_fn`),
+    because the tensors were gathered before. The n-th call returns the n-th entry of `everyones`:
+    the tensors of all devices."""
 
     def __init__(self, everyones: list[tuple[Tensor, ...]]) -> None:
         self.everyones, self.calls = everyones, 0
@@ -200,7 +211,7 @@ class _Gathered:
 
 
 def _states_of(metric: Any) -> list[Tensor]:
-    """Return the tensors that torchmetrics would gather to merge a metric's states, in its order."""
+    """Return the tensors that torchmetrics would gather to synchronize a metric, in the same order."""
     tensors: list[Tensor] = []
 
     def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -213,12 +224,21 @@ def _states_of(metric: Any) -> list[Tensor]:
 
 
 def _metrics_in(metric: Any) -> list[Any]:
-    """Return a metric and the metrics inside of it, in an order that is the same on all devices."""
+    """Return `metric` and all torchmetrics Metrics nested in it. The order is the same on all
+    devices."""
     return [module for module in metric.modules() if isinstance(module, sys.modules["torchmetrics"].Metric)]
 
 
 def _parts_of(name: str, given: Any, run: Run) -> list[_Mean | _Stateful]:
-    """Return the parts of one entry of `evaluate.metrics`: one, or several for a MetricCollection."""
+    """Return the metrics of one entry of the job's `evaluate.metrics`: a list of one metric, or of
+    several if the entry is a torchmetrics MetricCollection.
+
+    name   the entry's name. A metric of a collection is named "name.key"
+    given  the entry's value: a metric, a pair (metric, function that selects its arguments), a
+           class or function that makes one, or the Python name of one of these
+
+    Raises InputError for any other value.
+    """
     metric = load_python(given.python) if isinstance(given, PythonSpec) else given
     if isinstance(metric, type) or _takes_nothing(metric):
         with _failures_named(name):
@@ -241,7 +261,8 @@ def _parts_of(name: str, given: Any, run: Run) -> list[_Mean | _Stateful]:
 
 
 def _takes_nothing(metric: Any) -> bool:
-    """Whether this is a function without required arguments, which makes a metric."""
+    """Return whether `metric` is a function without required arguments. Such a function is called
+    to make the metric."""
     if not inspect.isfunction(metric):
         return False
     try:
@@ -252,9 +273,15 @@ def _takes_nothing(metric: Any) -> bool:
 
 
 def _numbers(name: str, found: Any, as_lists: bool = False) -> Iterator[tuple[str, float | Tensor]]:
-    """Yield the numbers in a metric's result by name: name for a number, name.key for a dict.
+    """Yield (name, number) for each number in the result of a metric.
 
-    as_lists  whether a tensor of several numbers is allowed, as name.0, name.1, ...
+    name      the metric's name, which is also that of a single number. A value of a dict is named
+              "name.key"
+    found     what the metric returned
+    as_lists  whether a tensor with several elements is allowed. Its elements are named "name.0",
+              "name.1", ...
+
+    Raises InputError if the result contains anything that is not a number.
     """
     if isinstance(found, dict):
         for key, value in found.items():
@@ -281,10 +308,11 @@ def _failures_named(name: str) -> Iterator[None]:
 
 
 def full_logits(run: Run, logits: Tensor) -> Tensor:
-    """Return logits of all classes, shape (..., classes). If tensor parallelism shards the
-    vocabulary, the shards are gathered: all devices of a tp group call this.
+    """Return the logits of all classes, of shape (..., classes). If tensor parallelism shards the
+    vocabulary, gather the shards; then all devices of a tensor-parallel group must call this
+    function.
 
-    logits  what the model returned, shape (..., classes of this device)
+    logits  what the model returned on this device, of shape (..., classes of this device)
     """
     get = getattr(run.model, "get_output_embeddings", None)
     if get is None or not run.tp_shards:

@@ -1,10 +1,10 @@
-"""The split check: check that a pipeline's stages compute the same as the undivided model.
+"""The split check: compare a pipeline's stages with the model that is not split into stages.
 
-Before the first step, this check runs one micro-batch through the stages and through the undivided
-model, and compares loss and gradient norm. `parallel/pipeline/boundaries.py` has traced the model
-on fake tensors to find which tensors are sent between pipeline stages. Tracing cannot see state
-outside of tensors, or code that depends on the values in the data. This check compares numbers, so
-it finds these, too.
+Before the first training step, this check runs one micro-batch through the stages and through the
+undivided model, and compares the losses and the gradient norms. To split the model,
+`parallel/pipeline/boundaries.py` has traced it on fake tensors. Such a trace cannot see state that
+the model keeps outside of tensors, nor code that depends on the values in the data. A stage that
+lacks such state computes a wrong result, which this check finds.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 
 @dataclass(frozen=True)
 class SplitComparison:
-    """Loss and gradient norm of one micro-batch, computed by the stages and by the undivided model.
+    """The results of one micro-batch, once from the pipeline's stages and once from the undivided
+    model.
 
-    loss           the loss that the stages compute
-    expected_loss  the loss that the undivided model computes
-    norm           the norm of the stages' gradients. None if gradients are compressed: compressing
-                   them here would change the error feedback of the training
-    expected_norm  the norm of the undivided model's gradients; None if gradients are compressed
-    tolerance      the largest relative difference at which the two results still agree
+    loss           mean loss that the stages compute
+    expected_loss  mean loss that the undivided model computes
+    norm           gradient norm from the stages. None if the plan compresses gradients: the check
+                   then computes no gradients, because compressing them would change the error
+                   feedback of the training
+    expected_norm  gradient norm from the undivided model; None if `norm` is None
+    tolerance      the largest relative difference at which two results still agree
     """
 
     loss: float
@@ -67,12 +69,12 @@ class SplitComparison:
 
 
 def wants_check(run: Run, steps: int) -> bool:
-    """Whether to compare the stages with the undivided model before the first step.
+    """Return whether `check_split` should run before the first training step.
 
-    With `check_split: auto`, the check runs if it takes at most 2 % of the run's time and of a
-    device's memory.
-
-    steps  the number of steps that the run takes
+    run    the run. Its job's `check_split` is "always", "never" or "auto". With "auto", the check
+           runs if it takes at most 2 % of the run's time and of a device's memory. A run without
+           pipeline stages is never checked
+    steps  number of training steps that the run still takes
     """
     asked = run.job.train.check_split
     if run.dataflow is None or asked == "never":
@@ -90,11 +92,11 @@ def wants_check(run: Run, steps: int) -> bool:
 
 
 def check_split(run: Run) -> SplitComparison | None:
-    """Compare the stages with the undivided model on one micro-batch. If they differ, raise
-    InputError on all devices.
+    """Compare the pipeline's stages with the undivided model on one micro-batch, and return both
+    results. Raise InputError on all devices if they differ by more than the tolerance.
 
-    All devices must call this. The run is the same after the call. Returns None, without a
-    comparison, if the model's loss is random even in evaluation mode.
+    Returns None if the two cannot be compared, because the model's loss is random even in
+    evaluation mode. The run is not changed. All devices must call this function.
     """
     found = compare_split(run)
     if found is not None and not found.agrees:
@@ -110,10 +112,11 @@ def check_split(run: Run) -> SplitComparison | None:
 
 
 def compare_split(run: Run) -> SplitComparison | None:
-    """Run one micro-batch through the stages, and through the undivided model with the same
-    weights.
+    """Run one micro-batch through the pipeline's stages, and then through the undivided model with
+    the same weights. Return both results, whether or not they agree.
 
-    Return both results, or None if the model's loss is random even in evaluation mode.
+    Returns None if the model's loss is random even in evaluation mode. All devices must call this
+    function.
     """
     assert run.mesh is not None
     assert isinstance(run.executor, PipelineRank)
@@ -142,8 +145,8 @@ def compare_split(run: Run) -> SplitComparison | None:
 
 
 def _over_pieces(run: Run, count: int) -> int:
-    """Return the sum of `count` over the context-parallel ranks, each of which has a shard of the
-    sequences."""
+    """Return the sum of `count` over the context-parallel ranks. Each of these ranks has another
+    part of the same sequences, and counts only the items in its part."""
     assert run.mesh is not None
     values = torch.tensor(count, device=run.device)
     dist.all_reduce(values, group=run.mesh.p2p_groups["context"])
@@ -151,9 +154,13 @@ def _over_pieces(run: Run, count: int) -> int:
 
 
 def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float] | None:
-    """Create the undivided model with the stages' weights, run `batch` through it, and return (mean
-    loss, gradient norm). Without gradients the norm is 0. Return None if the loss is random even in
-    evaluation mode."""
+    """Create the undivided model with the weights of all stages, run `batch` through it, and return
+    (mean loss, gradient norm).
+
+    with_gradients  whether to run backward; if False, the returned norm is 0
+
+    Returns None if the loss is random even in evaluation mode.
+    """
     with rng_preserved():
         seed_all(run.job.train.seed)
         model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
@@ -186,7 +193,7 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
 
 @torch.no_grad()
 def _differs(run: Run, batch: Any) -> bool:
-    """Whether the loss of `batch` changes with the seed."""
+    """Return whether the loss of `batch` changes if the random number generators get another seed."""
     losses = []
     for seed in range(2):
         seed_all(seed)
@@ -196,7 +203,8 @@ def _differs(run: Run, batch: Any) -> bool:
 
 @torch.no_grad()
 def _gather_weights(run: Run, model: nn.Module) -> None:
-    """Broadcast the parameters and buffers of all stages into the undivided `model`."""
+    """Copy the parameters and buffers of all pipeline stages into the undivided `model`, on every
+    device. All devices must call this function."""
     assert run.mesh is not None
     saved = model_of(run)
     names: list[Any] = [None] * run.mesh.size("pp")
@@ -218,8 +226,9 @@ def _gather_weights(run: Run, model: nn.Module) -> None:
 
 @contextmanager
 def _mode_of(run: Run) -> Iterator[None]:
-    """Inside this context, the model is in training mode; or in evaluation mode if it draws random
-    numbers, because the stages and the undivided model would draw different ones."""
+    """Context manager that sets the mode of `run.model`: training mode, or evaluation mode if the
+    model draws random numbers, such as for dropout. In training mode, the stages and the undivided
+    model would draw different numbers."""
     assert run.dataflow is not None
     if run.dataflow.is_random:
         with evaluating(run.model):

@@ -1,6 +1,7 @@
-"""Seed, save and restore random number generators, and run code without a change of their states.
+"""Seed, save and restore the random number generators, and run code that must not change their
+states.
 
-`evaluating` runs code without a change of a model's training mode.
+`evaluating` runs code with a model in evaluation mode and restores the mode afterwards.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch import nn
 
 
 def seed_all(seed: int) -> None:
-    """Seed the random number generators of Python, NumPy and torch, on every CUDA device, too."""
+    """Seed the random number generators of Python, NumPy and torch. torch's include those of all
+    CUDA devices."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of this process's random number generators (Python, NumPy, torch on the CPU
-    and on its CUDA device), as values that JSON can store.
-    """
+    """Return the states of this process's random number generators: Python's, NumPy's, and torch's
+    on the CPU and on the current CUDA device. The dict contains only values that JSON can store."""
     name, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return {
         "torch": _as_text(torch.get_rng_state()),
@@ -44,8 +45,10 @@ def _from_text(state: str) -> torch.Tensor:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the states that `random_states` returned. This process's CUDA device may have another
-    index than before.
+    """Restore the states of the random number generators.
+
+    states  what `random_states` returned, perhaps in another process whose CUDA device had another
+            index
     """
     torch.set_rng_state(_from_text(states["torch"]))
     saved = states["cuda"]
@@ -61,9 +64,8 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 @contextmanager
 def rng_preserved() -> Iterator[None]:
-    """Inside this context, code may draw random numbers. Afterwards the generators have the same
-    states as before.
-    """
+    """Context manager for code that draws random numbers. At the end, the generators get back the
+    states that they had at the beginning."""
     before = random_states()
     try:
         yield
@@ -73,7 +75,8 @@ def rng_preserved() -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside this context, `model` is in evaluation mode. Then each module gets its old mode."""
+    """Context manager in which `model` is in evaluation mode. At the end, each of its modules gets
+    back its previous mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

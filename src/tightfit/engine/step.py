@@ -1,8 +1,9 @@
 """One optimizer step: forward and backward of every micro-batch, then one update.
 
-`engine/loop.py` calls `take_step`, which is the same for every plan. Whatever a method changes is a
-field of the Run: `executor` for pipelines and parameter servers, `reduction` for data parallelism,
-`loss_scale` for fp16, `store` for offloading.
+`engine/loop.py` calls `take_step`, which runs the same code for every plan. The parts that depend
+on the plan are fields of the Run: `executor` runs the stages of a pipeline or the workers of a
+parameter server, `reduction` reduces gradients over data-parallel ranks, `loss_scale` scales the
+loss in fp16, and `store` holds offloaded tensors.
 
 Example: a batch of 32 samples on 2 data-parallel ranks with micro_batch = 4 gives each rank 16
 samples in 4 micro-batches. The loss of a micro-batch is a sum over its items (tokens or samples).
@@ -48,24 +49,24 @@ from tightfit.target_device import kind_of
 @read_late("loss", "gradient_norm", "samples", "items", "processed", "skipped", "seconds")
 @dataclass(frozen=True)
 class Step:
-    """The figures of one optimizer step. On CUDA, the first read of a figure waits until the device
-    has computed it.
+    """The results of one optimizer step, such as its loss. On CUDA, the first read of a result
+    waits until the device has computed it.
 
     step           number of the step, from 0
-    loss           mean over the items of the step that count in the loss
-    learning_rate  learning rate of this step's update, of the parameters that no group of the job
-                   matches
+    loss           mean loss over the items (tokens or samples) that count in the loss
+    learning_rate  learning rate of this step's update, for parameters without a learning rate of
+                   their own in the job
     gradient_norm  norm of the full gradient before clipping; None if the job does not clip
-    samples        samples in the step, on all devices
-    items          items that count in the loss (tokens or samples), on all devices
-    processed      token positions (or samples) that went through the model, which throughput counts
-    skipped        whether fp16 overflowed, so that the update was skipped
-    seconds        wall-clock time, including the wait for data. On CUDA it is measured on the
-                   device: from the end of its earlier work (the previous step, or work that the
-                   caller launched after that step) to the end of this step
-    staleness      with an asynchronous parameter server: how many updates the weights received,
-                   at most, after a gradient was computed and before it was applied. None without
-                   such a server
+    samples        number of samples in the step, on all devices
+    items          number of items that count in the loss, on all devices
+    processed      number of token positions (or samples) that the model has processed, on all
+                   devices. Throughput is computed from this number
+    skipped        whether the update was skipped, because a gradient overflowed in fp16
+    seconds        duration of the step, including the wait for data. On CUDA it is measured on the
+                   device: from the end of all earlier work to the end of this step's work
+    staleness      only with an asynchronous parameter server, else None: the largest number of
+                   updates that the weights received between the computation of a gradient and its
+                   use in an update
     """
 
     step: int
@@ -81,12 +82,12 @@ class Step:
 
 
 def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
-    """Accumulate the gradients of `micro_batches`, and update the weights once.
+    """Run one training step: compute the gradients of `micro_batches`, and update the weights once.
 
     micro_batches  this device's samples of the step, in host memory
     step           number of the step, from 0
 
-    Returns the figures of the step, which the device may still be computing.
+    Returns the step's results. The device may still be computing them.
     """
     note_activity("forward and backward", step)
     real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
@@ -122,11 +123,12 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
 
 
 class _LateFigures:
-    """The figures of a step that the device may still be computing. Each method waits for the
-    figures and returns one of them.
+    """The results of a step that the device may still be computing. Each method waits for the
+    results and returns one of them.
 
-    read  waits for the figures and returns them by name
-    cp    how many ranks have counted each sample: the size of context parallelism
+    read  a function that waits for the results and returns a dict of name -> value
+    cp    size of context parallelism. Its ranks share the same samples, so each sample was counted
+          `cp` times
     """
 
     def __init__(self, read: Reading, cp: int) -> None:
@@ -153,21 +155,24 @@ class _LateFigures:
 
 
 def with_fields(step: Step, **fields: Any) -> Step:
-    """Return a copy of `step` with other values of `fields`. A value may be a function that waits
-    for the value.
+    """Return a copy of `step` in which the given fields have new values.
 
-    Unlike `dataclasses.replace`, this does not wait for figures that the device is still computing.
+    fields  field name -> its value, or a function that waits for the value and returns it
+
+    Unlike `dataclasses.replace`, this function does not wait for results that the device is still
+    computing.
     """
     return Step(**{**vars(step), **fields})
 
 
 class CountSums:
-    """Sums integers over the data-parallel ranks while the device computes.
+    """Sums integers over the data-parallel ranks, while the device computes. The all-reduce begins
+    when the object is created.
 
-    counts  this device's integers
+    counts  this device's integers, such as its numbers of items and samples
 
-    `wait` returns the sums. On CUDA they are tensors on the device, because reading a number would
-    make the host wait for all queued work.
+    `wait` returns the sums in the order of `counts`. On CUDA they are scalar tensors on the device,
+    because reading a number would make the host wait for all queued work.
     """
 
     def __init__(self, run: Run, counts: list[int]) -> None:
@@ -189,31 +194,31 @@ class CountSums:
 
 
 def _begin_sum(run: Run, loss: torch.Tensor) -> PendingSum:
-    """Start to all-reduce the loss over the data-parallel ranks and the pipeline stages."""
+    """Begin to all-reduce `loss`, a scalar, over the data-parallel ranks and the pipeline stages.
+    Return the pending sum. Ranks that train without waiting for each other keep their own loss."""
     if run.mesh is None or (run.executor is not None and run.executor.unsynchronized):
         return PendingSum(loss)
     return run.mesh.begin_all_reduce(loss, (*DATA, "pp"))
 
 
 def runs_unsynchronized(run: Run) -> bool:
-    """Whether each device trains on its own samples and does not wait for the other devices in
-    every step, like the workers of an asynchronous parameter server.
-    """
+    """Return whether each device trains on its own samples and does not wait for the other devices
+    in every step, as the workers of an asynchronous parameter server do."""
     return run.executor is not None and run.executor.unsynchronized and not run.executor.loss_delay
 
 
 def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | torch.Tensor]) -> PendingSum:
-    """Run forward and backward of each micro-batch, and accumulate into `.grad` the gradients of
-    the mean loss over all items of the step.
+    """Run forward and backward of each micro-batch. They add up, in `.grad`, the gradient of the
+    mean loss over all items (tokens or samples) of the step.
 
-    The loss scale of fp16 multiplies the loss before backward, so that 16-bit gradients of a step
-    with many items do not become zero.
+    In fp16 the loss is multiplied by the loss scale before backward, so that the small gradients of
+    a step with many items do not become zero.
 
     items  a function that returns the number of items in the step on all devices. It is called
            after the first forward, so that its all-reduce overlaps with that forward
 
-    Returns the pending sum of the loss over all devices. Its all-reduce starts after the last
-    forward.
+    Returns the pending sum of the loss over all items and all devices. Its all-reduce begins after
+    the last forward.
     """
 
     if run.executor is not None:
@@ -241,8 +246,12 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
 
 
 def _loss_factor(run: Run, items: int | torch.Tensor) -> float | torch.Tensor:
-    """Return the factor by which a micro-batch's loss (a sum over items) is multiplied before
-    backward: the loss scale, divided by the number of items in the step on all devices."""
+    """Return the factor by which the loss of a micro-batch is multiplied before backward: the fp16
+    loss scale (1 without fp16) divided by `items`.
+
+    items  number of items (tokens or samples) in the step on all devices. The loss of a micro-batch
+           is a sum over its items
+    """
     scale = run.loss_scale.factor if run.loss_scale else 1.0
     if isinstance(items, torch.Tensor):  # in fp64, like Python's floats, to round only once
         return scale / items.clamp(min=1).double()
@@ -251,10 +260,10 @@ def _loss_factor(run: Run, items: int | torch.Tensor) -> float | torch.Tensor:
 
 @contextmanager
 def _compiled_indices_named(run: Run) -> Iterator[None]:
-    """Inside this context, turn the "index out of bounds" of a compiled model into an InputError
-    about the data.
+    """Context manager that turns the RuntimeError "index out of bounds" of a compiled model into an
+    InputError about the data: a label or a token id is too large.
 
-    In a model that is not compiled, the loss itself raises such an InputError.
+    If the model is not compiled, its loss checks the labels and raises such an InputError itself.
     """
     try:
         yield
@@ -271,8 +280,9 @@ def _compiled_indices_named(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _recomputation_named(run: Run) -> Iterator[None]:
-    """Inside this context, turn torch's CheckpointError into an InputError about the plan or the
-    model. torch raises it if the recomputation of a block differs from its forward."""
+    """Context manager that turns torch's CheckpointError into an InputError about the plan or the
+    model. torch raises CheckpointError if the recomputation of a block in backward differs from its
+    original forward."""
     try:
         yield
     except CheckpointError as error:
@@ -287,13 +297,15 @@ def _recomputation_named(run: Run) -> Iterator[None]:
 
 
 def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
-    """Unscale and clip the gradients, and update the weights.
+    """Clip the gradients and update the weights. In fp16, first divide the gradients by the loss
+    scale.
 
-    limit  the largest norm of the gradient; None: the job's `clip`
+    limit  the largest gradient norm: larger gradients are scaled down to it. None: the job's `clip`
 
-    Returns (gradient norm, whether the gradients were finite). The norm is None if the job does not
-    clip. If the gradients are not finite, the update is skipped. If the optimizer's kernels skip it
-    on the device, so that the host does not wait, the second value is a scalar bool tensor.
+    Returns (gradient norm before clipping, whether all gradients were finite). The norm is None if
+    gradients are not clipped. The weights stay unchanged if a gradient is not finite, which only
+    fp16 checks. The second value is a scalar bool tensor on the device if the optimizer's kernels
+    read it there, so that the host need not wait; otherwise it is a bool.
     """
     finite: bool | torch.Tensor = True
     norm = None
@@ -325,9 +337,9 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
 
 
 def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
-    """Tell the optimizer to skip its next update if the gradients are not finite.
+    """Make the optimizer skip its next update if the gradients are not finite.
 
-    finite  scalar bool tensor on the device
+    finite  whether all gradients are finite: a scalar bool tensor on the device
     """
     if isinstance(optimizer, PerParameter):
         reading = begin_reading({"finite": finite})
@@ -337,12 +349,14 @@ def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tenso
 
 
 def skips_on_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can skip its next update on the device, without a wait of the host.
+    """Return whether an optimizer can skip its next update on the device, so that the host need not
+    wait for the result of the check for infinite gradients.
 
-    torch's fused kernels read `found_inf` on the device, and change nothing if it is 1. Optimizers
-    that update parameters one by one or in batches (`PerParameter`) undo their changes. The first
-    update of SGD with momentum cannot be skipped on the device: it would leave uninitialized memory
-    in place of the momenta. For all other optimizers, the host has to read whether to skip.
+    torch's fused kernels can: they read `found_inf` on the device and change nothing if it is 1.
+    Optimizers that update parameters one by one or in batches (`PerParameter`) can if they are able
+    to undo their changes. The first update of SGD with momentum cannot: it would leave
+    uninitialized memory in place of the momenta. For all other optimizers, the host has to read the
+    result and decide.
     """
     if isinstance(optimizer, PerParameter):
         return optimizer.can_leave_out()
@@ -361,10 +375,9 @@ def skips_on_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def all_reduce_replicated(run: Run) -> None:
-    """All-reduce, over tp, the gradients of weights that are replicated over tp, such as norms
-    under sequence parallelism. Each tp rank has computed these gradients from its shard of the
-    positions only.
-    """
+    """Sum, over the tensor-parallel ranks, the gradients of weights that every rank has in full,
+    such as norms under sequence parallelism. Each rank has computed these gradients from its part
+    of the token positions only. The sums are written into `.grad`."""
     weights = [weight for weight in optimizer_weights_named(run, run.tp_replicated) if weight.requires_grad]
     if not weights:
         return
@@ -383,8 +396,8 @@ def _weights(run: Run) -> list[torch.Tensor]:
 
 
 def drain(run: Run) -> None:
-    """Wait for weights that are being gathered, and finish the steps and updates of an asynchronous
-    pipeline that are still in flight."""
+    """Finish all pending work of the run: wait for weights that are still being gathered, and
+    complete the steps and updates of an asynchronous pipeline that are in flight."""
     wait_for_weights(run)
     if run.executor is not None:
         with torch.enable_grad():
@@ -393,8 +406,11 @@ def drain(run: Run) -> None:
 
 
 def holds_everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
-    """Return whether `holds` is true on every device. If it is a scalar tensor, the result is a
-    scalar tensor, and the host does not wait. All devices must call this."""
+    """Return whether `holds` is true on every device. All devices must call this function.
+
+    holds  this device's answer. If it is a scalar bool tensor, the result is one, too, and the host
+           does not wait
+    """
     if run.mesh is None:
         return holds
     if isinstance(holds, torch.Tensor):
@@ -403,14 +419,14 @@ def holds_everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tenso
 
 
 def all_reduce_max(run: Run, number: int) -> int:
-    """Return the largest `number` of all devices. The host waits for it. All devices must call
-    this.
-    """
+    """Return the largest `number` of all devices. All devices must call this function, and the host
+    waits for the result."""
     return int(_begin_max(run, number)()["largest"])
 
 
 def _begin_max(run: Run, number: int) -> Reading:
-    """Start to compute the largest `number` of all devices. The result has it as "largest"."""
+    """Begin to compute the largest `number` of all devices. Return a callable that waits for the
+    result and returns {"largest": result}."""
     if run.mesh is None:
         return begin_reading({"largest": number})
     there = torch.full((), number, device=run.device)  # filled there: a copy would block
@@ -418,11 +434,11 @@ def _begin_max(run: Run, number: int) -> Reading:
 
 
 class StopPoll:
-    """Finds the largest number of all devices once a step, so that all of them can stop in the same
-    step.
+    """Computes the largest of the numbers that all devices pass to `largest`. A device passes a
+    number above 0 to ask for a stop, so all devices learn of it and stop after the same step.
 
-    On several CUDA devices, `largest` returns the result for the numbers of the previous step, so
-    that no device waits.
+    On several CUDA devices, `largest` returns the result for the numbers of the previous call (0 at
+    first), so that no device has to wait.
     """
 
     def __init__(self, run: Run) -> None:
@@ -438,7 +454,8 @@ class StopPoll:
 
 
 def clip(run: Run, limit: float) -> torch.Tensor:
-    """Scale the gradients so that their norm over all parameters and devices is at most `limit`.
+    """Scale the gradients down so that their norm, over all parameters and devices, is at most
+    `limit`.
 
     Returns the norm before scaling, a scalar tensor. Offloaded gradients are scaled later, when
     they are copied to the device for the update.
@@ -459,8 +476,8 @@ def clip(run: Run, limit: float) -> torch.Tensor:
 
 
 def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
-    """Return the norm of the full gradient over all parameters and devices, a scalar tensor. All
-    devices must call this."""
+    """Return the norm of the gradient over all parameters and all devices, a scalar tensor. A
+    parameter that several devices have is counted once. All devices must call this function."""
     elsewhere = set(optimizer_weights_named(run, run.executor.replicated)) if run.executor is not None else set()
     squares = torch.zeros(2, device=run.device)  # of weights sharded over tp, and of all others
     cut = tp_shards_of(run)
@@ -480,5 +497,5 @@ def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this device's shard of a DTensor, and any other tensor unchanged."""
+    """Return this device's shard of a DTensor. Return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

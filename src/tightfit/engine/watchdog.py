@@ -1,13 +1,13 @@
 """Detect ranks that hang or fail, so that a distributed training ends instead of waiting forever.
 
 The training itself may be blocked inside a collective, so two threads run beside it. One thread
-writes this process's heartbeat to the store that all ranks share, and reads from the store whether
-another process has failed. The other thread checks the time: if the training has been in one
-operation for too long, it reads all heartbeats, reports which rank does not answer, and ends this
-process.
+writes this process's heartbeats to the key-value store that all ranks share, and reads from the
+store whether another process has failed. The other thread checks how long the training has been in
+one operation. If that is too long, it reads the heartbeats of all ranks, reports which rank does
+not answer, and ends this process.
 
-The first process that fails prints the reason. All other processes, whose connections to it break,
-exit silently with the same exit code.
+Only the first process that fails prints the reason. The failure breaks the connections of the other
+processes. They exit without a message and with the same exit code.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class ProgressNote:
-    """A process's heartbeat.
+    """A heartbeat: what a process was doing when it wrote the heartbeat to the store.
 
-    beat       number of the heartbeat; it increases while the process runs
-    step       number of the step under way, from 0; None before the first step
-    operation  what the training does now, such as "reading data"
-    seconds    time since this operation began
-    where      the place in tightfit's code: see `code_location`
+    beat       number of the heartbeat. It increases as long as the process runs
+    step       number of the current training step, from 0; None before the first step
+    operation  what the training is doing, such as "reading data"
+    seconds    how long this operation has been running
+    where      the line of tightfit's code that is running, as `code_location` returns it
     """
 
     beat: int
@@ -58,14 +58,16 @@ class ProgressNote:
 
 
 class Watch:
-    """Watches the other ranks through the store that all of them share.
+    """Watches the other ranks, and tells them about this process, through the key-value store that
+    all ranks share.
 
     store      the store
     rank       rank of this process
     world      number of processes
-    progress   the step and operation of this process's training
-    timeout_s  how long one operation may take after the first step, in seconds. Before, it may take
-               longer
+    progress   the current step and operation of this process's training
+    timeout_s  how many seconds one operation may take once training steps are running; five times
+               the longest operation so far, if that is more. The first operations, such as loading
+               and compiling, may take longer
     """
 
     def __init__(
@@ -89,11 +91,13 @@ class Watch:
             thread.join(2 * self.beat_s)
 
     def fail(self, code: int, wait_s: float = 0.0) -> int | None:
-        """Report to the store that this process fails. Return None if it is the first process that
-        fails, or if the store does not answer; else the exit code of the process that failed first.
+        """Write to the store that this process fails. Return None if it is the first process that
+        fails, or if the store does not answer. Otherwise return the exit code of the process that
+        failed first.
 
         code    exit code of this process
-        wait_s  how long to wait for another process's report before this process reports
+        wait_s  how many seconds to wait first for a report of another process, whose failure may be
+                the cause of this one
         """
         store = _ask(lambda: _another(self.store))
         if store is None:  # the process that hosts the store is gone
@@ -106,8 +110,11 @@ class Watch:
         return None if first is None or first.decode() == mine else _code(first)
 
     def _tell(self) -> None:
-        """Write heartbeats to the store. End this process if another process has failed and this
-        process does not end by itself within GRACE_S, or if its parent process is gone."""
+        """Run in a thread: write a heartbeat to the store every `beat_s` seconds.
+
+        End this process if its parent process is gone, or if another process has failed and this
+        process has not ended by itself within GRACE_S seconds.
+        """
         store = None
         while not self.ended.wait(self.beat_s):
             store = store or _ask(lambda: _another(self.store))
@@ -121,7 +128,8 @@ class Watch:
                 exit_now(1, "tightfit: the process that started this one is gone")
 
     def _look(self) -> None:
-        """End this process if the training has been in one operation for too long."""
+        """Run in a thread: end this process, with an error message, if the training has been in one
+        operation for too long."""
         while not self.ended.wait(self.beat_s):
             seconds = time.monotonic() - self.progress.since
             if seconds > self._limit_s():
@@ -144,10 +152,13 @@ class Watch:
         return ProgressNote(self.beats, progress.step, progress.operation, round(seconds, 1), code_location(self.main))
 
     def _verdict(self, seconds: float) -> str:
-        """Return the error message: which rank does not answer or is behind, and in which operation
-        this process waits for it. Takes at least the time of a few heartbeats.
+        """Return the error message for a training that hangs. It says which rank does not answer or
+        is behind the others, and in which operation this process waits.
 
-        seconds  how long this process has been in its operation
+        The function reads all heartbeats twice, a few heartbeats apart: a rank whose heartbeat did
+        not change does not answer.
+
+        seconds  how long this process has been in its current operation
         """
         before = _ask(lambda: self._notes(_another(self.store)), 30.0)
         time.sleep(max(3 * self.beat_s, BEAT_S))
@@ -174,7 +185,8 @@ class Watch:
         return _said("no rank has made progress", seconds, mine, self.rank, "all ranks wait for each other")
 
     def _notes(self, store: dist.Store) -> dict[int, ProgressNote | None]:
-        """Return the last heartbeat of each rank; None for a rank that has written no heartbeat."""
+        """Read the heartbeats from `store`. Return rank -> its latest heartbeat; None for a rank
+        that has written no heartbeat."""
         there = [rank for rank in range(self.world) if store.check([_key(rank)])]
         found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in there])]
         notes = {rank: ProgressNote(**note) for rank, note in zip(there, found, strict=True)}
@@ -182,17 +194,16 @@ class Watch:
 
 
 def _another(store: Any) -> dist.Store:
-    """Open a new connection to the same store. A call that waits for an answer blocks its
-    connection for all threads.
-    """
+    """Open and return a new connection to the same store. A call that waits for the store's answer
+    blocks its connection for all threads, so each thread needs a connection of its own."""
     clone: dist.Store = store.clone()
     return clone
 
 
 def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
-    """Call `what`, which asks the store, and return its result. Return None if it fails or does not
-    return within `within_s` seconds, for example because the process that hosts the store has
-    failed."""
+    """Call `what`, a function that queries the store, and return its result. Return None if it
+    raises an exception or does not return within `within_s` seconds, for example because the
+    process that hosts the store has ended."""
     found: list[Any] = []
 
     def ask() -> None:
@@ -206,7 +217,8 @@ def _ask(what: Callable[[], Any], within_s: float = 5.0) -> Any:
 
 
 def _failed(store: dist.Store) -> int | None:
-    """Return the exit code of the process that failed first; None if no process has failed."""
+    """Return the exit code of the process that failed first, as the store has it. Return None if no
+    process has failed or if the store does not answer."""
     found = _ask(lambda: store.get(FAILED) if store.check([FAILED]) else None)
     return None if found is None else _code(found)
 
@@ -216,11 +228,14 @@ def _code(said: bytes) -> int:
 
 
 def ranks_behind(notes: dict[int, ProgressNote]) -> list[int]:
-    """Return the ranks for which the other ranks wait: the ranks in an earlier step than the
-    others. If all are in the same step, return the ranks in another operation than most. Empty if
-    all are in the same operation.
+    """Return the ranks for which the other ranks probably wait.
 
-    notes  the last heartbeat of each rank"""
+    These are the ranks whose step is earlier than the latest step of all. If all ranks are in the
+    same step, they are the ranks that run another operation than most ranks. The list is empty if
+    all ranks run the same operation of the same step.
+
+    notes  rank -> its latest heartbeat
+    """
     steps = {rank: -1 if note.step is None else note.step for rank, note in notes.items()}
     late = [rank for rank, step in steps.items() if step < max(steps.values())]
     if late:
@@ -232,10 +247,12 @@ def ranks_behind(notes: dict[int, ProgressNote]) -> list[int]:
 
 
 def code_location(thread: int | None) -> str:
-    """Return where in tightfit's code a thread is, and which function of torch.distributed it is
-    in, such as " (all_reduce, engine/step.py:180)". Empty if the thread is not in tightfit.
+    """Return which line of tightfit's code a thread is running and, if this line has called
+    torch.distributed, the called function. Example: " (all_reduce, engine/step.py:180)". Return ""
+    if the thread is not running tightfit's code.
 
-    thread  the thread's identifier"""
+    thread  the thread's identifier, as `threading.Thread.ident` has it
+    """
     frame = sys._current_frames().get(thread or 0)
     called = ""
     while frame is not None:
@@ -282,8 +299,8 @@ def _key(rank: int) -> str:
 
 
 def exit_now(code: int, message: str = "") -> None:
-    """Print `message` and exit at once, whatever other threads wait for. Exit even if the message
-    cannot be printed."""
+    """Print `message` to stderr and end this process at once with exit code `code`, even if other
+    threads are waiting and even if the message cannot be printed."""
     with suppress(OSError):
         if message:
             print(message, file=sys.stderr)
@@ -294,12 +311,13 @@ def exit_now(code: int, message: str = "") -> None:
 
 @contextmanager
 def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Iterator[Watch]:
-    """Inside this context, this process watches the other ranks, and they watch this process.
+    """Context manager in which this process watches the other ranks and is watched by them. It
+    yields the `Watch`, whose arguments are the same as here.
 
-    Only the first process that fails raises its error. All other processes exit with the exit code
-    of the first. If a connection breaks and no process reports why, TightfitError is raised.
-
-    store, rank, world, timeout_s  see `Watch`
+    If the code inside raises an exception and this process is the first that fails, the exception
+    is raised as usual. If another process has failed before, this process exits with that process's
+    exit code (SystemExit). Raises TightfitError if a connection to another rank broke and no rank
+    has reported a failure.
     """
     with recording_activity() as progress:
         watch = Watch(store, rank, world, progress, timeout_s)
@@ -324,7 +342,8 @@ def watched(store: dist.Store, rank: int, world: int, timeout_s: float) -> Itera
 
 
 def is_lost_connection(error: Exception) -> bool:
-    """Whether an error is only the consequence of another process's end: a broken connection."""
+    """Return whether `error` says that a connection to another process broke. Such an error is
+    usually the consequence of that process's end, not of a fault in this process."""
     if isinstance(error, TightfitError) or not isinstance(error, RuntimeError):
         return False
     said = str(error).lower()

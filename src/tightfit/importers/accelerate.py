@@ -1,4 +1,4 @@
-"""Imports the configuration file of Accelerate: YAML, as `accelerate config` writes it."""
+"""Imports Accelerate's configuration file: YAML, as `accelerate config` writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tightfit.importers.training_arguments import FSDP_KEYS
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the stage, 0 to 3."""
+    """Return (ZeRO stage, False). The stage is the value, 0, 1, 2 or 3. False says that the model
+    is not also replicated over nodes."""
     found = whole(value)
     if found not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -31,7 +32,8 @@ def _place(*words: str) -> Any:
 
 
 def _accumulation(value: Any) -> int:
-    """Keep the number of accumulation steps, a factor of train.batch."""
+    """Return the number of accumulation steps. It is a factor of train.batch, which is micro-batch
+    x accumulation steps x data ranks."""
     return whole(value)
 
 
@@ -189,7 +191,11 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Put the content of DeepSpeed's file in the place of its name, if the file is found."""
+    """Return the content of the imported file. If it names a DeepSpeed file that exists, the
+    content of that file replaces the name.
+
+    folder  the folder of the imported file
+    """
     section = content.get("deepspeed_config")
     if not isinstance(section, dict):
         return content

@@ -1,4 +1,4 @@
-"""Axolotl's configuration (YAML)."""
+"""Imports Axolotl's configuration (YAML)."""
 
 from __future__ import annotations
 
@@ -30,35 +30,40 @@ _PLAIN = ("completion", "pretrain")
 
 
 def _bf16(value: Any) -> bool | str:
-    """Convert true to bf16-mixed and full to bf16-true. auto counts as true, as on GPUs since
-    Ampere."""
+    """Return true, false or "full". true becomes bf16-mixed, and "full" becomes bf16-true. "auto"
+    counts as true, because axolotl switches bf16 on for GPUs since Ampere."""
     word = str(value).lower()
     return word if word == "full" else True if word == "auto" else flag(value)
 
 
 def _tf32(value: Any) -> bool | Lacks:
-    """Convert true to tf32, which is used if neither bf16 nor fp16 is on."""
+    """Return true or false: true asks for tf32 in the products that do not run in bf16 or fp16.
+    "auto" sets no field (Lacks, with the reason), so the plan decides."""
     return Lacks("tightfit uses tf32 where the plan says so", False) if value == "auto" else flag(value)
 
 
 def _recompute(value: Any) -> str | Lacks:
-    """Convert true to full (every block is recomputed) and false to none. Values that offload, such
-    as offload_disk, have no counterpart here."""
+    """Return "full" (recompute every block) for true, and "none" for false. For values that also
+    offload the activations ("offload", "offload_disk", "unsloth"), there is no counterpart (Lacks,
+    with the reason)."""
     if str(value).lower() in ("offload", "offload_disk", "unsloth"):
         return Lacks("use plan.recompute: full with plan.offload: [activations]")
     return "full" if flag(value) else "none"
 
 
 def _datasets(value: Any) -> list[dict[str, Any]]:
-    """Keep the list of data sets. A single data set becomes data.jsonl, data.parquet, data.text or
-    data.dataset, depending on its files. Several data sets have no counterpart."""
+    """Return the list of data sets unchanged; each must be a mapping. A later step turns a single
+    data set into data.jsonl, data.parquet, data.text or data.dataset, depending on its files.
+    Several data sets are left to the user, who knows their weights."""
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
         raise ValueError("a list of data sets, each with a path")
     return value
 
 
 def _share(value: Any) -> float | Lacks:
-    """Keep a fraction of the samples; 0 holds out none. A number of samples has no counterpart."""
+    """Return the fraction of the samples that is held out for evaluation, a number below 1; 0 holds
+    out none. For 1 or more, a number of samples, there is no counterpart (Lacks, with the reason).
+    """
     found = number(value)
     return found if found < 1 else Lacks("data.held_out is a share of the samples, not a number of them")
 
@@ -97,7 +102,9 @@ KEYS: tuple[Key, ...] = (
     *lacks(hf.CODE, "trust_remote_code"),
     Key("datasets", "data.dataset", _datasets, "datasets"),
     Key("pretraining_dataset", "data.dataset", _datasets, "datasets"),
-    *lacks("tightfit has one source of texts, and evaluates on the fraction data.held_out of it", "test_datasets"),
+    *lacks(
+        "name such data in evaluate.data; without it, the fraction data.held_out of the data is used", "test_datasets"
+    ),
     Key("val_set_size", "data.held_out", _share),
     Key("sequence_len", "data.sequence_length", whole),
     Key(
@@ -480,8 +487,12 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Put the content of DeepSpeed's file in the place of its name, and make the paths of data sets
-    and of the model absolute if they exist."""
+    """Return the content of the imported file with `datasets` as a list, and with absolute paths of
+    the model and the data sets that exist. If it names a DeepSpeed or FSDP file that exists, the
+    content of that file replaces the name.
+
+    folder  the folder of the imported file
+    """
     content = hf.prepare(content, folder)
     found = dict(content)
     for name in ("datasets", "pretraining_dataset"):
@@ -498,7 +509,11 @@ def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _whole_paths(one: Any, folder: Path) -> Any:
-    """Return a data set whose paths are absolute if they exist."""
+    """Return a copy of a data set's mapping in which the paths that exist are absolute. Anything
+    but a mapping is returned unchanged.
+
+    folder  the folder of the imported file, where relative paths start
+    """
     if not isinstance(one, dict):
         return one
     return {name: existing(v, folder) if name in ("path", "data_files") else v for name, v in one.items()}
@@ -507,8 +522,8 @@ def _whole_paths(one: Any, folder: Path) -> Any:
 def _data(draft: Draft) -> None:
     sets = draft.parts.get("datasets") or []
     if len(sets) != 1 or not sets[0].get("path"):
-        draft.settle("datasets", "no counterpart", f"{len(sets)} data sets, and data takes one source")
-        draft.to_do.append("join the texts of the data sets, and name them in data.jsonl")
+        draft.settle("datasets", "no counterpart", f"{len(sets)} data sets, which data.sources draws by weight")
+        draft.to_do.append("name the data sets in data.sources, with weights in proportion to their sizes")
         return
     one = sets[0]
     path, files = one["path"], one.get("data_files")

@@ -1,5 +1,6 @@
 """Sets the fields that depend on several keys of another tool: batch, devices, precision, optimizer
-and schedule. Reads `Draft.parts` and writes `Draft.fields`."""
+and schedule. The functions read `Draft.parts`, the values that the keys gave, and write
+`Draft.fields`, the fields of tightfit."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from tightfit.importers.mapping import Draft
 
 
 def combine(draft: Draft) -> None:
-    """Set all fields that depend on several keys. The order matters: the schedule needs
-    train.steps, for example, and the batch needs the degrees."""
+    """Set all fields of the draft (the unfinished job and plan) that depend on several keys. The
+    order of the calls matters: for example, the schedule needs train.steps, and the batch needs the
+    degrees of parallelism."""
     _degrees(draft)
     _batch(draft)
     _sharding(draft)
@@ -25,7 +27,11 @@ def combine(draft: Draft) -> None:
 
 
 def _degrees(draft: Draft) -> None:
-    """Set plan.tp, plan.pp and plan.cp, and compute the number of devices of all nodes together."""
+    """Set plan.tp, plan.pp and plan.cp. If the file gives the number of devices of one node, also
+    set draft.parts["devices"], the number of devices on all nodes together.
+
+    Adds a contradiction if the file gives a different total number of devices.
+    """
     for name in ("tp", "pp", "cp"):
         if name in draft.parts:
             draft.fields[f"plan.{name}"] = draft.parts[name]
@@ -43,8 +49,9 @@ def model_parallel(draft: Draft) -> int:
 
 
 def data_ranks(draft: Draft) -> int | None:
-    """Return the number of ranks over which a step's samples are divided; None if the file does not
-    give the number of devices."""
+    """Return the number of ranks over which the samples of a step are divided: dp_shard x
+    dp_replicate, or else devices / (tp x pp x cp). Returns None if the file does not give the
+    number of devices, or (with a contradiction) if it is not a multiple of tp x pp x cp."""
     parts = draft.parts
     shard, replicate = parts.get("dp_shard"), parts.get("dp_replicate")
     if shard is not None and shard > 0:
@@ -61,7 +68,11 @@ def data_ranks(draft: Draft) -> int | None:
 
 
 def _batch(draft: Draft) -> None:
-    """Set train.batch = micro-batch x accumulation x data ranks, and plan.micro_batch."""
+    """Set plan.micro_batch and train.batch = micro-batch x accumulation steps x data ranks.
+
+    Adds a contradiction, and leaves both fields out, if the file also gives train.batch and it is
+    not this product. Adds to the user's to-do list if a factor is missing.
+    """
     parts, ranks = draft.parts, data_ranks(draft)
     micro, accumulation, total = (parts.get(name) for name in ("micro_batch", "accumulation", "batch"))
     names = {name: draft.giver(name) for name in ("micro_batch", "accumulation", "batch")}
@@ -120,7 +131,8 @@ def _undecided_batch(draft: Draft) -> None:
 
 
 def _sharding(draft: Draft) -> None:
-    """Set plan.zero, plan.dp_shard and plan.dp_replicate."""
+    """Set plan.zero (the ZeRO stage), plan.dp_shard (the ranks that share one copy of the model)
+    and plan.dp_replicate (the number of such copies)."""
     parts, ranks = draft.parts, data_ranks(draft)
     stage, is_hybrid = parts.get("zero", (None, False))
     shard, replicate = parts.get("dp_shard"), parts.get("dp_replicate")
@@ -230,7 +242,9 @@ def _length(draft: Draft) -> None:
 
 
 def _schedule(draft: Draft) -> None:
-    """Set train.schedule, train.warmup, train.decay and train.final_learning_rate."""
+    """Set train.schedule, train.warmup, train.decay and train.final_learning_rate, as far as the
+    file has keys for them. A fraction of the training is converted to a number of steps, or the
+    other way round, if the number of all steps is known."""
     parts, fields = draft.parts, draft.fields
     choice, steps = parts.get("schedule"), fields.get("train.steps")
     if isinstance(choice, ScheduleChoice):
@@ -275,10 +289,12 @@ def _schedule(draft: Draft) -> None:
 
 
 def _interval(draft: Draft, name: str, field: str, without: str | None) -> None:
-    """Set `field` from a strategy (no, steps, epoch) and a number of steps.
+    """Set `field`, the number of steps between two checkpoints or two evaluations, from the tool's
+    strategy ("no", "steps" or "epoch") and its number of steps. A number below 1 is a fraction of
+    all steps.
 
-    name     save or eval, the first word of the parts' names
-    without  value of the field if the strategy is no; None leaves the field out
+    name     "save" or "eval", the first word of the names in `draft.parts`, such as save_steps
+    without  the value of the field if the strategy is "no"; None leaves the field out
     """
     parts = draft.parts
     strategy, every = parts.get(f"{name}_strategy"), parts.get(f"{name}_steps")

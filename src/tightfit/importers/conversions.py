@@ -1,8 +1,8 @@
 """Conversions that the tables of several tools share.
 
-Each conversion returns the value of tightfit's field, or Lacks. It raises ValueError, whose message
-names the accepted values, for a value that the other tool would not accept either. docs/import.md
-prints the docstrings.
+A conversion takes a value from another tool's file. It returns the value of tightfit's field, or
+`Lacks` (the reason why no field is set). For a value that the other tool would not accept either,
+it raises ValueError, whose message names the accepted values. docs/import.md prints the docstrings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tightfit.importers.mapping import Lacks
 
 
 def number(value: Any) -> float:
-    """Keep the number. It may be written as text, as YAML 1.1 reads 1e-5."""
+    """Return the value as a number. It may also be a text such as "1e-5", because YAML 1.1 reads
+    1e-5 as text. Any other value is an error (ValueError)."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a number")
     try:
@@ -26,7 +27,8 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """Keep the whole number. It may be written like 5e8."""
+    """Return the value as a whole number. It may also be written like 5e8. Any other value is an
+    error (ValueError)."""
     try:
         found = number(value)
     except ValueError:
@@ -37,7 +39,8 @@ def whole(value: Any) -> int:
 
 
 def flag(value: Any) -> bool:
-    """Keep true or false. They may be written as yes and no."""
+    """Return the value as true or false. "yes" and 1 count as true; "no", 0, "none" and "" count as
+    false. Any other value is an error (ValueError)."""
     words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False, "none": False, "": False}
     found = words.get(str(value).lower())
     if found is None:
@@ -46,34 +49,41 @@ def flag(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Keep the text."""
+    """Return the value unchanged. It must be a text that is not empty; any other value is an error
+    (ValueError)."""
     if not isinstance(value, str) or not value:
         raise ValueError("a text")
     return value
 
 
 def positive(value: Any) -> float | Lacks:
-    """Keep the number. With 0 or less, the field is left out."""
+    """Return the value as a number. 0 or less switches the feature off in the other tool: then
+    tightfit's field is left out (Lacks, with the reason)."""
     found = number(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def count(value: Any) -> int | Lacks:
-    """Keep the whole number. With 0 or less, the field is left out."""
+    """Return the value as a whole number. 0 or less switches the feature off in the other tool:
+    then tightfit's field is left out (Lacks, with the reason)."""
     found = whole(value)
     return found if found > 0 else Lacks("it is off", is_lost=False)
 
 
 def seed(value: Any) -> int | Lacks:
-    """Keep the seed. If it is negative, the tool draws a random seed, and tightfit uses 0."""
+    """Return the seed, a whole number. A negative seed makes the tool draw a random one: then the
+    field is left out (Lacks, with the reason), and tightfit uses its default, 0."""
     found = whole(value)
     return found if found >= 0 else Lacks("the tool draws a seed; tightfit's is 0 if left out", is_lost=False)
 
 
 def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any]:
-    """Return a conversion that looks a word up in `words` (keys in lower case).
+    """Return a conversion that looks a word up in `words` and returns the entry. Upper case counts
+    as lower case.
 
-    otherwise  why other words have no counterpart; if empty, other words raise ValueError
+    words      word in lower case (or a bool or a number) -> the result of the conversion
+    otherwise  if not empty, the conversion returns Lacks(otherwise) for all other words; if empty,
+               it raises ValueError for them
     """
 
     def convert(value: Any) -> Any:
@@ -93,29 +103,29 @@ def chosen(words: Mapping[Any, Any], otherwise: str = "") -> Callable[[Any], Any
 
 
 def recompute_all(value: Any) -> str:
-    """Convert true to full (every block is recomputed) and false to none."""
+    """Return "full" (recompute every block) for true, and "none" for false."""
     return "full" if flag(value) else "none"
 
 
 def compiled(value: Any) -> str:
-    """Convert true to block (each block is compiled) and false to none."""
+    """Return "block" (compile each block) for true, and "none" for false."""
     return "block" if flag(value) else "none"
 
 
 def packed(value: Any) -> str | Lacks:
-    """Convert true to packed and false to padded. In a packed sequence, tokens attend to the texts
-    before theirs."""
+    """Return "packed" for true, and "padded" for false. In a packed sequence, tokens also attend to
+    the earlier texts of the sequence."""
     return "packed" if flag(value) else "padded"
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """What the name of an optimizer in another tool stands for.
+    """The tightfit settings that correspond to an optimizer's name in another tool.
 
     name      tightfit's name of the optimizer
-    states    value of plan.states; empty if the name does not decide it
-    is_fused  value of plan.fused_optimizer; None if the name does not decide it
-    note      a remark for the row of the key
+    states    the value of plan.states; empty if the optimizer's name does not decide it
+    is_fused  the value of plan.fused_optimizer; None if the optimizer's name does not decide it
+    note      a remark about the translation, which is shown to the user
     """
 
     name: str
@@ -161,16 +171,22 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
 
 
 def optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Convert the optimizer and the type of its states: adamw_bnb_8bit becomes adamw with
-    plan.states: 8-bit."""
+    """Return the tightfit optimizer, as an OptimizerChoice, for the name of another tool's
+    optimizer. The name may include the type of the states: "adamw_bnb_8bit" becomes adamw with
+    plan.states: 8-bit. For an optimizer that tightfit does not have, there is no counterpart
+    (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2].lower()
     return OPTIMIZERS.get(word) or Lacks(f"tightfit has no optimizer {value}")
 
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """What the name of a learning-rate schedule in another tool stands for: tightfit's name, and
-    whether the schedule warms up."""
+    """The tightfit settings that correspond to the name of a learning-rate schedule in another
+    tool.
+
+    name      tightfit's name of the schedule
+    warms_up  whether the other tool's schedule has a warm-up
+    """
 
     name: str
     warms_up: bool = True
@@ -195,20 +211,22 @@ SCHEDULES: Mapping[str, ScheduleChoice] = {
 
 
 def schedule(value: Any) -> ScheduleChoice | Lacks:
-    """Convert the learning-rate schedule: constant_with_warmup becomes constant with
-    train.warmup."""
+    """Return the tightfit schedule, as a ScheduleChoice, for the name of another tool's
+    learning-rate schedule: "constant_with_warmup" becomes constant with train.warmup. For a
+    schedule that tightfit does not have, there is no counterpart (Lacks, with the reason)."""
     return SCHEDULES.get(text(value).rpartition(".")[2].lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def warmup(value: Any) -> int | float:
-    """Return the warmup as tightfit writes it: an int is a number of steps, and a number between 0
-    and 1 is a fraction of all steps."""
+    """Return the length of the warm-up. A number between 0 and 1 is a fraction of all steps; any
+    other number is a whole number of steps."""
     found = number(value)
     return found if 0 < found < 1 else whole(value)
 
 
 def wide(value: Any) -> str:
-    """Convert the dtype of the weights to bf16, fp16 or fp32."""
+    """Return "bf16", "fp16" or "fp32" for the name of the weights' dtype: "torch.bfloat16" becomes
+    "bf16". Any other dtype is an error (ValueError)."""
     types = {
         "bf16": "bf16",
         "bfloat16": "bf16",
@@ -228,7 +246,9 @@ def wide(value: Any) -> str:
 
 
 def report_to(value: Any) -> list[str] | Lacks:
-    """Keep the trackers that tightfit also has: tensorboard, wandb, mlflow."""
+    """Return a list of those trackers of the value that tightfit has, too: "tensorboard", "wandb"
+    and "mlflow". "all" gives these three, and "none" gives an empty list. If the value names only
+    other trackers, there is no counterpart (Lacks, with the reason)."""
     words = [value] if isinstance(value, str) else list(value)
     known = [word for word in ("tensorboard", "wandb", "mlflow") if word in words or words == ["all"]]
     if words in (["none"], []):
@@ -251,8 +271,13 @@ FSDP_STRATEGIES: Mapping[Any, tuple[int, bool]] = {  # (zero, whether hybrid: re
 
 
 def fsdp_strategy(value: Any) -> tuple[int, bool]:
-    """Convert FULL_SHARD to zero: 3, SHARD_GRAD_OP to zero: 2, NO_SHARD to zero: 0. The HYBRID_
-    strategies also replicate the model over nodes."""
+    """Return (ZeRO stage, whether the model is also replicated over nodes) for the name or number
+    of an FSDP strategy.
+
+    "FULL_SHARD" is stage 3, "SHARD_GRAD_OP" is stage 2 and "NO_SHARD" is stage 0. The "HYBRID_"
+    strategies shard within a node and replicate the model over nodes. Raises ValueError for another
+    name or number.
+    """
     word = int(value) if str(value).isdigit() else str(value).lower()
     if word not in FSDP_STRATEGIES:
         raise ValueError("one of: " + ", ".join(str(one).upper() for one in FSDP_STRATEGIES))
@@ -260,8 +285,10 @@ def fsdp_strategy(value: Any) -> tuple[int, bool]:
 
 
 def reshard(value: Any) -> tuple[int, bool]:
-    """Convert true (reshard after forward) to zero: 3 and false (keep the parameters until
-    backward) to zero: 2."""
+    """Return (ZeRO stage, whether the model is also replicated over nodes). For true (free the
+    gathered parameters after forward) the stage is 3, and for false (keep them until backward) it
+    is 2. Names of FSDP strategies are accepted, too: the stage is 3 for "FULL_SHARD" and 2 for
+    "SHARD_GRAD_OP", and the "HYBRID_" strategies replicate the model over nodes."""
     try:
         return (3 if flag(value) else 2), False
     except ValueError:
@@ -269,13 +296,14 @@ def reshard(value: Any) -> tuple[int, bool]:
 
 
 def offload_all(value: Any) -> tuple[str, ...]:
-    """Convert FSDP's CPU offload: true offloads states, gradients and parameters."""
+    """Return ("states", "gradients", "parameters") for true: these are offloaded to the CPU. Return
+    () for false."""
     return ("states", "gradients", "parameters") if flag(value) else ()
 
 
 def existing(value: Any, folder: Path) -> Any:
-    """Return a path as an absolute path if it exists in `folder` or in the current folder. Any
-    other value, such as a hub id, is returned unchanged. In a list, each path is treated so.
+    """Return a path as an absolute path if it exists in `folder` or in the current folder. Return
+    any other value, such as a hub id, unchanged. For a list, return the list of these results.
 
     folder  the folder of the imported file
     """

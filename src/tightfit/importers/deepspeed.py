@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration (JSON)."""
+"""Imports DeepSpeed's configuration (JSON)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needl
 
 
 def _stage(value: Any) -> tuple[int, bool]:
-    """Keep the stage, 0 to 3."""
+    """Return (ZeRO stage, False). The stage is the value, 0, 1, 2 or 3. False says that the model
+    is not also replicated over nodes."""
     stage = whole(value)
     if stage not in (0, 1, 2, 3):
         raise ValueError("a stage: 0, 1, 2 or 3")
@@ -29,7 +30,7 @@ def _stage(value: Any) -> tuple[int, bool]:
 
 
 def _pair(value: Any) -> list[float]:
-    """Keep both numbers."""
+    """Return the value, a list of two numbers. Any other value is an error (ValueError)."""
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError("two numbers")
     return [number(one) for one in value]
@@ -47,18 +48,20 @@ def _offloaded(*words: str) -> Any:
 
 
 def _loss_scale(value: Any) -> float | str:
-    """Convert 0 to dynamic. Any other number is a fixed loss scale."""
+    """Return "dynamic" for 0, and any other number unchanged, as a fixed loss scale."""
     return number(value) or "dynamic"
 
 
 def _optimizer(value: Any) -> OptimizerChoice | Lacks:
-    """Convert Adam to adamw, because DeepSpeed's Adam decouples weight decay. AdamW, Lamb, Lion,
-    Muon and SGD keep their names."""
+    """Return the tightfit optimizer for the name of DeepSpeed's. "Adam" becomes adamw, because
+    DeepSpeed's Adam decouples weight decay. "AdamW", "Lamb", "Lion", "Muon" and "SGD" become the
+    optimizers of these names. For an optimizer that tightfit does not have, such as "OneBitAdam",
+    there is no counterpart (Lacks, with the reason)."""
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
 def _batch(value: Any) -> int:
-    """Keep the number of samples, which must be at least 1."""
+    """Return the number of samples, a whole number. A number below 1 is an error (ValueError)."""
     found = whole(value)
     if found < 1:
         raise ValueError("a number of 1 or more")
@@ -66,12 +69,15 @@ def _batch(value: Any) -> int:
 
 
 def _least_rate(value: Any) -> Lacks:
-    """Check that the warm-up starts from 0, as in tightfit. Any other rate has no counterpart."""
+    """Return Lacks, with the reason: this key sets no field. A warm-up from 0 needs no counterpart,
+    because tightfit also warms up from 0. For a warm-up from another rate, there is no counterpart.
+    """
     return Lacks("tightfit warms up from 0", number(value) > 0)
 
 
 def _total_steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. The training script may end the training earlier."""
+    """Return the number of steps. For 0 or less, the field is left out (Lacks, with the reason).
+    This is the length of the schedule; the training script may end the training earlier."""
     return count(value)
 
 
@@ -290,8 +296,9 @@ def _combine(draft: Draft) -> None:
 
 
 def places(draft: Draft) -> None:
-    """Set plan.offload_to: cpu is host, nvme is disk. tightfit offloads everything to one place, so
-    cpu together with nvme is a contradiction."""
+    """Set plan.offload_to, the one place to which tightfit offloads everything: "host" for
+    DeepSpeed's "cpu", "disk" for "nvme". If the file offloads optimizer and parameters to different
+    places, add a contradiction."""
     said = {
         row.key: str(row.value).lower()
         for row in draft.rows
@@ -309,7 +316,9 @@ def places(draft: Draft) -> None:
 
 
 def _warmup(draft: Draft) -> None:
-    """Add the defaults of DeepSpeed's schedules: a logarithmic warm-up of 1,000 steps."""
+    """If the file names a DeepSpeed schedule but no number of warm-up steps, set DeepSpeed's
+    default, 1,000 steps. If it names no type of warm-up, note that DeepSpeed's default is
+    logarithmic and tightfit's warm-up linear."""
     said = {row.key.rpartition(".")[2] for row in draft.rows}
     if not draft.giver("schedule").endswith("scheduler.type"):
         return
@@ -321,7 +330,8 @@ def _warmup(draft: Draft) -> None:
 
 
 def check_stage(draft: Draft) -> None:
-    """Add a contradiction for ZeRO stages that DeepSpeed itself refuses."""
+    """Add a contradiction if DeepSpeed itself would refuse the ZeRO stage: stages 2 and 3 in a
+    pipeline, and offloaded parameters without stage 3."""
     stage = draft.parts.get("zero", (0, False))[0]
     if stage >= 2 and draft.parts.get("pp", 1) > 1:
         draft.contradict(
@@ -333,15 +343,16 @@ def check_stage(draft: Draft) -> None:
 
 
 def combine_deepspeed(draft: Draft) -> None:
-    """Set the fields that depend on several of DeepSpeed's keys. Other tools whose files contain
-    these keys call this function, too."""
+    """Set the fields that depend on several of DeepSpeed's keys. The importers of tools whose files
+    may contain DeepSpeed's keys call this function, too."""
     places(draft)
     _combine(draft)
 
 
 def _combine_alone(draft: Draft) -> None:
-    """Combine the keys of a DeepSpeed file. Without train_batch_size and
-    gradient_accumulation_steps, DeepSpeed runs one micro-batch per step."""
+    """Do `combine_deepspeed` for a DeepSpeed file that is imported by itself, not as part of
+    another tool's file. If such a file has neither train_batch_size nor
+    gradient_accumulation_steps, a step has one micro-batch, as in DeepSpeed."""
     said = {row.key for row in draft.rows}
     if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
         draft.imply("accumulation", 1, "micro_batch")

@@ -1,5 +1,5 @@
-"""Imports a file of another tool: recognizes the tool, translates every key, and validates the job
-and the plan."""
+"""Imports a configuration file of another tool: recognizes the tool, translates every key, and
+validates the resulting job and plan."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from tightfit.importers.combine import combine
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, Row
 from tightfit.importers.reading import read_settings
 from tightfit.job import Job, Permission
+from tightfit.job_sections.paths import is_hub_id
 from tightfit.plan import Plan
 from tightfit.rules import RULES, needed_permissions
 from tightfit.yaml_input import write_yaml
@@ -48,6 +49,7 @@ _SECTIONS = ("model", "data", "train", "limits")
 class Imported:
     """The result of an import.
 
+    tool            the tool whose file was imported
     job, plan       the content of the job file and of the plan file
     rows            the translation of each key
     contradictions  one sentence for each contradiction in the file, and for each rule of tightfit
@@ -64,11 +66,13 @@ class Imported:
 
 
 def import_file(path: Path, tool: str | None = None, devices: int | None = None) -> Imported:
-    """Import a file of another tool. Raises InputError if the file cannot be read, if its tool is
-    not recognized, or if the tool would not accept a value either.
+    """Import a file of another tool and return the job and plan.
 
-    tool     the name of an importer; None recognizes the tool by the file's keys
-    devices  number of devices that train together, if the file does not say it
+    tool     the name of a tool, such as axolotl; None: recognize the tool by the file's keys
+    devices  the number of devices that train together, if the file does not say it
+
+    Raises InputError if the file cannot be read, if its tool is not recognized, or if it has a
+    value that the tool itself would not accept.
     """
     content = read_settings(path)
     importer = _named(tool) if tool is not None else detect(content, str(path))
@@ -76,7 +80,14 @@ def import_file(path: Path, tool: str | None = None, devices: int | None = None)
 
 
 def import_content(importer: Importer, content: dict[str, Any], where: str, devices: int | None = None) -> Imported:
-    """Import the content of a tool's file. Raises InputError, which names `where`."""
+    """Import the content of a tool's file, a dict, and return the job and plan.
+
+    where    the name of the file, for error messages
+    devices  the number of devices that train together, if the file does not say it
+
+    Raises InputError if a value is one that the tool itself would not accept, or if the resulting
+    job or plan is not valid.
+    """
     draft = Draft()
     if devices is not None:
         draft.imply("devices", devices, "--devices")
@@ -96,8 +107,12 @@ def import_content(importer: Importer, content: dict[str, Any], where: str, devi
 
 
 def detect(content: Mapping[str, Any], where: str) -> Importer:
-    """Return the first tool that has one of its marks among the file's keys. Raises InputError if
-    no tool has."""
+    """Return the importer of the first tool that has one of its marks (typical keys) among the keys
+    of a file. Raises InputError if no tool has.
+
+    content  the content of the file
+    where    the name of the file, for the error message
+    """
     for importer in IMPORTERS:
         probe = Importer(importer.name, importer.title, (), tuple(Key(mark) for mark in importer.marks))
         if any(probe.find(name) for name in _names(content)):
@@ -122,8 +137,8 @@ def _named(tool: str) -> Importer:
 
 
 def _names(content: Mapping[str, Any], section: str = "") -> list[str]:
-    """Return the names of all keys with their sections, such as fp16 and fp16.enabled. Sections are
-    included."""
+    """Return the names of all keys and sections in a file. The names of nested keys are joined by
+    dots: {fp16: {enabled: true}} gives ["fp16", "fp16.enabled"]."""
     names = []
     for name, value in content.items():
         names.append(f"{section}{name}")
@@ -133,7 +148,10 @@ def _names(content: Mapping[str, Any], section: str = "") -> list[str]:
 
 
 def _map(draft: Draft, importer: Importer, name: str, value: Any, where: str) -> None:
-    """Translate one key of the file: add its row and its value to the draft."""
+    """Translate one key of the file: add its row, and the value of its field, to the draft.
+
+    where  the name of the file, for error messages
+    """
     key = importer.find(name)
     is_section = any(one.name.startswith(f"{importer.without_section(name)}.") for one in importer.keys)
     if value in (None, {}) and (key or is_section):
@@ -168,8 +186,11 @@ def _convert(draft: Draft, key: Key, row: Row, where: str, is_default: bool = Fa
 
 
 def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
-    """Add the tool's default of every key that changes the mathematics and that the file does not
-    have."""
+    """For each key that changes the mathematics and that the file does not have, add the tool's
+    default to the draft.
+
+    where  the name of the file, for error messages
+    """
     said = {row.key for row in draft.rows if row.value is not None}
     for name, value in importer.defaults.items():
         key = importer.find(name)
@@ -182,8 +203,11 @@ def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
 
 
 def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
-    """Whether the file has another key for the same part and field, such as an older name of `key`.
-    A key whose value is auto counts too."""
+    """Return whether the file has another key with the same meaning as `key` (the same `part` and
+    `field`), such as an older name of it. A key whose value is auto counts, too.
+
+    said  the names of all keys in the file
+    """
     return any(
         other.part == key.part
         and other.field == key.field
@@ -194,8 +218,8 @@ def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
 
 
 def _finish_rows(draft: Draft) -> None:
-    """Fill in the field values of the rows. The outcome of a row whose field was never set becomes
-    "left open"."""
+    """Set the result of each row to the final value of the row's field. If that field was never
+    set, the row's outcome becomes "left open": the file does not decide the field."""
     for row in draft.rows:
         if row.field and row.field in draft.fields:
             row.result = draft.fields[row.field]
@@ -205,8 +229,8 @@ def _finish_rows(draft: Draft) -> None:
 
 
 def _validated(importer: Importer, draft: Draft) -> Imported:
-    """Return the import, after Job.parse and Plan.parse have validated the job and the plan. Raises
-    InputError."""
+    """Return the finished import, after checking its job and its plan with Job.parse and
+    Plan.parse. Raises InputError if one of them is not valid."""
     plan_fields = {name.removeprefix("plan."): v for name, v in draft.fields.items() if name.startswith("plan.")}
     plan = Plan.parse(plan_fields, "plan")
     sections: dict[str, Any] = {}
@@ -224,8 +248,9 @@ def _validated(importer: Importer, draft: Draft) -> Imported:
 
 
 def _add_permissions(job: dict[str, Any], plan: Plan, is_pinned: bool) -> None:
-    """Set the job's `allow` to what the plan needs. If the file does not give the precision, bf16
-    is allowed, too.
+    """Set the job's `allow`, the list of changes of numerics that a plan may make, to those that
+    this plan needs. If the file does not give the precision, bf16 is added. If this makes bf16 the
+    only entry, `allow` is left out, because its default allows bf16.
 
     is_pinned  whether the file gives the precision
     """
@@ -235,8 +260,11 @@ def _add_permissions(job: dict[str, Any], plan: Plan, is_pinned: bool) -> None:
 
 
 def _name_missing(job: dict[str, Any], draft: Draft) -> None:
-    """Add to `to_do` what the job still needs: a model, data, a learning rate, or downloads of what
-    hub ids name."""
+    """Add a sentence to the draft's `to_do` for everything that the job still lacks: a model, data,
+    a learning rate, or the download of a model that is named by its hub id.
+
+    Also sets data.tokenizer to model.from if the file names no tokenizer.
+    """
     source = job.get("model", {}).get("from")
     if source and "tokenizer" not in job.get("data", {}):
         job.setdefault("data", {})["tokenizer"] = source
@@ -252,18 +280,15 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
         draft.to_do.insert(0, f"model.from is {source}, which is not a folder on this machine: {remedy}")
     if not {"text", "jsonl", "parquet", "dataset", "images", "synthetic", "python"} & set(job.get("data", {})):
         draft.to_do.insert(1, "add the data, such as data: {text: folder/} or data: {jsonl: file.jsonl}")
-    elif "dataset" in job["data"] and not Path(job["data"]["dataset"]).is_dir():
-        draft.to_do.insert(
-            1,
-            f"data.dataset is {job['data']['dataset']}: name a folder that datasets.save_to_disk has written",
-        )
+    elif "dataset" in job["data"] and not (is_hub_id(name := job["data"]["dataset"]) or Path(name).is_dir()):
+        draft.to_do.insert(1, f"data.dataset is {name}: name an existing folder, or a data set of the Hub")
     if "train.learning_rate" not in draft.fields:
         draft.to_do.append("add train.optimizer and train.learning_rate, which the file does not have")
 
 
 def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the job with an example for a missing model or missing data, so that the rest can be
-    validated."""
+    """Return a copy of the job in which an example stands in for a missing model or missing data,
+    so that the other sections can be validated."""
     whole = dict(job)
     sources = {
         "model": ("preset", "architecture", "from", "python"),
@@ -276,8 +301,8 @@ def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refusals(plan: Plan, job: Job) -> list[str]:
-    """Return one sentence for each rule of tightfit that the imported plan breaks on a GPU, with
-    the remedy."""
+    """Return one sentence for each rule of tightfit that the imported plan breaks on a GPU. Each
+    sentence also says how to fix the plan."""
     if plan.zero and plan.shards == 1:
         plan = plan.replace(dp_shard=2)  # left open by the file; the batch is that of one data rank
         job = job.replace(train=job.train.replace(batch=2 * job.train.batch))
@@ -293,8 +318,8 @@ def _refusals(plan: Plan, job: Job) -> list[str]:
 
 
 def file_texts(imported: Imported, source: Path) -> dict[str, str]:
-    """Return the texts of job.yaml and plan.yaml, by file name. Comments in job.yaml list the
-    contradictions and what is to do.
+    """Return {"job.yaml": text, "plan.yaml": text}. Comments in the text of job.yaml list the
+    contradictions and what the user still has to do.
 
     source  the imported file
     """

@@ -1,4 +1,5 @@
-"""The keys of Lightning's Trainer and Fabric (YAML), alone or in the file of a LightningCLI."""
+"""Imports the keys of Lightning's Trainer and Fabric (YAML), alone or in the file of a
+LightningCLI."""
 
 from __future__ import annotations
 
@@ -49,8 +50,10 @@ _EVALUATION = "tightfit evaluates train.evaluate_samples samples every train.eva
 
 
 def _precision(value: Any) -> str | Lacks:
-    """Convert 32-true to fp32, 16-mixed to fp16-mixed, 16-true to fp16-true. bf16-mixed and
-    bf16-true keep their names."""
+    """Return tightfit's name of a precision: "fp32" for "32-true", "fp16-mixed" for "16-mixed", and
+    "fp16-true" for "16-true". "bf16-mixed" and "bf16-true" keep their names. For 64 bits and
+    "transformer-engine", there is no counterpart (Lacks, with the reason). Any other value is an
+    error (ValueError)."""
     word = str(value).lower()
     if word in PRECISIONS:
         return PRECISIONS[word]
@@ -60,15 +63,18 @@ def _precision(value: Any) -> str | Lacks:
 
 
 def _strategy(value: Any) -> tuple[int, bool] | Lacks:
-    """Convert ddp to zero: 0, fsdp to zero: 3, and deepspeed_stage_1, _2 and _3 to zero: 1, 2 and
-    3."""
+    """Return (ZeRO stage, False) for the name of a strategy: stage 0 for "ddp", 3 for "fsdp", and
+    1, 2 and 3 for "deepspeed_stage_1", "_2" and "_3". False says that the model is not also
+    replicated over nodes. For any other strategy, there is no counterpart (Lacks, with the reason).
+    """
     word = str(value).rpartition(".")[2].lower()
     return STRATEGIES.get(word) or Lacks(f"tightfit has no strategy {value}")
 
 
 def _devices(value: Any) -> int | Lacks:
-    """Convert the devices of a node, a number or a list, to their number. auto and -1 mean all
-    devices of the machine, which tightfit takes from --nproc."""
+    """Return the number of devices of a node; for a list of devices, its length. "auto" and -1 mean
+    all devices of the machine. They set no field (Lacks, with the reason): --nproc gives the
+    number."""
     if isinstance(value, list):
         return len(value)
     word = str(value)
@@ -80,7 +86,8 @@ def _devices(value: Any) -> int | Lacks:
 
 
 def _interval(value: Any) -> int | Lacks:
-    """Keep a number of steps. A fraction of an epoch has no counterpart."""
+    """Return the number of steps between two evaluations. For a fraction of an epoch, there is no
+    counterpart (Lacks, with the reason)."""
     found = number(value)
     if found < 1 or isinstance(value, float):
         return Lacks("train.evaluate_every is a number of steps, not a share of an epoch")
@@ -88,20 +95,22 @@ def _interval(value: Any) -> int | Lacks:
 
 
 def _steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. With -1, max_epochs decides the length."""
+    """Return the number of steps. For 0 or less (usually -1), the field is left out (Lacks, with
+    the reason), and max_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Keep the number of epochs. -1 means training without end, which has no counterpart."""
+    """Return the number of epochs. 0 or less (usually -1) means training without end: there is no
+    counterpart (Lacks, with the reason)."""
     found = number(value)
     return found if found > 0 else Lacks("training without end: set train.steps")
 
 
 def _clip_by(value: Any) -> Lacks:
-    """Check that gradients are clipped by norm, as in tightfit. Clipping by value has no
-    counterpart."""
+    """Return Lacks, with the reason: this key sets no field. "norm" needs no counterpart, because
+    tightfit also clips by norm. For "value" (clipping by value), there is no counterpart."""
     return (
         Lacks("as in tightfit", False)
         if str(value) == "norm"
@@ -110,7 +119,9 @@ def _clip_by(value: Any) -> Lacks:
 
 
 def _trackers(value: Any) -> list[str] | Lacks:
-    """Keep the loggers that tightfit also has: TensorBoard, Weights & Biases, MLflow."""
+    """Return those of "tensorboard", "wandb" and "mlflow" that the value names. true, false and
+    null set no field (Lacks, with the reason). For only other loggers, there is no counterpart
+    (Lacks, with the reason)."""
     if value in (True, False, None):
         return Lacks("tightfit writes TensorBoard's files unless train.trackers says otherwise", False)
     shown = str(value).lower()

@@ -1,4 +1,5 @@
-"""LLaMA-Factory's configuration (YAML): its own keys, and transformers' TrainingArguments."""
+"""Imports LLaMA-Factory's configuration (YAML): its own keys, and those of transformers'
+TrainingArguments."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ _OWN: tuple[Key, ...] = (
         "names in LLaMA-Factory's dataset_info.json: write the texts as JSON lines and name them in data.jsonl",
     ),
     *lacks(
-        "tightfit has one source of texts, and evaluates on the fraction data.held_out of it",
+        "name such data in evaluate.data; without it, the fraction data.held_out of the data is used",
         "eval_dataset",
         "eval_on_each_dataset",
     ),
@@ -262,8 +263,11 @@ KEYS: tuple[Key, ...] = _OWN + tuple(key for key in hf.KEYS if key.name not in _
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Put the contents of DeepSpeed's and FSDP's files in the place of their names, if they are
-    found."""
+    """Return the content of the imported file with an absolute path of the model. If it names a
+    DeepSpeed or FSDP file that exists, the content of that file replaces the name.
+
+    folder  the folder of the imported file
+    """
     return hf.prepare(content, folder)
 
 

@@ -1,8 +1,8 @@
 """Defines `Key`, an entry in the table of a tool's keys, and `Draft`, the job and plan that an
 import builds from a file.
 
-A table is a tuple of `Key`. Each key names a field of tightfit and a conversion of its value, or
-the reason why tightfit has no such field.
+A tool's table is a tuple of `Key`. Each `Key` has the name of a tightfit field and a function that
+converts the value, or the reason why tightfit has no such field.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ Outcome = Literal["mapped", "default", "left open", "contradiction", "no counter
 
 @dataclass(frozen=True)
 class Lacks:
-    """What a conversion returns for a value that tightfit has no counterpart for.
+    """What a conversion returns if the key's value sets no field of tightfit. The import then
+    reports the key as "no counterpart" or "not needed", with the reason.
 
-    reason   why there is no counterpart
-    is_lost  whether the training differs without it; if false, no counterpart is needed
+    reason   why no field is set
+    is_lost  True ("no counterpart") if the training differs without the value; False ("not needed")
+             if it is the same
     """
 
     reason: str
@@ -30,18 +32,22 @@ class Lacks:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of another tool.
+    """One entry of the table of another tool's keys: a key (or a pattern of keys), and the tightfit
+    field that it sets.
 
-    name     the key with its sections, joined by dots; * stands for any characters
-    field    tightfit's field, such as train.learning_rate; empty if tightfit has no such field
-    convert  converts the key's value to the field's value or to Lacks; raises ValueError for a
-             value that the tool would not accept either
-    part     the name of the value in `Draft.parts`, if several keys determine the field together
-             (micro-batch and accumulation determine train.batch)
-    reason   why tightfit has no such field, or a remark about the conversion
-    is_lost  for a key without a field: whether the training differs without it; if false, no
-             counterpart is needed
-    takes_auto  whether `convert` accepts the word auto; if false, auto leaves the field open
+    name        the key with its sections, joined by dots, such as fp16.enabled; * matches any
+                characters
+    field       tightfit's field, such as train.learning_rate; empty if tightfit has no such field
+    convert     a function that converts the key's value to the field's value. It returns `Lacks` if
+                the value sets no field, and raises ValueError for a value that the tool itself
+                would not accept
+    part        if several keys determine the field together: the name under which `Draft.parts`
+                stores this key's value. For example, the micro-batch and the accumulation steps
+                determine train.batch
+    reason      why tightfit has no such field, or a remark about the conversion
+    is_lost     for a key without a field: True if the training differs without it, False if it is
+                the same, so that no counterpart is needed
+    takes_auto  True if `convert` accepts the word "auto"; False if "auto" leaves the field open
     """
 
     name: str
@@ -57,26 +63,37 @@ class Key:
 
 
 def lacks(reason: str, *names: str) -> tuple[Key, ...]:
-    """Return keys without a counterpart, which the training needs: it is not the same without
-    them."""
+    """Return one `Key` for each of `names`, keys that tightfit has no counterpart for although the
+    training differs without them.
+
+    reason  why there is no counterpart
+    """
     return tuple(Key(name, reason=reason) for name in names)
 
 
 def needless(reason: str, *names: str) -> tuple[Key, ...]:
-    """Return keys that need no counterpart: the training is the same without them."""
+    """Return one `Key` for each of `names`, keys that need no counterpart, because the training is
+    the same without them.
+
+    reason  why no counterpart is needed
+    """
     return tuple(Key(name, reason=reason, is_lost=False) for name in names)
 
 
 def under(section: str, keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    """Return the same keys, as they are named inside a section of another tool's file."""
+    """Return copies of `keys` whose names begin with a section: under("fsdp", keys) changes the
+    name version to fsdp.version."""
     return tuple(replace(key, name=f"{section}.{key.name}") for key in keys)
 
 
 @dataclass
 class Row:
-    """How one key of the file was translated.
+    """The translation of one key of the imported file, a row of the table that the command prints.
 
-    field, result  tightfit's field and its value, if the key sets a field
+    key, value     the key with its sections, and its value in the file
+    outcome        how the translation ended, such as "mapped" or "no counterpart"
+    field, result  the tightfit field that the key sets, and the field's value; empty and None if it
+                   sets none
     note           the reason for the outcome, or a remark
     """
 
@@ -90,13 +107,13 @@ class Row:
 
 @dataclass
 class Draft:
-    """A job and a plan while an import builds them from another tool's keys.
+    """The unfinished job and plan of an import, which the tool's keys fill in one after another.
 
     fields          values of tightfit's fields, by names such as plan.zero
-    parts           values that determine a field only together, such as micro_batch and
-                    accumulation; `combine.py` reads them
-    defaulted       parts and fields that have the tool's default, because the file does not have
-                    them
+    parts           values that determine a field only together with others, such as micro_batch and
+                    accumulation; `combine.py` computes the fields from them
+    defaulted       names of the parts and fields that have the tool's default, because the file
+                    does not have their key
     rows            the translation of each key
     contradictions  one sentence for each contradiction in the file
     to_do           one sentence for each thing that the user must add or decide
@@ -113,10 +130,13 @@ class Draft:
     _contested: set[str] = field(default_factory=set, repr=False)  # fields and parts that two keys disagree about
 
     def give(self, row: Row, key: Key, value: Any, is_default: bool = False) -> None:
-        """Store a key's converted value as a field or a part. If two keys give different values,
-        add a contradiction and leave the field out.
+        """Store a key's converted value as the part `key.part` or, if the key has no part, as the
+        field `key.field`. If an earlier key gave another value, add a contradiction and leave the
+        field out.
 
-        is_default  whether the value is the tool's default, not the file's
+        row         the key's row, which has its name in the file
+        value       the converted value
+        is_default  True if the value is the tool's default; False if the file has it
         """
         place, name = (self.parts, key.part) if key.part else (self.fields, key.field)
         giver = self._givers.setdefault(name, row.key)
@@ -135,7 +155,8 @@ class Draft:
             self.contradictions.append(sentence)
 
     def drop(self, name: str) -> None:
-        """Leave field `name` out because of a contradiction, even if a later step sets it."""
+        """Leave field `name` out of the import because of a contradiction, even if a later step
+        sets it."""
         self._dropped.add(name)
         for row in self.rows:
             if row.field == name:
@@ -143,43 +164,56 @@ class Draft:
                 row.note = row.note or "see the contradictions"
 
     def imply(self, part: str, value: Any, source: str) -> None:
-        """Set a part that follows from another part, unless the part is set already.
+        """Set the part `part` to a value that follows from another part, `source`. If `part` is
+        already set, it keeps its value.
 
-        source  the other part; its key is named in messages about `part`
+        Messages about `part` then name the key whose value was stored as `source`.
         """
         if part not in self.parts:
             self.parts[part] = value
             self._givers[part] = self.giver(source)
 
     def is_dropped(self, name: str) -> bool:
-        """Whether field `name` is left out because of a contradiction."""
+        """Return whether field `name` is left out because of a contradiction."""
         return name in self._dropped
 
     def remove_dropped(self) -> None:
-        """Remove the fields that `drop` named. Call this after all fields are set."""
+        """Remove the fields that were left out by `drop`. Call this after all fields are set."""
         for name in self._dropped:
             self.fields.pop(name, None)
 
     def remark(self, part: str, note: str) -> None:
-        """Add a note to the row of the key that set a part or field."""
+        """Add a note to one row: that of the key whose value was stored as the part or field
+        `part`."""
         for row in self.rows:
             if row.key == self._givers.get(part) and note not in row.note:
                 row.note = f"{row.note}; {note}" if row.note else note
 
     def settle(self, part: str, outcome: Outcome, note: str) -> None:
-        """Change the outcome of the key that set a part or field."""
+        """Change the outcome and the note of one row: that of the key whose value was stored as the
+        part or field `part`. The row then names no field.
+
+        Example: the number of epochs becomes "not needed" if the file also gives the number of
+        steps.
+        """
         for row in self.rows:
             if row.key == self._givers.get(part):
                 row.outcome, row.note, row.field = outcome, note, ""
 
     def point(self, part: str, field: str) -> None:
-        """Change the field in the row of the key that set a part."""
+        """Change the field that one row names to `field`. The row is that of the key whose value
+        was stored as the part `part`. A row that names no field stays unchanged.
+
+        Example: a number of devices sets plan.dp_shard if the model is sharded, and
+        plan.dp_replicate otherwise.
+        """
         for row in self.rows:
             if row.key == self._givers.get(part) and row.field:
                 row.field = field
 
     def giver(self, part: str) -> str:
-        """Return the name of the key that set a part or field; `part` itself if no key set it."""
+        """Return the name of the file's key whose value was stored as the part or field `part`.
+        Returns `part` itself if there is no such key."""
         return self._givers.get(part, part)
 
 
@@ -193,18 +227,21 @@ def _nothing(draft: Draft) -> None:
 
 @dataclass(frozen=True)
 class Importer:
-    """A tool whose configuration can be imported.
+    """A tool whose configuration can be imported: its table of keys, and how its files are
+    recognized.
 
     name      the tool's name after --from
     title     the tool's name in messages
-    marks     keys by which a file of this tool is recognized; * stands for any characters
+    marks     keys by which a file of this tool is recognized; * matches any characters
     keys      the table of the tool's keys
-    sections  sections that may contain these keys, such as trainer; the longest name first
-    defaults  the tool's defaults for keys that change the mathematics, by key
+    sections  sections of the file that may contain these keys, such as trainer; the longest name
+              first
+    defaults  the tool's defaults, by key, for the keys that change the mathematics
     auto      what the value auto means in the tool's files
-    prepare   (content, folder of the file) -> content, with the files read that the content names
-    combine   sets the fields that depend on several keys in a way of this tool only; called before
-              `combine` of `combine.py`
+    prepare   a function (content, folder of the file) -> content, which reads the other files that
+              the content names
+    combine   a function that sets the fields that depend on several keys of this tool only; called
+              before `combine` of `combine.py`
     """
 
     name: str
@@ -218,20 +255,26 @@ class Importer:
     combine: Callable[[Draft], None] = _nothing
 
     def find(self, name: str) -> Key | None:
-        """Return the key of the table with this name, else the first key whose pattern matches;
-        None if there is none."""
+        """Return the entry of the table for the key `name`: the entry with this exact name, else
+        the first entry whose pattern matches it. Returns None if there is neither."""
         bare = self.without_section(name)
         exact = next((key for key in self.keys if key.name in (name, bare)), None)
         return exact or next((key for key in self.keys if key.matches(name) or key.matches(bare)), None)
 
     def without_section(self, name: str) -> str:
-        """Return a key's name without its section, if this is one of `sections`."""
+        """Return a key's name without its section if the section is one of `sections`:
+        trainer.max_steps becomes max_steps."""
         section = next((one for one in self.sections if name.startswith(f"{one}.")), None)
         return name if section is None else name.removeprefix(f"{section}.")
 
     def flatten(self, content: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-        """Yield (name with its sections, value) of every key of a file. A mapping that the table
-        names as one key is not divided further."""
+        """Yield (name, value) for every key of a file. The names of nested keys are joined by dots:
+        {fp16: {enabled: true}} yields ("fp16.enabled", True).
+
+        A mapping is yielded whole if the table has an entry for it and none for the keys inside.
+
+        section  a prefix for all names, such as "fp16."
+        """
         for name, value in content.items():
             path = f"{section}{name}"
             bare = self.without_section(path)

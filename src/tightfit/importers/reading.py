@@ -1,4 +1,4 @@
-"""Reads files of settings: YAML, JSON or TOML, decided by the file's suffix."""
+"""Reads files of settings in YAML, JSON or TOML. The file's suffix decides which format is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from tightfit.yaml_input import MOST_BYTES, check_plain
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read the mapping in a file. Raises InputError."""
+    """Return the settings in a file as a dict. A file whose suffix is .json or .toml is read as
+    JSON or TOML, any other file as YAML.
+
+    Raises InputError if the file is missing, too large or not valid, or if it does not contain a
+    mapping.
+    """
     suffix = path.suffix.lower()
     if suffix not in (".json", ".toml") or not path.is_file():
         return read_yaml(path)

@@ -1,4 +1,4 @@
-"""torchtitan's configuration (TOML)."""
+"""Imports torchtitan's configuration (TOML)."""
 
 from __future__ import annotations
 
@@ -41,23 +41,28 @@ _QUANT = "tightfit's float8 is chosen by plan.float8, for the blocks' linear lay
 
 
 def _batch(value: Any) -> int | Lacks:
-    """Keep the number of samples. -1 means local_batch_size x data ranks."""
+    """Return the number of samples of a step on all devices. For -1, which means local_batch_size x
+    data ranks, the field is left out (Lacks, with the reason): it is computed from these two."""
     found = whole(value)
     return found if found > 0 else Lacks("it follows from local_batch_size and the data ranks", is_lost=False)
 
 
 def _data(value: Any) -> str | Lacks:
-    """Convert c4 to the hub id allenai/c4. Torchtitan's test data sets have no counterpart."""
+    """Return the hub id "allenai/c4" for "c4". Any other name is a data set of torchtitan's own:
+    there is no counterpart (Lacks, with the reason)."""
     return "allenai/c4" if value == "c4" else Lacks(f"{value} is a data set of torchtitan's own")
 
 
 def _shard(value: Any) -> int:
-    """Return the number of ranks as an int. -1 means all ranks that the other degrees leave."""
+    """Return the number of ranks over which the parameters are sharded, unchanged. -1 means all
+    ranks that the other degrees of parallelism leave."""
     return whole(value)
 
 
 def _mode(value: Any) -> str | Lacks:
-    """Keep none, selective or full. memory_budget has no counterpart."""
+    """Return the mode of activation checkpointing: "none", "selective" or "full". For
+    "memory_budget", there is no counterpart (Lacks, with the reason). Any other mode is an error
+    (ValueError)."""
     word = str(value).lower()
     if word == "memory_budget":
         return Lacks("tightfit has none, selective and full; search chooses by memory")
@@ -67,14 +72,17 @@ def _mode(value: Any) -> str | Lacks:
 
 
 def _pipeline(value: Any) -> str | Lacks:
-    """Convert 1F1B to 1f1b, GPipe to gpipe, Interleaved1F1B to interleaved, and ZBVZeroBubble,
-    InterleavedZeroBubble and DualPipeV to zero-bubble."""
+    """Return tightfit's name of a pipeline schedule: "1f1b" for "1F1B", "gpipe" for "GPipe",
+    "interleaved" for "Interleaved1F1B", and "zero-bubble" for "ZBVZeroBubble",
+    "InterleavedZeroBubble" and "DualPipeV". For any other schedule, there is no counterpart (Lacks,
+    with the reason)."""
     return SCHEDULES.get(str(value).lower()) or Lacks(f"tightfit has no schedule {value}")
 
 
 def _converters(value: Any) -> str | Lacks:
-    """Convert float8 to tensorwise, unless the file gives a recipe. Other converters have no
-    counterpart."""
+    """Return "tensorwise" if the only converter is float8; if the file also names a float8 recipe,
+    the recipe decides instead. An empty list sets no field (Lacks, with the reason). For other
+    converters, there is no counterpart (Lacks, with the reason)."""
     names = list(value) if isinstance(value, list | tuple) else [value]
     if not names:
         return Lacks("there are none", is_lost=False)
@@ -85,24 +93,23 @@ def _converters(value: Any) -> str | Lacks:
 
 
 def _recipe(value: Any) -> str:
-    """Convert recipes that begin with rowwise to rowwise, and all others to tensorwise."""
+    """Return "rowwise" if the recipe's name begins with "rowwise", else "tensorwise"."""
     return "rowwise" if str(value).startswith("rowwise") else "tensorwise"
 
 
 def _decay(value: Any) -> str | Lacks:
-    """Keep linear or cosine, which decay until the end of the training. With a decay_ratio, the
-    schedule is warmup-stable-decay."""
+    """Return "linear" or "cosine", the shape in which the learning rate decays until the end of the
+    training. If the file also has a decay_ratio, the schedule becomes warmup-stable-decay. For any
+    other shape, there is no counterpart (Lacks, with the reason)."""
     word = str(value).lower()
     return word if word in ("linear", "cosine") else Lacks(f"tightfit has no decay {value}")
 
 
 def _reshard(value: Any) -> str:
-    """Return the value of reshard_after_forward in lower case. Raises ValueError if it is not
-    default, always or never.
-
-    default and always are later converted to zero: 3, and never to zero: 2. In a pipeline, default
-    means never.
-    """
+    """Return "default", "always" or "never": whether the gathered parameters are freed after
+    forward. "always" frees them (ZeRO stage 3) and "never" keeps them until backward (stage 2).
+    "default" is "never" in a pipeline and "always" otherwise. Upper case is accepted; any other
+    value raises ValueError."""
     word = str(value).lower()
     if word not in ("default", "always", "never"):
         raise ValueError("default, always or never")
@@ -165,9 +172,7 @@ KEYS: tuple[Key, ...] = (
     Key("training.steps", "train.steps", whole, "steps"),
     Key("training.max_norm", "train.clip", positive),
     Key("training.dataset", "data.dataset", _data),
-    Key(
-        "training.dataset_path", "data.dataset", text, "dataset_path", "a folder that datasets.save_to_disk has written"
-    ),
+    Key("training.dataset_path", "data.dataset", text, "dataset_path", "a folder, or a data set of the Hub"),
     Key("training.dtype", "plan.precision", wide, "weights", "the type of the weights; bfloat16 is bf16-true"),
     Key(
         "training.mixed_precision_param",
@@ -343,7 +348,11 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the path of the tokenizer absolute, if it exists."""
+    """Return the content of the imported file. The path of the tokenizer is made absolute if it
+    exists.
+
+    folder  the folder of the imported file, where relative paths start
+    """
     model = content.get("model")
     if isinstance(model, dict):
         made = {
@@ -376,10 +385,12 @@ def _model(draft: Draft) -> None:
 
 
 def _split_batch(draft: Draft) -> None:
-    """Set micro-batch and accumulation.
+    """Set two of the draft's parts from local_batch_size: micro_batch (samples of one forward) and
+    accumulation (forwards of a step).
 
-    Without a pipeline, one forward takes local_batch_size samples. In a pipeline, these samples are
-    divided into forwards of pipeline_parallel_microbatch_size samples.
+    Without a pipeline, one forward takes all local_batch_size samples. In a pipeline, the samples
+    are divided into forwards of pipeline_parallel_microbatch_size samples each; if that leaves a
+    remainder, add a contradiction.
     """
     parts = draft.parts
     local, micro = parts.get("local"), parts.get("pp_micro", 1)

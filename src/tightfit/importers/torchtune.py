@@ -1,4 +1,4 @@
-"""torchtune's recipes (YAML)."""
+"""Imports torchtune's recipes (YAML)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,18 @@ HUB_SOURCES = {
 
 
 def _component(value: Any) -> str | Lacks:
-    """Return why torchtune's model builder is not converted. For a builder with lora in its name, the
-    reason is that adapters are set elsewhere. Any other builder needs no counterpart, because the
-    folder of the weights describes the model."""
+    """Return Lacks, with the reason: this key sets no field, because config.json in the folder of
+    the weights describes the model. For a model builder with "lora" in its name, there is no
+    counterpart, because adapters are not imported."""
     word = text(value).rpartition(".")[2]
     return Lacks(LORA) if "lora" in word else Lacks("config.json in the folder of model.from gives it", is_lost=False)
 
 
 def _loss(value: Any) -> int | Lacks:
-    """Convert LinearCrossEntropyLoss and CEWithChunkedOutputLoss to chunked_loss: 1024."""
+    """Return 1024, the tokens of a chunk (plan.chunked_loss), for "LinearCrossEntropyLoss" and
+    "CEWithChunkedOutputLoss". "CrossEntropyLoss" sets no field (Lacks, with the reason): it is the
+    loss of tightfit's language models, too. For any other loss, there is no counterpart (Lacks,
+    with the reason)."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
@@ -54,12 +57,14 @@ def _loss(value: Any) -> int | Lacks:
 
 
 def _recipe_step(value: Any) -> str | Lacks:
-    """Convert true to full (every block is recomputed) and false to none."""
+    """Return "full" (recompute every block) for true, and "none" for false. Any other value is an
+    error (ValueError)."""
     return "full" if flag(value) else "none"
 
 
 def _tracker(value: Any) -> list[str] | Lacks:
-    """Convert TensorBoardLogger to tensorboard, WandBLogger to wandb, MLFlowLogger to mlflow."""
+    """Return ["tensorboard"] for "TensorBoardLogger", ["wandb"] for "WandBLogger" and ["mlflow"]
+    for "MLFlowLogger". Any other logger sets no field (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2].lower()
     for name in ("tensorboard", "wandb", "mlflow"):
         if name in word:
@@ -110,7 +115,7 @@ KEYS: tuple[Key, ...] = (
     *lacks(MASKED, "dataset.train_on_input", "dataset.masking_strategy"),
     *lacks(_TEMPLATE, "dataset.*"),
     *lacks(
-        "tightfit has one source of texts, and evaluates on the fraction data.held_out of it",
+        "name such data in evaluate.data; without it, the fraction data.held_out of the data is used",
         "dataset_val._component_",
         "dataset_val.*",
     ),
@@ -246,7 +251,12 @@ KEYS: tuple[Key, ...] = (
 
 
 def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace ${name} and ${section.name} by the values that they refer to."""
+    """Return the content of the imported file. Each ${name} and ${section.name} in it is replaced
+    by the value of that key, and the paths of the checkpoint and the data are made absolute if they
+    exist.
+
+    folder  the folder of the imported file, where relative paths start
+    """
 
     def look_up(name: str) -> Any:
         value: Any = content

@@ -1,4 +1,5 @@
-"""The TrainingArguments of transformers (YAML or JSON), and those of TRL that come with them."""
+"""Imports the TrainingArguments of transformers (YAML or JSON), and the arguments of TRL that may
+be in the same file."""
 
 from __future__ import annotations
 
@@ -46,23 +47,26 @@ CODE = "tightfit runs no code of the hub"
 
 
 def _steps(value: Any) -> int | Lacks:
-    """Keep the number of steps. With -1, num_train_epochs decides the length."""
+    """Return the number of steps. For 0 or less (usually -1), the field is left out (Lacks, with
+    the reason), and num_train_epochs decides the length."""
     found = whole(value)
     return found if found > 0 else Lacks("the epochs end the training", is_lost=False)
 
 
 def _epochs(value: Any) -> float | Lacks:
-    """Keep the number of epochs."""
+    """Return the number of epochs. 0 or less sets no field (Lacks, with the reason)."""
     return positive(value)
 
 
 def _warmup(value: Any) -> int | float:
-    """Keep the number of steps. A number below 1 is a fraction of all steps, rounded up."""
+    """Return the length of the warm-up. A number between 0 and 1 is a fraction of all steps, which
+    a later step turns into a number of steps, rounded up. Any other number is a number of steps."""
     return warmup(value)
 
 
 def _strategy(value: Any) -> str:
-    """Keep the strategy: no, steps or epoch. With steps, another key gives the number of steps."""
+    """Return when to save or evaluate, in lower case: "no", "steps", "epoch" or "best". With
+    "steps", another key gives the number of steps. Any other value is an error (ValueError)."""
     word = "no" if value is False else str(value).lower()
     if word not in ("no", "steps", "epoch", "best"):
         raise ValueError("no, steps or epoch")
@@ -70,9 +74,12 @@ def _strategy(value: Any) -> str:
 
 
 def fsdp(value: Any) -> tuple[int, bool] | Lacks:
-    """Return (zero, whether the model is replicated over nodes) for a value of `fsdp`: 3 for
-    "full_shard" and True, 2 for "shard_grad_op". "hybrid_shard" also replicates. Returns Lacks for
-    a value without a counterpart."""
+    """Return (ZeRO stage, whether the model is also replicated over nodes) for a value of `fsdp`.
+
+    "full_shard" and True give stage 3, "shard_grad_op" gives stage 2. The hybrid strategies, such
+    as "hybrid_shard", also replicate the model. Returns Lacks if the value switches FSDP off, such
+    as "" or False. Raises ValueError for any other value.
+    """
     words = value if isinstance(value, list) else str(value).lower().split()
     if value is True or str(value).lower() == "true":
         return 3, False
@@ -85,12 +92,13 @@ def fsdp(value: Any) -> tuple[int, bool] | Lacks:
 
 
 def _version(value: Any) -> Lacks:
-    """Ignore the version of FSDP, because tightfit chooses how it shards."""
+    """Return Lacks, with the reason: this key sets no field, because tightfit chooses how it
+    shards, and uses neither version of FSDP."""
     return Lacks("tightfit shards by itself, neither with FSDP 1 nor 2", is_lost=False)
 
 
 def _min_rate(value: Any) -> float:
-    """Keep the final learning rate, which is a fraction of the learning rate."""
+    """Return the final learning rate, unchanged: a fraction of the learning rate."""
     return number(value)
 
 
@@ -134,7 +142,7 @@ FSDP_KEYS = FSDP_NAMES + tuple(
 
 KEYS: tuple[Key, ...] = (
     Key("model_name_or_path", "model.from", text, "", "TRL's; a folder with config.json and safetensors files"),
-    Key("dataset_name", "data.dataset", text, "", "TRL's; a folder that datasets.save_to_disk has written"),
+    Key("dataset_name", "data.dataset", text, "", "TRL's; a folder, or a data set of the Hub"),
     Key("torch_dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
     Key("dtype", "plan.precision", lambda value: wide(value), "weights", "TRL's; the type of the weights"),
     Key("per_device_train_batch_size", "plan.micro_batch", whole, "micro_batch", "also a factor of train.batch"),
@@ -374,7 +382,7 @@ KEYS: tuple[Key, ...] = (
     *lacks(QUANTIZED, "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_*"),
     *lacks(PREFERENCES, "beta", "max_prompt_length", "max_completion_length", "num_generations", "reward_*"),
     *lacks(
-        "tightfit reads one source of texts, of its own machine",
+        "name them with data.sources, data.subset, data.split and data.streaming",
         "dataset_mixer",
         "dataset_mixer.*",
         "dataset_mixture",
@@ -411,11 +419,11 @@ DEFAULTS = {
 
 
 def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, Any]:
-    """Return the content with the files that these keys name read into it. A name is kept if the
-    file is not found.
+    """Return a copy of the content in which names of files are replaced by the content of these
+    files. A name is kept if the file is not found.
 
-    folder  the folder of the imported file
-    names   keys whose value may be the name of a file
+    folder  the folder of the imported file, where relative paths start
+    names   the keys whose value may be the name of a file
     """
     for name in names:
         value = content.get(name)
@@ -428,15 +436,19 @@ def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, A
 
 
 def prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Put the contents of DeepSpeed's and FSDP's files in the place of their names, and make the
-    model's path absolute, as far as the files and the folder are found."""
+    """Return the content of the imported file with an absolute path of the model, if that exists.
+    If it names a DeepSpeed or FSDP file that exists, the content of that file replaces the name.
+
+    folder  the folder of the imported file
+    """
     if "model_name_or_path" in content:
         content = {**content, "model_name_or_path": existing(content["model_name_or_path"], folder)}
     return read_file(content, folder, "deepspeed", "fsdp_config")
 
 
 def combine(draft: Draft) -> None:
-    """Set the fields that depend on several keys of transformers and DeepSpeed."""
+    """Set the fields that depend on several keys of transformers and DeepSpeed. Adds a
+    contradiction if both fsdp and deepspeed shard the model."""
     deepspeed.combine_deepspeed(draft)
     words = next((str(row.value).lower() for row in draft.rows if row.key == "fsdp"), "")
     if "offload" in words:

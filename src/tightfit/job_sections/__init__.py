@@ -1,1 +1,2 @@
-"""The sections of a job, a module for each. `tightfit.job` has the job itself."""
+"""The sections of a job, such as model, data and train, with a module for each. The job itself is
+in `tightfit.job`."""

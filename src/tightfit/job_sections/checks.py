@@ -1,4 +1,4 @@
-"""Checks that several sections of a job share."""
+"""Checks that several sections of a job have in common."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ def check_one_source(section: str, sources: dict[str, Any]) -> None:
 
 
 def refuse_plain(content: dict[str, Any], name: str, example: str, asked: str = "") -> None:
-    """Raise InputError if section `name` is a word, a number or (except for data) a list.
+    """Raise InputError if section `name` of a job is a word, a number or a list instead of a
+    mapping. Only the section named "data" may be a list.
 
-    asked  the section's full name; `name` if empty
+    content  the job, or the section that contains section `name`
+    name     the section's key in `content`
+    example  how to write the section, for the error message
+    asked    the section's full name, for the error message; if empty, `name`
     """
     section = content.get(name)
     if isinstance(section, str | int | float) or (isinstance(section, list) and name != "data"):

@@ -1,4 +1,4 @@
-"""The section `data` of a job: where samples come from, and how they are made."""
+"""Defines the section `data` of a job: where samples come from, and how they are made."""
 
 from __future__ import annotations
 
@@ -17,22 +17,63 @@ FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
     "alpaca": ("instruction", "input", "output"),
     "sharegpt": ("conversations",),
 }  # the fields of a row in each format
-SOURCES = ("text", "jsonl", "parquet", "dataset", "images", "synthetic", "python")  # of a DataSpec
+FORMAT_SETTINGS = ("fields", "chat_template", "loss_on")  # fields of a DataSpec that need a format
+TEXT_SOURCES = ("text", "jsonl", "parquet", "dataset")  # of a SourceSpec
+SOURCES = (*TEXT_SOURCES, "sources", "images", "synthetic", "python")  # of a DataSpec
+
+
+class SourceSpec(Value):
+    """One of several sources of text: exactly one of text, jsonl, parquet, dataset.
+
+    weight  how often samples of this source are drawn, in proportion to the weights of the other
+            sources. Example: with the weights 3 and 1, 3 of 4 training samples are of the first
+            source, whatever the sizes of the sources
+    field, target_field, label_field, format, fields
+            as in DataSpec, if this source has fields other than those of the data
+    """
+
+    weight: float = Field(1.0, gt=0)
+    text: str | list[str] | None = None
+    jsonl: str | list[str] | None = None
+    parquet: str | list[str] | None = None
+    dataset: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    field: str | None = None
+    target_field: str | None = None
+    label_field: str | None = None
+    format: Format | None = None
+    fields: dict[str, str] | None = None
+
+    def __str__(self) -> str:
+        return str(self.text or self.jsonl or self.parquet or self.dataset)
 
 
 class DataSpec(Value):
-    """The data: exactly one of text, jsonl, parquet, dataset, images, synthetic, python. The other
-    fields say how samples are made from this source.
+    """Describes the data of a training. Exactly one source must be given: text, jsonl, parquet,
+    dataset, sources, images, synthetic or python. The other fields say how samples are made from
+    this source.
 
-    With a `format`, rows are conversations for fine-tuning, and only the response counts in the
-    loss. Each sequence then holds one conversation (packing: padded), or several that do not attend
-    to one another (packing: separate).
+    With `sources`, samples of several sources of text are drawn in proportion to their weights. All
+    other fields hold for each of the sources that does not set them itself.
+
+    With a `format`, the rows of the source are conversations for fine-tuning, and by default only
+    the responses count in the loss. Each sequence then has one conversation (packing: padded), or
+    several that do not attend to one another (packing: separate).
     """
 
-    text: str | list[str] | None = Field(None, description="a file, a folder, a glob, or python-stdlib")
-    jsonl: str | list[str] | None = None
-    parquet: str | list[str] | None = None
-    dataset: str | None = Field(None, description="a folder written by datasets.save_to_disk")
+    text: str | list[str] | None = Field(None, description="a file, a folder, a glob, a URL, or python-stdlib")
+    jsonl: str | list[str] | None = Field(None, description="a file, a folder, a glob, or a URL that fsspec reads")
+    parquet: str | list[str] | None = Field(None, description="the same, of parquet files")
+    dataset: str | None = Field(
+        None,
+        description="a folder written by datasets.save_to_disk, a folder of data files, or a data set of the Hub, such as org/name",
+    )
+    subset: str | None = Field(None, description="dataset: the name of a subset (a configuration) of the data set")
+    split: str | None = Field(None, description="dataset: the split, such as train[:10%]; the default is train")
+    sources: tuple[SourceSpec, ...] | None = Field(
+        None, description="several sources of text, drawn by weight: [{jsonl: a, weight: 3}, {jsonl: b}]"
+    )
     images: str | None = Field(None, description="a folder with one sub-folder per class, or digits")
     synthetic: Literal["tokens", "images"] | None = None
     python: str | None = None
@@ -73,23 +114,36 @@ class DataSpec(Value):
     samples: int = Field(4096, gt=0, description="how many synthetic samples")
     held_out: float = Field(0.01, ge=0, lt=1, description="share of the samples kept for evaluation")
     skip_damaged: bool = False
+    streaming: bool = Field(
+        False, description="tokenize text while training reads it, in the order of the source, with a shuffle buffer"
+    )
+    shuffle_buffer: int = Field(
+        1000, gt=0, description="streaming: how many samples the shuffle buffer holds; 1 keeps the order of the source"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         check_one_source("data", {name: getattr(self, name) for name in SOURCES})
+        _check_split("data", self)
+        if self.streaming and not any(getattr(self, name) for name in (*TEXT_SOURCES, "sources")):
+            raise InputError(
+                "job: data.streaming",
+                "reads text, and this data has none",
+                "leave out data.streaming, or use data.text, data.jsonl, data.parquet, data.dataset or data.sources",
+            )
         return self
 
     @model_validator(mode="before")
     @classmethod
     def _pad_conversations(cls, content: Any) -> Any:
-        """With a format, the default of `packing` is padded."""
-        if isinstance(content, dict) and content.get("format") is not None and content.get("packing") is None:
+        """Set packing to padded if the section or one of its sources has a format, and no packing."""
+        if isinstance(content, dict) and content.get("packing") is None and _has_format(content):
             return {**content, "packing": "padded"}
         return content
 
     @model_validator(mode="after")
     def _consistent_format(self) -> Self:
-        rows = self.jsonl or self.parquet or self.dataset
+        rows = self.jsonl or self.parquet or self.dataset or self.sources
         if self.packing == "separate" and not (rows or self.text):
             raise InputError(
                 "job: data.packing=separate",
@@ -97,7 +151,9 @@ class DataSpec(Value):
                 "leave out data.packing, or use data.text, data.jsonl, data.parquet or data.dataset",
             )
         if self.format is None:
-            for name in ("fields", "chat_template", "loss_on"):
+            if any(source.format for source in self.sources or ()):
+                return self
+            for name in FORMAT_SETTINGS:
                 if getattr(self, name) is not None:
                     raise InputError(
                         f"job: data.{name}",
@@ -125,13 +181,61 @@ class DataSpec(Value):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _consistent_sources(self) -> Self:
+        for number, source in enumerate(self.sources or ()):
+            place = f"data.sources[{number}]"
+            check_one_source(place, {name: getattr(source, name) for name in TEXT_SOURCES})
+            _check_split(place, source)
+            if source.target_field is not None and self.target_field is None:
+                raise InputError(
+                    f"job: {place}.target_field={source.target_field}",
+                    "the sources without a field of their own have no target text",
+                    f"set data.target_field: {source.target_field}, which holds for all sources",
+                )
+            try:
+                self._part(source)
+            except InputError as error:
+                asked = error.asked.replace("job: data", f"job: {place}", 1)
+                raise InputError(asked, error.found, error.fix) from None
+        return self
+
+    def parts(self) -> list[DataSpec]:
+        """Return a DataSpec for each of the sources, with the other fields of this one. Without
+        `sources`, return only this DataSpec."""
+        return [self._part(source) for source in self.sources] if self.sources else [self]
+
+    def _part(self, source: SourceSpec) -> DataSpec:
+        own = {name: value for name, value in source if name != "weight" and value is not None}
+        kind = own.get("format", self.format)
+        if kind is None:  # settings of formats hold for the sources that have one
+            own |= dict.fromkeys(FORMAT_SETTINGS)
+        elif kind != self.format:  # other formats have other fields
+            own.setdefault("fields", None)
+        return self.replace(sources=None, **own)
+
     def __str__(self) -> str:
         return str(
             self.text
             or self.jsonl
             or self.parquet
             or self.dataset
+            or ", ".join(map(str, self.sources or ()))
             or self.images
             or self.python
             or f"synthetic {self.synthetic}"
         )
+
+
+def _check_split(place: str, data: DataSpec | SourceSpec) -> None:
+    for name in ("subset", "split"):
+        if data.dataset is None and getattr(data, name) is not None:
+            raise InputError(f"job: {place}.{name}", f"is given without {place}.dataset", f"leave out {place}.{name}")
+
+
+def _has_format(content: dict[str, Any]) -> bool:
+    """Return whether a DataSpec's content, or one of its sources, has a format."""
+    sources = content.get("sources")
+    places = [content, *(sources if isinstance(sources, list | tuple) else ())]
+    found = (place.get("format") if isinstance(place, dict) else getattr(place, "format", None) for place in places)
+    return any(one is not None for one in found)

@@ -1,4 +1,4 @@
-"""The section `evaluate` of a job: data and metrics of evaluations."""
+"""Defines the section `evaluate` of a job: the data and the metrics of evaluations."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from tightfit.values import Value
 
 
 class Evaluation(Value):
-    """When a training is evaluated, on which data, and with which metrics besides the loss.
+    """Describes when a training is evaluated, on which data, and with which metrics besides the
+    loss.
 
-    data     a DataSpec (or its mapping), or a map-style dataset. Fields that its mapping leaves out
-             are those of the job's data, such as sequence_length. If data is left out, the
-             evaluation uses the share `data.held_out` of the job's data
-    every    evaluate after every so many steps; the same as train.evaluate_every
-    samples  how many samples an evaluation uses, at most. If left out: all samples of `data`, or
-             train.evaluate_samples of the held-out ones
-    metrics  name -> a torchmetrics.Metric, a pair (torchmetrics.Metric, function), or a callable;
-             in a job file {python: "file.py:name"}
-             A callable `metric(outputs, batch)` returns the mean over the samples of `batch`, a
-             number or a dict of numbers. An evaluation weights it by the number of samples, so
-             every sample counts once
-             A Metric gets `update(predictions, targets)`. For the default loss of a task, these are
-             the logits (items, classes) and the labels (items,) of the items that count; for other
-             losses, the model's output and the batch's labels. With a pair, it gets
-             `update(*function(outputs, batch))`
+    data     a DataSpec (or its mapping), or a map-style dataset. A DataSpec takes the fields that
+             it does not set, such as sequence_length, from the job's data, but not its split and
+             `streaming`. If data is left out, the
+             evaluation uses samples that are held out of the job's data (the fraction
+             `data.held_out`)
+    every    number of steps between two evaluations; the same as train.evaluate_every
+    samples  the largest number of samples of an evaluation. If left out: all samples of `data`, or
+             train.evaluate_samples of the held-out samples
+    metrics  name -> a torchmetrics.Metric, a pair (torchmetrics.Metric, function), or another
+             callable; in a job file {python: "file.py:name"}
+
+    A callable `metric(outputs, batch)` returns the mean over the samples of the batch, as a number
+    or a dict of numbers. Evaluations weight this mean by the number of samples, so that every
+    sample has the same weight.
+
+    For a Metric, tightfit calls `update(predictions, targets)`. For the default loss of a task,
+    these are the logits, shape (items, classes), and the labels, shape (items,), of the items that
+    count in the loss. For other losses, they are the model's output and the batch's labels. For a
+    pair, tightfit calls the Metric's `update(*function(outputs, batch))` instead.
     """
 
     data: DataSpec | PythonObject = None
@@ -47,6 +52,12 @@ class Evaluation(Value):
         content = dict(content)
         if isinstance(content.get("data"), dict):
             content["data"] = DataSpec.parse(content["data"], "job: evaluate.data")
+            if content["data"].streaming:
+                raise InputError(
+                    "job: evaluate.data.streaming",
+                    "is true, and every evaluation reads the same samples",
+                    "leave out evaluate.data.streaming",
+                )
         refuse_plain(content, "data", "{jsonl: evaluation.jsonl}", "evaluate.data")
         metrics = content.get("metrics")
         if metrics is None:
@@ -63,7 +74,11 @@ class Evaluation(Value):
 
 
 def _metric(name: str, metric: Any) -> Any:
-    """Return a metric, parsed if it is a mapping. Raises InputError if it is no metric."""
+    """Return a metric of the section `evaluate`. A mapping, {python: "file.py:name"}, is returned
+    as a PythonSpec, anything else unchanged.
+
+    Raises InputError if it is not a metric, or if its name is empty or that of the evaluation loss.
+    """
     where = f"job: evaluate.metrics.{name}"
     if name == LOSS or not name:
         raise InputError(
@@ -79,12 +94,17 @@ def _metric(name: str, metric: Any) -> Any:
 
 
 def with_fields_of(evaluate: Any, data: Any) -> Any:
-    """Return an Evaluation whose data has the fields of the job's data that it does not set itself.
+    """Return a copy of the job's `evaluate` in which the fields that its data does not set, such as
+    sequence_length, are filled in from the job's `data`.
 
-    evaluate, data  the job's `evaluate` and `data`; returned unchanged unless both are specs
+    Returns `evaluate` unchanged unless it is an Evaluation, its data is a DataSpec, and the job's
+    `data` is a DataSpec.
     """
     own = evaluate.data if isinstance(evaluate, Evaluation) else None
     if not isinstance(own, DataSpec) or not isinstance(data, DataSpec):
         return evaluate
-    shared = {name: value for name, value in data if name not in (*SOURCES, *own.model_fields_set)}
+    left_out = {*SOURCES, *own.model_fields_set, "split", "streaming", "shuffle_buffer"}
+    if own.dataset != data.dataset:
+        left_out.add("subset")
+    shared = {name: value for name, value in data if name not in left_out}
     return evaluate.replace(data=own.replace(**shared))

@@ -1,4 +1,4 @@
-"""The section `model` of a job: which model is trained, and its adapters."""
+"""Defines the section `model` of a job: which model is trained, and its adapters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification"]
 
 
 class LoraSpec(Value):
-    """Low-rank adapters: the model's own weights are frozen, and small matrices beside its linear
-    layers are trained. Needs the library peft.
+    """Describes low-rank adapters (LoRA). The model's own weights are frozen, and two small
+    matrices are trained beside each chosen linear layer. Needs the library peft.
 
-    The product of an adapter's two matrices is multiplied by alpha / rank and added to the layer's
+    The product of an adapter's two matrices, multiplied by alpha / rank, is added to the layer's
     weight.
     """
 
@@ -60,8 +60,9 @@ class LoraSpec(Value):
 
 
 class ModelSpec(Value):
-    """The model: exactly one of preset, architecture, from, python. Beside preset or architecture,
-    every other key is a transformers config key.
+    """Describes the model. Exactly one of preset, architecture, from and python must be given. With
+    preset or architecture, all keys that are not fields of this class are keys of the model's
+    transformers config.
 
     preset        a name in `tightfit.models.presets`; its sizes are those of the paper or of the
                   published config
@@ -70,8 +71,9 @@ class ModelSpec(Value):
     from          a local folder with config.json and safetensors files, or the id of a model on the
                   Hugging Face Hub, such as "org/name". Its tokenizer is used, too, unless the data
                   names another
-    python        "file.py:function" or "package.module:function", which returns an nn.Module
-    task          what is trained, such as causal-lm; if left out, the task follows from the model
+    python        "file.py:function" or "package.module:function"; the function returns an nn.Module
+    task          what the model is trained for, such as causal-lm; if left out, the task follows
+                  from the model
     """
 
     model_config = ConfigDict(json_schema_extra={"additionalProperties": True})
@@ -141,11 +143,12 @@ class ModelSpec(Value):
 
 
 def flat_model(model: dict[str, Any]) -> dict[str, Any]:
-    """Return a model section with its config keys directly under model, next to architecture or
-    preset, as job files write them.
+    """Return the content of a model section as job files write it: the keys in its mapping `config`
+    are moved up, next to architecture or preset. {preset: gpt2, config: {n_layer: 2}} becomes
+    {preset: gpt2, n_layer: 2}.
 
-    Returns the section unchanged if a config key has the name of a ModelSpec field, or if the model
-    has no architecture or preset: such a file could not be read back.
+    If a config key has the name of a ModelSpec field, or if the section has no architecture or
+    preset, such a file could not be read back. The section is then returned unchanged.
     """
     config = model.get("config", {})
     if not (model.get("architecture") or model.get("preset")) or {"from_", *ModelSpec.field_names()} & set(config):

@@ -1,4 +1,5 @@
-"""Python objects in a job: a function, a class or another object in place of a section or a word."""
+"""Defines how a job holds Python objects: a function, a class or another object may take the place
+of a section or of a word, such as an optimizer's name."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from tightfit.values import Value
 
 
 def where_defined(thing: Any) -> dict[str, str] | None:
-    """Return the mapping that a job file gets for a Python object that stands in place of a
-    section.
+    """Return the mapping that a job file gets in place of a Python object.
 
-    A top-level function or class becomes {python: "module:name"}, which a job file can name. Any
-    other object becomes a description such as "<a list of 4 made in Python>"; reading such a file
-    raises an error.
+    A top-level function or class becomes {python: "module:name"}, from which a job file can import
+    it. Any other object becomes a description, such as {python: "<a list of 4 made in Python>"};
+    reading such a file raises an error. None stays None, and a section of a job becomes its
+    content.
     """
     if thing is None or isinstance(thing, Value):
         return None if thing is None else thing.content()
@@ -36,14 +37,18 @@ PythonObject = Annotated[
 
 
 class PythonSpec(Value):
-    """A function, class or object of the user: "file.py:name" or "package.module:name"."""
+    """Names a function, class or other object of the user: "file.py:name" or
+    "package.module:name"."""
 
     python: str
 
 
 def _name_or_function(value: Any, by_name: Callable[[Any], Any]) -> Any:
-    """Return a function as it is, and the function's place for a mapping such as
-    {python: "file.py:function"}. `by_name` checks all other values, which are words."""
+    """Validate the value of a field that is a word or a function. A function is returned unchanged,
+    and a mapping such as {python: "file.py:function"} as a PythonSpec.
+
+    by_name  validates and returns any other value, which must be a word
+    """
     if callable(value) or isinstance(value, PythonSpec):
         return value
     return PythonSpec.parse(value) if isinstance(value, dict) else by_name(value)
@@ -54,7 +59,11 @@ def word_or_place(value: Any) -> Any:
 
 
 def or_function(words: Any) -> tuple[Any, ...]:
-    """Return the annotations of a field that is one of `words` (a Literal) or a function."""
+    """Return pydantic annotations for a field whose value is one of `words` or a function. They
+    validate the value, write it to a job file, and describe it in the JSON schema.
+
+    words  the allowed words, a Literal
+    """
     place = {"type": "object", "properties": {"python": {"type": "string"}}, "required": ["python"]}
     schema = {"anyOf": [{"enum": list(get_args(words)), "type": "string"}, {**place, "additionalProperties": False}]}
     return (

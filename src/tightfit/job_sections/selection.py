@@ -1,7 +1,5 @@
-"""The fields of a job that read an evaluation metric: keep the best checkpoint, and stop early.
-
-A job has them as `train.keep_best` and `train.early_stopping`; `engine/best.py` follows them.
-"""
+"""Defines the fields of a job that depend on an evaluation metric: `train.keep_best` keeps the best
+checkpoint, and `train.early_stopping` ends the training early. `engine/best.py` applies them."""
 
 from __future__ import annotations
 
@@ -16,9 +14,9 @@ LOSS = "loss"  # the name of the evaluation loss among the metrics
 
 
 class Criterion(Value):
-    """An evaluation metric, and whether a smaller or a larger value of it is better.
+    """Names an evaluation metric, and says whether smaller or larger values of it are better.
 
-    `mode` may be left out for the loss, whose smaller values are better.
+    `mode` may be left out for the loss, of which smaller values are better.
     """
 
     metric: str = Field(LOSS, min_length=1, description="loss, or the name of a metric of evaluate.metrics")
@@ -33,18 +31,20 @@ class Criterion(Value):
         return self
 
     def is_better(self, value: float, than: float, by: float = 0.0) -> bool:
-        """Return whether `value` is better than `than` by more than `by`. NaN is never better."""
+        """Return whether `value` is better than `than` by more than `by`: larger if `mode` is max,
+        else smaller. Returns False if one of the two values is NaN."""
         return value > than + by if self.mode == "max" else value < than - by
 
 
 class KeepBest(Criterion):
-    """Keep the checkpoint of the evaluation with the best value of a metric."""
+    """Keeps the checkpoint with the best value of an evaluation metric, besides the newest ones."""
 
 
 class EarlyStopping(Criterion):
-    """End the training when a metric has not improved for `patience` evaluations.
+    """Ends the training when an evaluation metric has not improved in `patience` evaluations in a
+    row.
 
-    A value improves the metric if it is better than the best value so far by more than `min_delta`.
+    A value is an improvement if it is better than the best value so far by more than `min_delta`.
     """
 
     patience: int = Field(3, gt=0, description="evaluations without an improvement after which training ends")

@@ -1,4 +1,5 @@
-"""The section `train` of a job: optimizer, learning-rate schedule, batch and length."""
+"""Defines the section `train` of a job: optimizer, learning-rate schedule, batch and length of the
+training."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ WithoutDecay = Literal["norms", "biases", "embeddings"]
 
 
 class ParameterGroup(Value):
-    """Parameters with a learning rate or a weight decay of their own.
+    """A group of parameters with a learning rate or a weight decay of their own.
 
-    match          a pattern of parameter names, as in a shell: "*.embed_tokens.*", "layers.[01].*"
-    learning_rate  their full learning rate. It follows the job's schedule in proportion; if left
-                   out, it is the job's
-    weight_decay   their weight decay, of norms and biases, too; if left out, they have the job's,
-                   which `train.no_decay` restricts
+    match          a pattern of parameter names, with * and [...] as in a shell: "*.embed_tokens.*",
+                   "layers.[01].*"
+    learning_rate  the group's learning rate. The schedule scales it by the same factor as the job's
+                   learning rate. If left out, the group has the job's learning rate
+    weight_decay   the weight decay of all parameters of the group, also of its norms and biases. If
+                   left out, the group has the job's weight decay, without the parameters that
+                   `train.no_decay` excludes
     """
 
     match: str = Field(min_length=1)
@@ -42,15 +45,16 @@ class ParameterGroup(Value):
 
 
 class Train(Value):
-    """How the model is trained: optimizer, learning-rate schedule, batch and length.
+    """Describes how the model is trained: optimizer, learning-rate schedule, batch and length.
 
     `batch` is the number of samples (sequences) per optimizer step, on all devices together.
 
-    In Python, `optimizer` may be a function of the parameters that returns a torch optimizer, such
-    as lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3). It sets learning rate and weight
-    decay. `schedule` may be a function of the step that returns a factor of the learning rate, or a
-    function of an optimizer that returns one of torch's learning-rate schedulers. A job file names
-    such functions: {python: "file.py:function"}.
+    In Python, `optimizer` may be a function that takes the parameters and returns a torch
+    optimizer, such as lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3). This function
+    sets the learning rate and the weight decay. `schedule` may be a function that takes the step
+    and returns a factor of the learning rate, or a function that takes an optimizer and returns one
+    of torch's learning-rate schedulers. A job file names such a function by {python:
+    "file.py:function"}.
     """
 
     optimizer: Annotated[OptimizerName, *or_function(OptimizerName)] = "adamw"
@@ -152,8 +156,8 @@ class Train(Value):
         return self
 
     def _check_functions(self) -> None:
-        """Raise InputError if a field is set that has no effect, because the user's own function takes
-        its place: learning_rate and weight_decay if train.optimizer is a function, warmup and
+        """Raise InputError if a field is set that has no effect, because the user's own function
+        takes its place: learning_rate and weight_decay if train.optimizer is a function, warmup and
         final_learning_rate if train.schedule is a function."""
         replaced: dict[str, tuple[tuple[str, str], ...]] = {
             "optimizer": (
@@ -176,24 +180,29 @@ class Train(Value):
                     )
 
     def uses_function(self, field: str) -> bool:
-        """Whether the optimizer or the schedule is a function of the user, and not one of
-        tightfit's by its name."""
+        """Return whether a function of the user takes the place of a name, such as adamw or cosine.
+
+        field  optimizer or schedule
+        """
         return not isinstance(getattr(self, field), str)
 
     @property
     def optimizer_name(self) -> str:
-        """The optimizer's name; for a function its place in the user's code."""
+        """The optimizer's name, such as adamw. If the optimizer is a function of the user, the
+        function's place in the user's code, such as "module:name"."""
         place = word_or_place(self.optimizer)
         return place if isinstance(place, str) else str(place["python"])
 
     @property
     def scaled_learning_rate(self) -> float:
-        """The learning rate after `scale_learning_rate`."""
+        """The learning rate multiplied by `rate_scale`, the factor that `scale_learning_rate` asks
+        for."""
         return self.learning_rate * self.rate_scale
 
     @property
     def rate_scale(self) -> float:
-        """What `scale_learning_rate` multiplies the learning rate by: batch / base_batch if linear
-        (Goyal et al. 2017), the square root of this ratio if sqrt (Krizhevsky 2014)."""
+        """The factor by which the learning rate is multiplied because of `scale_learning_rate`:
+        batch / base_batch for linear (Goyal et al. 2017), the square root of this ratio for sqrt
+        (Krizhevsky 2014), and 1 for none."""
         ratio = self.batch / (self.base_batch or self.batch)
         return {"none": 1.0, "linear": ratio, "sqrt": ratio**0.5}[self.scale_learning_rate]

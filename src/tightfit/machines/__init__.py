@@ -1,5 +1,5 @@
-"""The tables of known devices and of cloud instance types, each figure with its source. Figures of
-a calibration replace those of the table."""
+"""Reads the tables of known devices and of cloud instance types. Each figure in them has its
+source. If a machine was calibrated, the measured figures are used instead of those in the table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ USABLE = 0.985
 
 @cache
 def devices() -> dict[str, dict[str, Any]]:
-    """Return the figures of one device of each kind, by the device's name, as devices.yaml lists
-    them."""
+    """Return the table of known devices, devices.yaml, as device name -> {figure: value}. The
+    figures are those of one device, such as its memory; the top of the file explains them and their
+    units."""
     return _table("devices.yaml")
 
 
 @cache
 def instances() -> dict[str, dict[str, Any]]:
-    """Return, by name of a cloud instance type, the host's device, number of devices, network and
-    memory."""
+    """Return the table of cloud instance types, instances.yaml: name of an instance type ->
+    {device, count, network, memory}.
+
+    device   the name in the table of devices
+    count    number of devices
+    network  Gbit/s of the host
+    memory   GiB of the host
+    """
     return _table("instances.yaml")
 
 

@@ -1,5 +1,5 @@
-"""Detects the GPUs that torch can use, finds out why torch uses none, and estimates the rates of
-GPUs that are not in the device table.
+"""Detects the GPUs that torch can use, finds the reason if torch cannot use a GPU of the host, and
+estimates the rates of GPUs that are not in the table of devices.
 
 This module imports torch only if the system shows a GPU.
 """
@@ -26,12 +26,16 @@ SIGNS = (  # names in /dev that show a GPU
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as torch describes it.
+    """A GPU, with the properties that torch reports.
 
-    architecture  sm_90 for compute capability 9.0; for AMD the LLVM name, such as gfx942
-    memory        bytes
-    processors    streaming multiprocessors, or AMD's compute units
-    clock_hz, memory_clock_hz, bus_bits  None if this version of torch does not report them
+    architecture     sm_90 for compute capability 9.0; for AMD the LLVM name, such as gfx942
+    memory           bytes of device memory
+    processors       number of streaming multiprocessors, or of AMD's compute units
+    clock_hz         clock of the processors in Hz
+    memory_clock_hz  clock of the memory in Hz
+    bus_bits         width of the memory bus in bits
+
+    The last three are None if this version of torch does not report them.
     """
 
     name: str
@@ -45,14 +49,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the GPUs of one architecture have in common.
+    """Figures that the GPUs of one architecture have in common.
 
     flops          dense FLOPs of one processor in one clock cycle, by dtype
-    clock_hz       a typical boost clock, used if torch does not report the device's own
+    clock_hz       a typical boost clock, used if torch does not report the device's own clock
     bytes_per_s    memory bandwidth of a small device of the architecture, used if torch does not
-                   report the memory's clock and width
-    geforce_share  16-bit and tf32 rates of GeForce cards as a fraction of other cards' rates: 0.5
-                   where they accumulate in fp32 at half the rate
+                   report the memory's clock and bus width
+    geforce_share  16-bit and tf32 rate of a GeForce card as a fraction of the rate of other cards:
+                   0.5 if GeForce cards accumulate in fp32 at half the rate
     """
 
     flops: dict[str, int]
@@ -103,7 +107,8 @@ GENERATIONS = {
 
 
 def shows_signs() -> bool:
-    """Whether the system shows a GPU that torch could use."""
+    """Return whether the system shows a GPU, through a driver or a device file, that torch may be
+    able to use."""
     return DRIVER.exists() or any(True for sign in SIGNS for _ in DEVICES.glob(sign))
 
 
@@ -122,9 +127,10 @@ def visible() -> list[Gpu]:
 
 
 def architecture_of(properties: object) -> str:
-    """Return a device's architecture: sm_90 for compute capability 9.0, or AMD's LLVM name.
+    """Return a device's architecture: sm_90 for compute capability 9.0, or AMD's LLVM name, such as
+    gfx942.
 
-    properties  what torch.cuda.get_device_properties returns
+    properties  the device's properties, from torch.cuda.get_device_properties
     """
     arch = (getattr(properties, "gcnArchName", None) or "").partition(":")[0]
     if arch.startswith("gfx"):
@@ -133,10 +139,11 @@ def architecture_of(properties: object) -> str:
 
 
 def multiplies_float8(architecture: str, rowwise: bool = False) -> bool:
-    """Whether devices of an architecture can multiply in float8 with torch's kernels.
+    """Return whether torch's kernels can multiply in float8 on devices of an architecture, such as
+    "sm_90".
 
-    With one scale per tensor: Ada (8.9) and later, AMD's MI300 (gfx94) and MI350 (gfx95). With one
-    scale per row (`rowwise`): the same without Ada.
+    rowwise  if True, with one scale for each row: Hopper (9.0) and later, AMD's MI300 (gfx94) and
+             MI350 (gfx95) can. If False, with one scale for each tensor: Ada (8.9) can, too
     """
     if architecture.startswith("gfx"):
         return architecture.startswith(("gfx94", "gfx95"))
@@ -145,8 +152,8 @@ def multiplies_float8(architecture: str, rowwise: bool = False) -> bool:
 
 
 def _described(properties: object) -> Gpu:
-    """Return a Gpu from torch's properties of a device. Clocks and bus width are None if torch does
-    not report them."""
+    """Return a Gpu from the properties that torch reports for a device. Clocks and bus width are
+    None if torch does not report them."""
     has: dict[str, Any] = {name: getattr(properties, name, None) for name in _ASKED}
     khz = {name: has[name] * 1e3 if has[name] else None for name in ("clock_rate", "memory_clock_rate")}
     return Gpu(
@@ -167,8 +174,8 @@ _ASKED = (
 
 
 def unused() -> str:
-    """Return why torch cannot use the GPU that the system shows; empty if torch can use a GPU or
-    the system shows none."""
+    """Return why torch cannot use the GPU that the system shows. Returns an empty text if torch can
+    use a GPU or if the system shows none."""
     if not shows_signs():
         return ""
     import torch
@@ -191,8 +198,8 @@ def _reason(torch: object, said: Iterable[warnings.WarningMessage]) -> str:
 
 
 def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
-    """Return the dense peak by dtype, FLOP/s, estimated from the number of processors and the
-    clock; empty for an unknown architecture."""
+    """Return the estimated dense peak in FLOP/s, by dtype: processors x clock x FLOPs of a
+    processor in one clock cycle. Returns an empty dict for an unknown architecture."""
     generation = GENERATIONS.get(gpu.architecture)
     if generation is None or not gpu.processors:
         return {}
@@ -202,11 +209,11 @@ def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
 
 
 def estimated_bytes_per_s(gpu: Gpu) -> tuple[float | None, str]:
-    """Return (peak bandwidth of the memory in bytes/s, where the number comes from).
+    """Return (peak memory bandwidth in bytes/s, where the number comes from).
 
-    The memory transfers data twice in a clock cycle. If torch does not report the memory's clock
-    and width, the number is the bandwidth of a small device of the same architecture, or None if
-    the architecture is unknown.
+    The bandwidth follows from the memory's clock and bus width, because the memory transfers data
+    twice in a clock cycle. If torch does not report them, the number is the bandwidth of a small
+    device of the same architecture, or None if the architecture is unknown.
     """
     if gpu.memory_clock_hz and gpu.bus_bits:
         return 2 * gpu.memory_clock_hz * gpu.bus_bits / 8, "what the memory's clock and width give"

@@ -1,5 +1,5 @@
-"""Finds devices by name: the name in the device table, the name that the driver reports, or a cloud
-instance type."""
+"""Finds devices by a name: a name in the table of devices, the name that the driver reports, or a
+cloud instance type."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LISTED = "tightfit machine --list shows them; the name of a machine file ends in
 
 @dataclass(frozen=True)
 class Named:
-    """The devices that a name stands for.
+    """The devices that the user has named, such as h100-sxm:8x4.
 
-    device      name of the device in the table
-    row         figures of one device; for an instance type, network and memory are those of its
-                host
-    per_node    number of devices of a host
-    nodes       number of hosts
+    device    name of the device in the table
+    row       the device's row of the table; for a cloud instance type, network and host memory are
+              the host's, divided by its number of devices
+    per_node  number of devices of a host
+    nodes     number of hosts
     """
 
     device: str
@@ -35,9 +35,11 @@ class Named:
 def find_named(text: str) -> Named:
     """Return the devices of NAME, NAME:COUNT or NAME:COUNTxNODES, or of INSTANCE or INSTANCE:NODES.
 
-    NAME is the name in the device table or the name that the driver reports. Upper and lower case
-    are equal. Example: h100-sxm:8x4 is 4 hosts of 8 devices. Raises InputError for an unknown name
-    or a wrong count.
+    NAME is a name in the table of devices or the name that the driver reports. INSTANCE is a cloud
+    instance type. Upper and lower case are the same. Example: h100-sxm:8x4 means 4 hosts of 8
+    devices.
+
+    Raises InputError for an unknown name or a wrong count.
     """
     name, _, size = text.strip().partition(":")
     key = name.strip().lower()
@@ -62,9 +64,9 @@ def find_named(text: str) -> Named:
 
 
 def _device_of(key: str) -> str | None:
-    """Return a device's name in the table; None if no device is called `key`.
+    """Return the table's name of the device that is called `key`; None if there is none.
 
-    key  the name in the table or the name that the driver reports, in lower case
+    key  the name in the table, or the name that the driver reports, in lower case
     """
     for device, row in devices().items():
         if key == device or key in (called.lower() for called in row["called"]):

@@ -1,1 +1,2 @@
-"""Measurements: a run's memory by row and its throughput, and the machine's rates."""
+"""Measurements: a run's memory by row, its throughput, and the rates at which the machine runs
+operations."""

@@ -1,5 +1,5 @@
-"""`explain --analyze`: run a few steps of a plan and measure their time and memory, to compare them
-with the prediction."""
+"""`tightfit explain --analyze`: runs a few steps of a plan and measures their time and memory, so
+that they can be compared with the prediction."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ from tightfit.record import Record
 
 
 def analyze(job: Job, plan: Plan, machine: Machine, steps: int = 5) -> Record:
-    """Train the job with `plan` and return the record of `steps` timed steps. Before them come the
-    steps that compile, that allocate optimizer states and that are sampled for memory."""
+    """Train the job for a few steps with `plan`, and return the record of the measured times and
+    memory.
+
+    steps  number of timed steps. A few more steps run before them: they compile, allocate the
+           optimizer states, and are sampled for memory
+    """
     sampled = 1 + 2 * (plan.pp - 1) * (plan.schedule == "pipedream")
     short = job.replace(train=job.train.replace(steps=steps + SAMPLED + sampled, epochs=None, warmup=0))
     run = build(short, plan, machine)

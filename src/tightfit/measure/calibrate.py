@@ -1,9 +1,8 @@
 """Calibration: measures the rates of this machine, such as FLOP/s of matrix products by dtype and
-size, bandwidths, and the time to launch an operation.
+size, bandwidths, and the time to launch an operation. Step times are predicted from them.
 
-`calibrate` (`tightfit machine --calibrate`) takes about a minute. `glance` is a quick calibration of
-a few seconds, for a CPU that was not calibrated. The time model predicts step times from the
-figures.
+`calibrate` (`tightfit machine --calibrate`) takes about a minute. `quick_calibrate` takes a few
+seconds and serves for a CPU that was not calibrated.
 """
 
 from __future__ import annotations
@@ -46,13 +45,14 @@ COPIED = {  # bytes of a timed copy in memory: on a GPU many times its L2 cache
 
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
-    """Return the machine with measured figures. This takes about a minute.
+    """Measure the speed of this machine, and return a copy of `machine` with the measured figures.
+    This takes about a minute.
 
-    The figures are written to the user's cache, where `Machine.detect` finds them. The speed of a
-    shared CPU changes, so each figure is scaled to the machine's usual speed, by a control workload
-    that is timed before and after the measurement. Example: a product reached 90 GFLOP/s while the
-    control took 12 ms, and the median of all controls is 10 ms: its figure is 90 x 12 / 10 = 108
-    GFLOP/s.
+    The figures are also written to the user's cache, where `Machine.detect` finds them. The speed
+    of a shared CPU changes, so each figure is scaled to the machine's usual speed. For this, a
+    fixed workload, the control, is timed before and after each measurement. Example: a product
+    reached 90 GFLOP/s while the control took 12 ms, and the median of all times of the control is
+    10 ms: the figure is 90 x 12 / 10 = 108 GFLOP/s.
 
     say  called with a line of text before each measurement
     """
@@ -91,8 +91,8 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
 
 
 def device_of(machine: Machine) -> torch.device:
-    """Return the device that `machine` describes. If the GPUs of a host differ, this is the first GPU
-    with the machine's name."""
+    """Return the torch device that `machine` describes. If the host has different GPUs, it is the
+    first GPU with the machine's name."""
     if machine.device == "cpu":
         return torch.device("cpu")
     names = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
@@ -100,11 +100,14 @@ def device_of(machine: Machine) -> torch.device:
 
 
 def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dict[str, Figure]:
-    """Return the figures of bandwidth and latency between two processes, by field of Machine. Empty if
-    they were not measured.
+    """Return the measured bandwidth and latency of the communication between two processes, as
+    field of Machine -> figure. The dict is empty if they were not measured.
 
-    A latency between GPUs is returned only if the table of devices has none. The table's latency
-    comes from NCCL's own model and is better, because it separates hops from calls.
+    sums_s  bytes of an all-reduced tensor -> seconds of the all-reduce; None if not measured
+    now     factor that scales seconds to the machine's usual speed
+
+    The latency between GPUs is in the result only if the table of devices has none. The table's
+    latency comes from NCCL's own model and is better, because it separates hops from calls.
     """
     if sums_s is None:
         return {}
@@ -122,8 +125,11 @@ def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dic
 
 
 def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
-    """Return the seconds of all-reduces on this machine's devices (see `_all_reduces_s`). None with
-    only one GPU, or if the all-reduces fail."""
+    """Time all-reduces between two processes on this machine's devices. Return bytes of the tensor
+    -> seconds. Return None if there is only one GPU, or, with a warning, if the all-reduces fail.
+
+    say  called with a line of text if there is only one GPU
+    """
     if machine.device == "cuda" and machine.devices_per_node < 2:
         say("links between GPUs are not measured, because there is one GPU: their published figures are kept")
         return None
@@ -139,12 +145,13 @@ def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[in
 
 
 def quick_calibrate(machine: Machine) -> Machine:
-    """Run the quick calibration, and return this machine with the measured figures.
+    """Measure the speed of this machine in a few seconds, and return a copy of `machine` with the
+    measured figures. Return `machine` itself if the measurement fails.
 
     Only small operations are timed, and no compiled kernels. Each figure is that of the fastest of
-    a few runs. Figures are cached like those of `calibrate`, unless the machine is busy or the
-    cache cannot be written. A process of its own measures, because measuring changes the state of
-    the process's heap.
+    a few runs. The figures are cached like those of `calibrate`, unless the machine is busy or the
+    cache cannot be written. The measurement runs in a process of its own, because it changes the
+    state of the process's heap.
     """
     busy = os.getloadavg()[0] > BUSY * machine.cores
     code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
@@ -161,8 +168,11 @@ def quick_calibrate(machine: Machine) -> Machine:
 
 
 def glanced(text: str) -> str:
-    """Measure for `glance`, in its own process. Takes the machine as JSON, and returns it with the
-    measured figures as one line of JSON."""
+    """Run the quick calibration in this process, which `quick_calibrate` has started. Return the
+    machine with the measured figures as one line of JSON.
+
+    text  the machine as JSON
+    """
     machine = Machine.model_validate_json(text)
     device = device_of(machine)
     by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
@@ -188,7 +198,12 @@ def _types(device: torch.device) -> list[str]:
 def _best(
     by_size: dict[str, dict[int, float]], source: Literal["measured", "glance"] = "measured"
 ) -> dict[str, Figure]:
-    """Return, for each dtype, the rate at the size with the highest rate."""
+    """Return dtype -> the highest rate among all sizes, as a figure that names the size.
+
+    by_size  dtype -> size of square matrices -> FLOP/s
+    source   how the rates were measured: "measured" by `calibrate`, "glance" by the quick
+             calibration
+    """
     best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
     return {kind: _figure(rate, f"square matrices of {size}", source) for kind, (size, rate) in best.items()}
 
@@ -200,8 +215,12 @@ def _figure(value: float, detail: str, source: Literal["measured", "glance"] = "
 def _matrix_rates(
     kind: str, device: torch.device, sizes: Iterable[int], pick: Pick = statistics.median
 ) -> dict[int, float]:
-    """Return the FLOP/s of square matrix products by size. It stops before a size that would take
-    longer than PATIENCE_S."""
+    """Return size -> FLOP/s of the product of two (size, size) matrices. Stop before a size that
+    would take longer than PATIENCE_S seconds.
+
+    kind  the precision, such as "tf32"
+    pick  computes the seconds of a product from those of all runs
+    """
     rates: dict[int, float] = {}
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = kind == "tf32"
@@ -217,7 +236,8 @@ def _matrix_rates(
 
 
 def _square_product(kind: str, size: int, device: torch.device) -> Callable[[], object]:
-    """Return a function that multiplies two (size, size) matrices in the precision `kind`."""
+    """Return a function that multiplies two (size, size) matrices in the precision `kind`, such as
+    "bf16"."""
     left, right = (torch.randn(size, size, device=device) for _ in range(2))
     if kind == "fp8":
         of_mi300 = architecture_of(torch.cuda.get_device_properties(device)).startswith("gfx94")
@@ -241,8 +261,8 @@ def _copied(device: torch.device) -> str:
 
 
 def _launch_s(device: torch.device, pick: Pick = statistics.median) -> float:
-    """Return the mean seconds to launch one operation, measured on a chain of tiny operations: from
-    Python in forward and from autograd in backward."""
+    """Return the mean seconds to launch one operation, measured on a chain of tiny operations. Half
+    of them are launched by Python in forward, the others by autograd in backward."""
     number = torch.zeros(1, device=device, requires_grad=True)
 
     def many() -> None:
@@ -263,11 +283,11 @@ def _copy_bandwidth(device: torch.device) -> float:
 def _all_reduces_s(
     backend: str = "gloo", sums: Callable[..., None] | None = None, limit_s: float = LIMIT_S
 ) -> dict[int, float]:
-    """Return the seconds of all-reduces between two processes, by bytes of the tensor. In a ring of
-    two, each process sends each byte once.
+    """Time all-reduces between two new processes. Return bytes of the tensor -> seconds. In a ring
+    of two, each process sends each byte once.
 
-    backend  gloo for two processes on the CPU, nccl for two processes with a GPU each
-    sums     the function that each process runs; by default it times the all-reduces
+    backend  "gloo" for two processes on the CPU, "nccl" for two processes with a GPU each
+    sums     the function that each process runs; None: `_all_reduce`, which times the all-reduces
     limit_s  the most seconds until the answer, including the start of the processes
 
     Raises TightfitError if a process fails, or if there is no answer within `limit_s`.
@@ -293,8 +313,13 @@ def _all_reduces_s(
 
 
 def _answer(receiver: Any, workers: list[Any], limit_s: float) -> dict[int, float]:
-    """Return the answer of the first process. Raises TightfitError if a process fails, or if there is
-    no answer after `limit_s` seconds."""
+    """Wait for the answer of the process with rank 0, and return it: bytes of the all-reduced
+    tensor -> seconds. Raises TightfitError if a process fails, or if there is no answer within
+    `limit_s` seconds.
+
+    receiver  the end of the pipe from which the answer is read
+    workers   the processes
+    """
     until = time.monotonic() + limit_s
     running = list(workers)
     while running:

@@ -1,9 +1,9 @@
-"""Clock drift: the speed of a shared CPU changes within minutes, so measurements that are taken at
-different times must be scaled to one speed.
+"""Corrects measurements for clock drift. The speed of a shared CPU changes within minutes, so
+measurements that are taken at different times must be scaled to one speed.
 
-A fixed workload, the control, is timed before and after each measurement. If the machine becomes
-20 % slower, a measurement and the control both take 20 % longer, and the ratio of their times stays
-the same.
+A fixed workload, called the control, is timed before and after each measurement. If the machine
+becomes 20 % slower, the measurement and the control both take 20 % longer, and the ratio of their
+times stays the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ PASSES = 4  # elementwise passes over the wide activations, for norms and nonlin
 
 
 def control_s(device: torch.device) -> float:
-    """Return the seconds that the control takes: the matrix products and elementwise passes of a
-    layer's forward, backward and update in fp32.
+    """Run the control, a fixed workload, a few times and return the seconds that one run takes. It
+    consists of the matrix products and elementwise passes of a small MLP's forward, backward and
+    update in fp32.
 
-    The control's tensors are larger than a CPU's caches. It allocates nothing while it is timed, so
-    a plan's allocator does not change its time.
+    Its tensors are larger than a CPU's caches. Nothing is allocated while it is timed, so the
+    plan's allocator does not change its time.
     """
     given, out, gradient = (torch.ones(ROWS, WIDTH, device=device) for _ in range(3))
     first, first_gradient = (torch.zeros(WIDTH, 4 * WIDTH, device=device) for _ in range(2))
@@ -48,11 +49,13 @@ def control_s(device: torch.device) -> float:
 
 
 class ClockDrift:
-    """Times the control before and after each group of measurements on a CPU.
+    """Times the control, a fixed workload, before and after each group of measurements on a CPU, so
+    that they can be scaled to one speed.
 
-    A GPU is not shared, so its speed is assumed to be constant: the control is not timed there.
+    A GPU is not shared, so its speed is assumed to be constant: the control is not timed, and its
+    time counts as 1 second.
 
-    watched  False: assume a constant speed of a CPU, too
+    watched  if False, the speed of a CPU is assumed to be constant, too
     """
 
     def __init__(self, device: torch.device, watched: bool = True) -> None:
@@ -64,13 +67,14 @@ class ClockDrift:
         return control_s(self.device) if self.drifts else 1.0
 
     def control_around_s(self) -> float:
-        """Time the control again. Return the mean of this time and of the previous one: one was taken
-        before the measurements since the last call, the other after them."""
+        """Time the control workload again. Return the mean of its seconds now and at the previous
+        call, which are its times just after and just before the measurements between the two calls.
+        """
         self.seen.append(self._now())
         return (self.seen[-2] + self.seen[-1]) / 2
 
     @property
     def usual_control_s(self) -> float:
-        """The median of the seconds that the control workload took each time so far. It stands for the
+        """The median of all times of the control workload so far, in seconds. It represents the
         machine's usual speed, to which measurements are scaled."""
         return statistics.median(self.seen)

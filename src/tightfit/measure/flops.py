@@ -1,4 +1,5 @@
-"""Model FLOPs of a step, counted from the model's own operations, and MFU."""
+"""Counts the model FLOPs of a step from the model's own operations, and computes the MFU (model
+FLOPs utilization)."""
 
 from __future__ import annotations
 
@@ -23,19 +24,21 @@ from tightfit.runtime.run import Run
 
 
 def forward_flops(run: Run, batch: Batch) -> int | None:
-    """Return the FLOPs of one forward of `batch`, or None if they are not known. A multiplication and
-    its addition count as two.
+    """Return the FLOPs of one forward of `batch`, or None if they are not known. A multiplication
+    and its addition count as two.
 
     Only matrix products, convolutions and attention count. Attention counts all (query, key) pairs,
-    although kernels skip the pairs that a causal mask hides; predicted times count only the pairs
-    that are computed.
-    So three times this is 6 P + 12 L h s for each token of a language model with P parameters, L
-    layers of width h and sequence length s: the model FLOPs of Chowdhery et al. 2022 (PaLM),
-    arXiv:2204.02311, appendix B. Example: P = 124 million, L = 12, h = 768, s = 1,024 gives 6 P =
-    744 and 12 L h s = 113, together 857 MFLOPs for each token. Recomputation does not count.
+    although kernels skip the pairs that a causal mask hides. (Predicted times, in contrast, count
+    only the pairs that are computed.) Recomputation does not count.
+
+    Forward and backward together have three times these FLOPs. For a language model with P
+    parameters, L layers of width h and sequence length s, that is 6 P + 12 L h s for each token:
+    the model FLOPs of Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B. Example: P = 124
+    million, L = 12, h = 768, s = 1,024 gives 6 P = 744 and 12 L h s = 113, together 857 MFLOPs for
+    each token.
 
     The forward runs on fake tensors, so it computes nothing and changes neither the model nor the
-    state of random numbers. A model whose operations depend on the values of tensors cannot run on
+    random number generators. A model whose operations depend on the values of tensors cannot run on
     fake tensors: the result is None.
     """
 
@@ -86,10 +89,16 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
 def mfu(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Return the model FLOP/s as a fraction of the published dense peak of all devices in the plan's
-    precision.
+    """Return the model FLOPs utilization: the model FLOP/s that a step achieves, as a fraction of
+    the published dense peak of all devices in the plan's precision.
 
-    None if the FLOPs or the peak are not known; a CPU has no published peak. Source: Chowdhery et al. 2022,
+    flops_per_step  model FLOPs of a step on all devices; None if they are not known
+    step_s          seconds of the step; None if they are not known
+    machine         the machine whose published peak is used; a CPU has none
+    precision       the plan's precision, such as "bf16-mixed"
+    devices         number of devices
+
+    Returns None if one of these numbers is not known. Source: Chowdhery et al. 2022,
     arXiv:2204.02311, appendix B.
     """
     return _share(flops_per_step, step_s, machine.peak(precision), devices)
@@ -98,7 +107,9 @@ def mfu(
 def matrix_utilization(
     flops_per_step: float | None, step_s: float | None, machine: Machine, precision: str, devices: int = 1
 ) -> float | None:
-    """Like `mfu`, but as a fraction of the rate that large matrix products achieve on this machine."""
+    """Return the model FLOP/s that a step achieves, as a fraction of the rate that large matrix
+    products achieve on all devices of this machine. Return None if the FLOPs, the seconds or the
+    rate are not known. The arguments are the same as those of `mfu`."""
     return _share(flops_per_step, step_s, machine.rate(precision), devices)
 
 

@@ -1,5 +1,5 @@
-"""Finds out which attention kernel a run uses. torch chooses a kernel for each call, by shapes,
-dtypes and device."""
+"""Finds out which attention kernel a run uses. For each call of scaled_dot_product_attention, torch
+chooses a kernel by the shapes, dtypes and device of its arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"
 
 
 class AttentionCalls(TorchFunctionMode):
-    """While this mode is active, it stores the arguments of the first call of
-    `scaled_dot_product_attention`.
+    """A torch function mode: while it is active, it stores the arguments of the first call of
+    `scaled_dot_product_attention`. Afterwards, `kernel` says which kernel torch chooses for this
+    call.
 
-    The call's tensors may be fake, because only their shapes, strides and dtypes are used.
+    The tensors may be fake, because only their shapes, strides and dtypes are used.
     """
 
     def __init__(self) -> None:
@@ -43,11 +44,12 @@ class AttentionCalls(TorchFunctionMode):
         self._first = [query, key, value, attn_mask], options, dtype
 
     def kernel(self, run: Run) -> str | None:
-        """Return the name of the kernel that torch chooses for the first call, in training, on the
-        run's device, such as "flash" or "cpu-flash".
+        """Return the name of the attention kernel that torch chooses when the stored call runs in
+        training on the run's device, such as "flash" or "cpu-flash".
 
-        If the model did not call torch's attention, return the name of its own implementation, such
-        as "eager". None if the kernel is not known.
+        If the plan uses tightfit's own attention, return "blocked". If the model did not call
+        scaled_dot_product_attention, return the name of its own implementation, such as "eager".
+        Return None if the kernel is not known.
         """
         if run.plan.attention == "blocked":
             return "blocked"
@@ -74,8 +76,12 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def _uninitialized_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialized tensor with the shape and memory layout of `tensor`, but a batch size of
-    1."""
+    """Return an uninitialized tensor with the shape and the order of dimensions in memory of
+    `tensor`. If it has four dimensions, its batch size is 1.
+
+    dtype  dtype of the result if `tensor` is floating-point; otherwise the result has the dtype of
+           `tensor`
+    """
     narrow = dtype if tensor.is_floating_point() else tensor.dtype
     shape = (1, *tensor.shape[1:]) if tensor.dim() == 4 else tuple(tensor.shape)
     order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)

@@ -1,10 +1,11 @@
 """Measures the peak memory of one step, divided into rows: parameters, gradients, optimizer,
 activations, temporaries.
 
-On a CPU, the peak is the sum of the storages of all live tensors. On CUDA, the allocator reports
-the total, and the storages say how it divides into rows. A compiled region creates tensors that
-cannot be observed, so with `compile` the total follows from the allocator's events. Only one step
-is sampled (several in PipeDream, whose pipeline never drains); all other steps run unobserved.
+On a CPU, the peak is the sum of the storages of all live tensors. On CUDA, torch's allocator
+reports the total, and the storages show how it is divided into rows. A compiled region creates
+tensors that cannot be observed, so for a plan with `compile` the total is computed from the
+allocator's events. Only one step is sampled (several with the pipedream schedule, whose pipeline
+never drains); all other steps run unobserved.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ _FORWARD = "tightfit: forward"  # name of the profiler event that spans a forwar
 
 
 class MemorySample:
-    """Samples the memory of one step. In PipeDream, whose pipeline never drains, it samples several
-    consecutive steps: so many that every tensor and weight version in flight was allocated in one
-    of them.
+    """Samples the memory of one training step.
 
-    steps  number of sampled steps
+    The pipeline of the pipedream schedule never drains, so several consecutive steps are sampled:
+    enough that every tensor and every version of the weights in flight was allocated during one of
+    them.
+
+    steps  number of steps to sample
     peak   the largest peak of the sampled steps; None until all of them have run
     """
 
@@ -53,8 +56,12 @@ class MemorySample:
         self._tracking = RunTracker(run) if run.plan.compile == "none" else None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Run a real training step and sample its memory. Call it only after the optimizer has created
-        its states, that is, after the first update."""
+        """Run a training step, sample its memory, and return its results. Call this method `steps`
+        times, and only after the first update, because only then do the optimizer's states exist.
+
+        micro_batches  this device's samples of the step, on the host
+        step           number of the step, from 0
+        """
         on_cuda = run.device.type == "cuda"
 
         def take(watched: Run) -> Step:
@@ -83,8 +90,8 @@ class MemorySample:
 
 
 def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, Peak]:
-    """Run one training step and return its result and its peak. For PipeDream, use `MemorySample`,
-    which samples several steps."""
+    """Run one training step, and return (its results, its peak memory). With the pipedream
+    schedule, use `MemorySample`, which samples several steps."""
     sample = MemorySample(run)
     sample.steps = 1
     result = sample.take(run, micro_batches, step)
@@ -93,8 +100,12 @@ def sample_step(run: Run, micro_batches: list[Batch], step: int) -> tuple[Step, 
 
 
 def _with_total(peak: Peak, total: int) -> Peak:
-    """Return `peak` with the allocator's total, in bytes. What the allocator counts in addition to
-    the storages (rounding, workspaces of libraries) is added to the row temporaries."""
+    """Return a copy of `peak` whose total is the allocator's total. The allocator counts more bytes
+    than the storages have, for rounding and for the workspaces of libraries. They are added to the
+    row "temporaries".
+
+    total  the allocator's peak, in bytes
+    """
     beyond = max(total - peak.total, 0)
     return replace(
         peak, total=peak.total + beyond, rows={**peak.rows, "temporaries": peak.rows["temporaries"] + beyond}
@@ -102,17 +113,22 @@ def _with_total(peak: Peak, total: int) -> Peak:
 
 
 def _begins_with(run: Run, micro_batches: list[Batch]) -> int:
-    """Return the bytes of parameters, buffers, optimizer states and micro-batches when a step begins.
-    Activations in flight from earlier steps are not included."""
+    """Return the bytes that are in memory when a step begins: parameters, buffers, optimizer states
+    and micro-batches. Activations of earlier steps that are still in flight are not included."""
     return sum(_model_states(run).values()) + tensor_bytes(tensors_in(micro_batches))
 
 
 def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: int = 0) -> tuple[Result, Peak]:
-    """Run a step on a CPU under the profiler, and return its result and its peak. The peak is the
-    largest sum of the bytes that were alive when the step began and of all allocations and frees
-    since then.
+    """Run a step on a CPU under torch's profiler, and return (the result of `take`, the peak
+    memory).
 
-    beside  bytes in flight from earlier steps, such as activations of PipeDream's micro-batches
+    The bytes in memory when the step begins are counted. The profiler reports every later
+    allocation and free; added in order of time, they give the bytes in use at each moment. The
+    largest of these numbers is the peak.
+
+    take    runs a step of the Run that it gets. Its result is returned unchanged
+    beside  bytes that are still in flight from earlier steps, such as activations with the
+            pipedream schedule
     """
 
     def forward(batch: Batch) -> Tensor:
@@ -138,8 +154,13 @@ def profiled(run: Run, micro_batches: list[Batch], take: Take[Result], beside: i
 
 
 def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
-    """Return (time in ns, the phase that begins at this time) in order of time, such as
-    (812, "backward"). Forwards are marked by `profiled`, the optimizer's step by torch."""
+    """Return a list of (time in ns, the phase that begins then), in order of time. The phases are
+    "forward", "backward" and "optimizer".
+
+    events     events of torch's profiler. `profiled` has marked forwards; torch itself marks the
+               optimizer's step
+    optimizer  class name of the optimizer
+    """
     changes = []
     for event in events:
         if event.name() == _FORWARD:
@@ -152,8 +173,9 @@ def _phase_changes(events: list[Any], optimizer: str) -> list[tuple[int, str]]:
 
 @contextmanager
 def _silent_profiler() -> Iterator[None]:
-    """Keep torch's profiler from printing when it starts and stops, inside of this context. The
-    profiler reads the setting only once, when a process uses it for the first time."""
+    """Context manager in which torch's profiler prints nothing when it starts and stops. It has an
+    effect only if this process has not used the profiler before, because the profiler reads the
+    setting only once."""
     switch = "KINETO_LOG_LEVEL"
     before = os.environ.get(switch)
     os.environ.setdefault(switch, "6")
@@ -165,12 +187,16 @@ def _silent_profiler() -> Iterator[None]:
 
 
 def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
-    """Run a step on CUDA, and return its result and its peak. The timeline has the allocator's peak
-    of each forward, each backward and the update."""
+    """Run a step on CUDA, and return (the result of `take`, the peak memory). After each forward,
+    each backward and the update, the peak is read from torch's allocator and then reset.
+
+    take  runs a step of the Run that it gets. Its result is returned unchanged
+    """
     timeline: list[tuple[str, int]] = []
 
     def mark(phase: str) -> None:
-        """Record the peak of `phase`, which ends now, and reset the allocator's peak."""
+        """Record the allocator's peak since the last call as that of `phase`, which ends now, and
+        reset the peak."""
         timeline.append((phase, torch.cuda.max_memory_allocated(run.device)))
         torch.cuda.reset_peak_memory_stats(run.device)
 
@@ -192,11 +218,13 @@ def by_phase(run: Run, take: Take[Result]) -> tuple[Result, Peak]:
 
 
 def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
-    """Return the peak of a timeline of (phase, total bytes). Parameters and optimizer states are
-    counted. The rest of the total is the row activations.
+    """Return the peak of a step, with its bytes divided into rows. The bytes of parameters and
+    optimizer states are counted, and the rest of the total becomes the row "activations".
 
-    During the first backward, gradients grow while activations shrink, and totals do not tell one
-    from the other. So gradients count as activations until all of them are complete.
+    During the first backward, gradients grow while activations shrink, and the totals do not show
+    how much of them is gradients. So gradients count as activations until all of them are complete.
+
+    timeline  (phase, total bytes) in order of time
     """
     position = max(range(len(timeline)), key=lambda index: timeline[index][1])
     phase, total = timeline[position]
@@ -209,15 +237,15 @@ def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
 
 
 def _model_states(run: Run) -> dict[str, int]:
-    """Return the bytes that persist between steps, by row: {"parameters": ..., "gradients": 0,
-    "optimizer": ...}."""
+    """Return the bytes of the tensors that persist between steps, by row: {"parameters": ...,
+    "gradients": 0, "optimizer": ...}. Buffers count as parameters."""
     own = [*run.model.parameters(), *run.model.buffers()]
     return {"parameters": tensor_bytes(own), "gradients": 0, "optimizer": tensor_bytes(state_tensors(run.optimizer))}
 
 
 def process_peak_bytes() -> int:
     """Return the largest resident set size of this process so far, in bytes (VmHWM on Linux). On
-    other systems, return the present size."""
+    other systems, return its current resident set size."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Observer: measures the steps of a training run and summarizes them in a Record."""
+"""Observer: measures the steps of a training run and summarizes the measurements in a Record."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ SAMPLED = 2  # index, from 0, of the run's first step whose memory is sampled; l
 
 
 class Observer:
-    """Collects the measurements of a training run.
+    """Collects the measurements of a training run. Pass `take` to `train` as the function that runs
+    a step, and call `add` with each result.
 
-    The first step may compile, the second allocates optimizer states, and the third is sampled for
-    memory. Timing begins after the sampled step, so that timed steps do not include these costs.
+    The first step may compile, the second allocates the optimizer states, and the third is sampled
+    for memory. Timing begins after the sampled step, so that timed steps do not include these
+    costs.
+
+    start  number of the run's first step: above 0 after a resume
     """
 
     def __init__(self, run: Run, start: int) -> None:
@@ -42,8 +46,12 @@ class Observer:
         self.attention: str | None = None
 
     def take(self, run: Run, micro_batches: list[Batch], step: int) -> Step:
-        """Run a training step. If `step` is the sampled step, also measure its memory, its FLOPs and
-        which attention kernel it uses."""
+        """Run a training step, and return its results. If it is the step to sample, also measure
+        its memory, count its FLOPs and find out which attention kernel it uses.
+
+        micro_batches  this device's samples of the step, on the host
+        step           number of the step, from 0
+        """
         if self.sample is None and step - self.start == SAMPLED and micro_batches:
             self.sample = MemorySample(run)
         if self.sample is None or self.sample.ended:
@@ -60,12 +68,13 @@ class Observer:
         return result
 
     def add(self, step: Step) -> None:
-        """Add a finished step. Its loss and its gradient norm may still be on the device; they are read
-        later."""
+        """Add the results of a finished step to the measurements. The device may still be computing
+        them; they are not read here."""
         self.steps.append(step)
 
     def _order(self) -> None:
-        """Insert the steps that were timed since the last call into the sorted lists."""
+        """Insert the speeds and the seconds of the timed steps since the last call into sorted
+        lists, from which medians are read."""
         for step in self.steps[self.timed_from + len(self._seconds) :]:
             insort(self._speeds, self.items(step) / step.seconds)
             insort(self._seconds, step.seconds)
@@ -76,7 +85,7 @@ class Observer:
 
     @property
     def timed_from(self) -> int:
-        """The number of steps before the first timed step."""
+        """The number of steps of this run before the first timed step."""
         return SAMPLED + (self.sample.steps if self.sample is not None else 1)
 
     @property
@@ -85,27 +94,27 @@ class Observer:
 
     @property
     def unit(self) -> str:
-        """The unit of `speed`: "tokens" for a language model, else "samples"."""
+        """The unit of throughput: "tokens" for a language model, else "samples"."""
         return self.run.objective.unit
 
     def items(self, step: Step) -> int:
         return step.processed if self.unit == "tokens" else step.samples
 
     def speed(self, latest: Step) -> float:
-        """Return items per second: the median of the timed steps so far, or the speed of `latest` if
-        no step was timed yet."""
+        """Return the tokens or samples per second (see `unit`): the median of the timed steps so
+        far, or the speed of `latest` if no step was timed yet."""
         self._order()
         return _middle(self._speeds) if self._speeds else self.items(latest) / latest.seconds
 
     def step_s(self, latest: Step) -> float:
-        """Return the expected seconds of a step: the median of the timed steps so far, or the seconds
-        of `latest` if no step was timed yet."""
+        """Return how many seconds a step is expected to take: the median of the timed steps so far,
+        or the seconds of `latest` if no step was timed yet."""
         self._order()
         return _middle(self._seconds) if self._seconds else latest.seconds
 
     def peak_bytes(self) -> int | None:
-        """Return the peak bytes of tensors so far. On a CPU, this is the peak of the sampled step, and
-        None before that step."""
+        """Return the largest number of bytes that tensors have used so far on this device. On a
+        CPU, only one step is sampled for memory: return its peak, or None before that step."""
         if self.run.device.type == "cuda":
             counters = torch.cuda.memory_stats_as_nested_dict(
                 self.run.device
@@ -115,8 +124,8 @@ class Observer:
         return self.peak.total if self.peak else None
 
     def _largest_peak(self) -> Peak | None:
-        """Return the largest of all devices' peaks, because predictions are those of the device with
-        the largest peak. A collective: all ranks must call it."""
+        """Return the peak of the device whose peak is the largest, because predictions are for that
+        device. Return None if no device has sampled a step. All ranks must call this method."""
         if self.run.mesh is None:
             return self.peak
         everyones: list[Peak | None] = [None] * dist.get_world_size()
@@ -124,8 +133,8 @@ class Observer:
         return max((peak for peak in everyones if peak is not None), key=lambda peak: peak.total, default=None)
 
     def record(self, machine: Machine) -> Record:
-        """Return the Record of the training so far. On several devices this is a collective: all ranks
-        must call it."""
+        """Return the Record of the training so far: the job, the plan, the machine, and all
+        measurements. All ranks must call this method."""
         run, timed, peak = self.run, self.timed, self._largest_peak()
         median_s = statistics.median(step.seconds for step in timed) if timed else None
         items_per_s = statistics.median(self.items(step) / step.seconds for step in timed) if timed else None
@@ -157,14 +166,17 @@ class Observer:
         )
 
     def _compile_s(self, median_s: float | None) -> float | None:
-        """Return how many seconds longer the first step took than the median step, or None if the plan
-        does not compile."""
+        """Return the seconds of compilation, estimated as the first step's time minus the median
+        step's time. Return None if the plan does not compile or if no step was timed.
+
+        median_s  median seconds of the timed steps; None if no step was timed
+        """
         if self.run.plan.compile == "none" or not self.steps or median_s is None:
             return None
         return max(self.steps[0].seconds - median_s, 0.0)
 
 
 def _middle(ordered: list[float]) -> float:
-    """The median of a sorted list."""
+    """Return the median of a sorted list."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -1,4 +1,4 @@
-"""Measures the rate of each kind of operation on this machine at a few sizes. Step times are
+"""Measures how fast this machine runs each kind of operation, at a few sizes each. Step times are
 predicted from these rates."""
 
 from __future__ import annotations
@@ -54,12 +54,21 @@ Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to
 def measure_rates(
     device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool = False
 ) -> dict[str, dict[int, float]]:
-    """Measure every kind of operation. Return {"kind/dtype": {size: rate}}. The rate is FLOPs or bytes
-    per control: what the operation achieves in the time that one control workload takes (see
-    `measure/clock_drift.py`). The caller divides by the control's usual seconds.
+    """Measure the rate of every kind of operation at several sizes. Return {"kind/dtype": {size:
+    rate}}, such as {"product/float32": {102: ..., 203: ...}}.
 
-    This takes about a minute on two cores. With `quick`, large sizes and compiled kernels are left
-    out, and it takes two seconds.
+    The size of a matrix product or of attention is the cube root of the product of its three
+    dimensions. The size of a convolution is its number of FLOPs, and that of all other kinds the
+    bytes accessed.
+
+    A rate is the number of FLOPs (or bytes accessed) that the operation achieves in the time of one
+    run of the control, a fixed workload (see `measure/clock_drift.py`). To get FLOPs or bytes per
+    second, the caller divides it by the control's usual seconds.
+
+    pace   times the control around each measurement
+    say    called with a line of text before each measurement
+    quick  if True, leave out large sizes and compiled kernels. This takes about two seconds;
+           otherwise it takes about a minute on two cores
     """
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
@@ -90,11 +99,14 @@ def _table(
     least_s: float = LEAST_S,
     pick: Pick = statistics.median,
 ) -> dict[int, float]:
-    """Return the rate of each size in FLOPs/s or bytes/s, from the smallest size to the largest.
+    """Time each case, and return its size -> its rate in FLOPs or bytes per second.
 
-    It stops before a size that would take longer than `patience_s`, such as a product in a dtype
-    that the CPU has no instructions for. Readers then assume the rate of the last measured size for
-    all larger sizes.
+    cases       (size, FLOPs or bytes accessed, function to time), smallest first
+    patience_s  stop before a case that would take longer than this many seconds, such as a large
+                product in a dtype for which the CPU has no instructions. For larger sizes,
+                predictions use the rate of the last measured size
+    least_s     repeat each case for at least this many seconds
+    pick        computes the result from the seconds of all repetitions
     """
     rates: dict[int, float] = {}
     rate = math.inf
@@ -107,15 +119,19 @@ def _table(
 
 
 def _bytes(device: torch.device) -> tuple[int, ...]:
-    """Return the sizes, in bytes accessed, at which operations limited by memory bandwidth are
-    timed."""
+    """Return the sizes at which operations limited by memory bandwidth are timed, in bytes
+    accessed."""
     return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
 
 
 def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
-    """Return a function that calls `make` on another set of inputs each time, and keeps each result
-    until its set comes again. So neither inputs nor outputs are in the cache, as in a training
-    step."""
+    """Return a function that calls `make` with other tensors each time, so that neither its inputs
+    nor its output are in the cache, as in a training step.
+
+    make    the operation to time
+    inputs  creates the arguments of one call. It is called several times, and the function uses the
+            created arguments in turn
+    """
     first = inputs()
     cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
     sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
@@ -130,8 +146,9 @@ def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """The three matrix products of a linear layer, for input (4 s, s) and weight (s, s): the forward,
-    the gradient of the input and the gradient of the weight. On a GPU, also the products of large
+    """Yield matrix products to time, as cases (size, FLOPs, function). Each function computes the
+    three products of a linear layer with input (4 s, s) and weight (s, s): the forward, the
+    gradient of the input and the gradient of the weight. On a GPU, also yield the shapes of large
     layers."""
     square = [(4 * size, size, size) for size in PRODUCT_SIZES]
     for rows, depth, columns in (*square, *(LARGE_PRODUCTS if device.type == "cuda" else ())):
@@ -148,7 +165,8 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Batched matrix products as in attention: a batch of 64 products (length, 64) x (64, length)."""
+    """Yield batched matrix products to time, as cases (size, FLOPs, function). Each function
+    multiplies a batch of 64 pairs of matrices (length, 64) x (64, length), as attention does."""
     for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
 
         def inputs(length: int = length) -> tuple[Tensor, ...]:
@@ -178,7 +196,8 @@ def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """The gradients of a 3 x 3 convolution with respect to image and weight."""
+    """Yield functions to time, as cases (size, FLOPs, function). Each function computes the
+    gradients of a 3 x 3 convolution with respect to the image and the weight."""
     for samples, channels in _channels(device):
         flops = 4.0 * samples * 32 * 32 * channels * channels * 9
 
@@ -199,7 +218,8 @@ GPU_TOKENS = 2**14  # in all samples together, the usual size for comparing atte
 
 
 def _heads(length: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return the shape (samples, heads, length, width of a head) of queries, keys and values."""
+    """Return the shape of queries, keys and values for a sequence length: (samples, heads, length,
+    width of a head)."""
     return (8, 8, length, 64) if device.type == "cpu" else (GPU_TOKENS // length, 16, length, 128)
 
 
@@ -212,23 +232,25 @@ def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _attention_size(length: int, device: torch.device) -> int:
-    """Return the size under which attention's rate is stored: the cube root of length x length x head
-    width, as for a matrix product of one head's queries and keys."""
+    """Return the size under which the rate of attention is stored: the cube root of length x length
+    x width of a head. A matrix product of one head's queries and keys has the same size."""
     return round((length * length * _heads(length, device)[-1]) ** (1 / 3))
 
 
 def _pair_flops(length: int, device: torch.device, pairs: int) -> float:
-    """Return the FLOPs of one of attention's matrix products.
+    """Return the FLOPs of one of attention's matrix products, over all samples and heads.
 
-    pairs  number of (query, key) pairs of one head that are computed
+    length  sequence length
+    pairs   number of (query, key) pairs of one head that are computed
     """
     samples, heads, _, width = _heads(length, device)
     return 2.0 * samples * heads * width * pairs
 
 
 def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Forward of attention: two matrix products over all (query, key) pairs, or over the pairs that a
-    causal mask does not hide."""
+    """Yield forwards of attention to time, as cases (size, FLOPs, function). Each computes two
+    matrix products over all (query, key) pairs; if `causal`, only over the pairs that a causal mask
+    does not hide."""
     for length in _lengths(device):
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = causal_pairs(length, length) if causal else length**2
@@ -240,7 +262,9 @@ def _attention(dtype: torch.dtype, device: torch.device, causal: bool = False) -
 
 
 def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool = False) -> Iterator[Case]:
-    """Backward of attention: five matrix products over the same pairs, one of them recomputed."""
+    """Yield backwards of attention to time, as cases (size, FLOPs, function). Each computes five
+    matrix products, one of which recomputes a product of the forward, over all (query, key) pairs;
+    if `causal`, only over the pairs that a causal mask does not hide."""
     for length in _lengths(device):
         inputs = _attention_inputs(length, dtype, device)
         query, key, value = inputs
@@ -254,8 +278,9 @@ def _attention_backward(dtype: torch.dtype, device: torch.device, causal: bool =
 
 
 def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Forward of blocked attention: two matrix products over the pairs that it computes under a causal
-    mask. Only on a CPU."""
+    """Yield forwards of blocked attention, tightfit's own kernel for CPUs, to time, as cases (size,
+    FLOPs, function). Each computes two matrix products over the (query, key) pairs that the kernel
+    computes under a causal mask. Yield nothing on a GPU."""
     for length in LENGTHS if device.type == "cpu" else ():
         query, key, value = (tensor.detach() for tensor in _attention_inputs(length, dtype, device))
         pairs = probability_count(length, causal=True)
@@ -267,7 +292,9 @@ def _blocked(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Backward of blocked attention: four matrix products over the same pairs. Only on a CPU."""
+    """Yield backwards of blocked attention, tightfit's own kernel for CPUs, to time, as cases
+    (size, FLOPs, function). Each computes four matrix products over the (query, key) pairs that the
+    forward computes. Yield nothing on a GPU."""
     for length in LENGTHS if device.type == "cpu" else ():
         inputs = _attention_inputs(length, dtype, device)
         output, _ = blocked_attention(*inputs, None, True)
@@ -280,9 +307,11 @@ def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case
 
 
 def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
-    """Return the cases of an operation on one tensor.
+    """Return a function (dtype, device) -> the cases of an operation on one tensor, at several
+    sizes. A case is (size, bytes accessed, function to time).
 
-    touched  bytes that the operation accesses, as a multiple of the tensor's bytes: 2 if it reads
+    make     the operation
+    touched  bytes that the operation accesses, divided by the bytes of the tensor: 2 if it reads
              the tensor and writes a result of the same size
     """
 
@@ -300,7 +329,8 @@ def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., I
 
 
 def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Casts between fp32 and bf16. `dtype` is the dtype of the result."""
+    """Yield casts between fp32 and bf16 to time, as cases (size, bytes accessed, function). `dtype`
+    is the dtype of the result."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     for moved in _bytes(device):
         count = moved // 6
@@ -342,16 +372,18 @@ def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _embeddings(device: torch.device) -> Iterator[tuple[int, int, int]]:
-    """Yield (rows of an embedding table, width of a row, number of lookups). On a GPU, this includes
-    the sizes of large models."""
+    """Yield (number of rows of an embedding table, width of a row, number of lookups). On a GPU,
+    this includes sizes of large models."""
     yield from ((8192, 256, rows) for rows in (256, 2048, 16384))
     if device.type == "cuda":
         yield from ((32000, 2048, 16384), (128256, 4096, 16384))
 
 
 def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Search each fp32 value in a sorted table of 256 values and return its int32 index, as 8-bit
-    optimizer states do when they are stored."""
+    """Yield searches to time, as cases (size, bytes accessed, function). Each finds the place of
+    every fp32 value in a sorted table of 256 values, as an optimizer does when it quantizes its
+    states to 8 bits. The result is an int32 index for each value. Yield nothing for a `dtype` other
+    than fp32."""
     table = torch.linspace(-1, 1, 256, device=device)
     for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
         values = torch.rand(moved // 8, device=device)
@@ -363,8 +395,9 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Max pooling of 2 x 2 pixels. The output has a quarter of the input's elements, and an int64
-    index for each of them."""
+    """Yield forwards of max pooling over 2 x 2 pixels to time, as cases (size, bytes accessed,
+    function). The output has a quarter of the input's elements, and there is an int64 index for
+    each of them."""
     for moved in _bytes(device)[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
         elements = channels * 64 * 64
@@ -392,11 +425,17 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _within_kernels(
     make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
 ) -> Callable[..., Iterator[Case]]:
-    """Return cases that time the arithmetic inside of a compiled kernel. The kernel computes `times`
-    function values for each element, and what backward needs. Each function value counts as 4
-    bytes.
+    """Return a function (dtype, device) -> one case, which measures how fast a compiled kernel
+    evaluates a function such as exp. The rate is in bytes per second, where each evaluation counts
+    as the 4 bytes of its fp32 result.
 
-    There are no cases for a GPU, whose kernels are limited by memory, or without a compiler.
+    make   the function to compile; it takes a tensor of fp32 values
+    shape  shape of that tensor
+    times  how many evaluations `make` does for each element of the tensor. If it is 1, the kernel
+           also saves what backward needs
+
+    Only fp32 on a CPU with a compiler has a case; otherwise the returned function yields nothing. A
+    GPU has none, because its kernels are limited by memory and not by arithmetic.
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -410,8 +449,9 @@ def _within_kernels(
 
 
 def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function that adds eight values of `function`, so that its kernel spends most of its
-    time on arithmetic and not on memory access."""
+    """Return a function that evaluates `function` eight times for each element, with shifted
+    inputs, and adds up the results. A kernel compiled from it spends most of its time on arithmetic
+    and not on memory access."""
 
     def make(values: Tensor) -> Tensor:
         return cast(Tensor, sum(function(values + shift) for shift in range(8)))
@@ -430,8 +470,9 @@ def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _fetch_rate(device: torch.device) -> float:
-    """Return the bytes per second at which new memory pages are mapped: the time to write a newly
-    allocated block, minus the time to write a block that exists already."""
+    """Return how many bytes per second of new memory the system can supply. It is computed from the
+    time to write a newly allocated block, minus the time to write a block whose memory pages exist
+    already."""
     count = 2**26
     kept = torch.empty(count, dtype=torch.uint8)
     there = timed(lambda: kept.fill_(1), device)

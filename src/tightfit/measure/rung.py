@@ -1,7 +1,8 @@
-"""Measures one rung of a ladder of plans: runs a few steps of the plan in a separate process.
+"""Measures one plan of a ladder (a list of plans that save memory step by step): runs a few steps
+of it in a separate process.
 
-A separate process is needed because a plan changes settings of its process that cannot be undone,
-such as the allocator, and because the operating system records peak memory for a whole process.
+A separate process is needed for two reasons. A plan changes settings of its process that cannot be
+undone, such as the allocator. And the operating system records peak memory for a whole process.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ _CODE = "import sys; from tightfit.measure.rung import measured; print(measured(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a process that trained with a plan took.
+    """What was measured in a process that trained with a plan. Fields are None if the process
+    failed.
 
     step_s         median seconds of the timed steps
-    tensor_bytes   bytes of all tensors at the peak of the sampled step
+    tensor_bytes   bytes of all tensors at the peak of the step that was sampled for memory
     process_bytes  largest resident set size of the process
-    loss           loss of the last step; at this step, all rungs have trained on the same samples
-    failed         why the process did not finish; empty if it did
+    loss           loss of the last step. All plans of a ladder have then trained on the same
+                   samples, so their losses can be compared
+    failed         why the process failed; empty if it did not
     """
 
     step_s: float | None = None
@@ -40,14 +43,16 @@ class Measured:
     failed: str = ""
 
     def content(self) -> dict[str, Any]:
-        """The fields as a dict, for `--json`."""
+        """Return the fields as a dict of name -> value, for the output of `--json`."""
         return asdict(self)
 
 
 def measure_rung(job: Job, plan: Plan, machine: Machine, steps: int = STEPS) -> Measured:
-    """Run a few steps of the job with this plan in a separate process, and return the measurements.
+    """Train the job for a few steps with `plan` in a separate process, and return the measurements.
 
-    steps: number of timed steps. If the process fails, `failed` says why, and no error is raised.
+    steps  number of timed steps
+
+    If the process fails, no error is raised: the field `failed` of the result says why.
     """
     asked = {"job": job.content(), "plan": plan.content(), "machine": machine.content(), "steps": steps}
     done = subprocess.run(
@@ -66,10 +71,10 @@ def measure_rung(job: Job, plan: Plan, machine: Machine, steps: int = STEPS) -> 
 
 
 def measured(text: str) -> str:
-    """Measure a plan. `measure_rung` calls this function in a process of its own.
+    """Measure a plan in this process, which `measure_rung` has started. Return the fields of
+    `Measured` as one line of JSON.
 
-    text: JSON with the keys job, plan, machine and steps. Returns the fields of `Measured` as one
-    line of JSON.
+    text  JSON with the keys "job", "plan", "machine" and "steps" (the number of timed steps)
     """
     from tightfit.measure.analyze import analyze
 

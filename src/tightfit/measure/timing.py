@@ -1,4 +1,4 @@
-"""Times a function on a CPU or a GPU."""
+"""Times a function on a CPU or a GPU, in seconds."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def timed(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """Return the seconds that one call of `work` takes on `device`, after warm-up. On a GPU these are
-    the seconds of its kernels, without the host's.
+    """Return the seconds that one call of `work` takes on `device`, after warm-up. On a GPU, only
+    the time of its kernels counts, not the time that the host takes to launch them.
 
     least_s     repeat `work` for at least this many seconds
-    least_runs  and at least this many times
-    pick        computes the result from the seconds of all runs; the median if left out
+    least_runs  repeat `work` at least this many times
+    pick        computes the result from the seconds of all runs; the default is the median
     """
     by = _on_gpu if device.type == "cuda" else timed_by_clock
     return by(work, device, least_s, least_runs, pick)
@@ -47,8 +47,8 @@ def timed_by_clock(
     least_runs: int = 3,
     pick: Pick = statistics.median,
 ) -> float:
-    """Like `timed`, but including the host's time: from the call of `work` until the device has
-    finished all of its operations."""
+    """Like `timed`, but on a GPU the host's time counts, too: a run lasts from the call of `work`
+    until the device has finished all of its operations."""
     work()
     _wait(device)
     times: list[float] = []
@@ -61,10 +61,12 @@ def timed_by_clock(
 
 
 def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, least_runs: int, pick: Pick) -> float:
-    """Time batches of calls, each batch between two CUDA events.
+    """Return the seconds of GPU time that one call of `work` takes. The arguments are the same as
+    those of `timed`.
 
-    To launch a small kernel takes longer than to run it. So the GPU first spins until the whole
-    batch is queued, and then runs the kernels without gaps.
+    Batches of calls are timed, each between two CUDA events. Launching a small kernel takes longer
+    than running it. So the GPU first spins until the whole batch is queued, and then runs the
+    kernels without gaps.
     """
     with torch.cuda.device(device):
         for _ in range(WARM_UPS):
@@ -81,12 +83,14 @@ def _on_gpu(work: Callable[[], object], device: torch.device, least_s: float, le
 
 
 def calls_in_a_batch(seconds: float) -> int:
-    """Return how many calls of `seconds` each make a batch of about BATCH_S seconds."""
+    """Return how many calls are timed as one batch if one call takes `seconds`: so many that the
+    batch takes about BATCH_S seconds, at least 1 and at most MOST_CALLS."""
     return max(min(math.ceil(BATCH_S / max(seconds, 1e-9)), MOST_CALLS), 1)
 
 
 def _batch_s(work: Callable[[], object], calls: int, started_s: float) -> float:
-    """Return the mean seconds of a call, over `calls` calls on the current GPU.
+    """Return the mean GPU seconds of one call of `work`, measured over `calls` calls on the current
+    GPU.
 
     started_s  seconds that the host takes to launch one call
     """

@@ -1,5 +1,5 @@
-"""verify: trains a few steps with a plan and with the reference plan, and compares losses,
-gradients and weights.
+"""Verifies a plan: trains a few steps with the plan and with the reference plan, and compares
+losses, gradients and weights.
 
 The reference plan trains in fp32 on one device, without any method. Both runs start from the same
 seed and train on the same samples.
@@ -47,24 +47,25 @@ distance that the weights travelled in 3 and in 10 steps: up to 0.7 % (bf16), 2 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative errors that rounding alone can cause. u is the unit roundoff of the plan's
-    precision.
+    """The largest relative errors, of gradients, loss and weights, that rounding alone can cause. u
+    is the unit roundoff of the plan's precision, such as 2^-8 for bf16.
 
-    The tolerances depend on how far the reference's weights travelled: the norm of the change of
-    all weights in the compared steps, relative to the norm of the weights.
+    The tolerances of loss and weights depend on the distance d that the reference's weights
+    travelled: the norm of the change of all weights during the compared steps, divided by the norm
+    of the weights.
 
-    gradients      sqrt(u). In a smooth network the error of a gradient is a few u, and grows with
+    gradients      sqrt(u). In a smooth network, the error of a gradient is a few u, and grows with
                    depth. In a network with ReLUs, about a fraction u of the units is so near zero
                    that rounding switches them on or off. The error of such a unit is 0 or 1, so the
-                   relative norm of these errors is sqrt(u). Measured: up to 4 u on transformers of 4
-                   to 16 layers, up to 0.5 sqrt(u) on convolutional networks with BatchNorm, and up
-                   to 0.8 u in float8, emulated on a tiny Llama and a tiny ViT
-    loss, weights  sqrt(u), plus (2 u^(1/4) + STATES) times the relative distance travelled. Adam
-                   and sign-based optimizers take steps of the same length for small and for large
-                   gradients. If gradients have a relative error e, then about a fraction e of the
-                   weights, those with the smallest gradients, steps in an arbitrary direction. The
-                   relative error of the whole step is then sqrt(e), and e is about sqrt(u). Measured:
-                   up to 1.1 u^(1/4) times the distance
+                   relative norm of these errors is sqrt(u). Measured: up to 4 u on transformers of
+                   4 to 16 layers, up to 0.5 sqrt(u) on convolutional networks with BatchNorm, and
+                   up to 0.8 u in float8, emulated on a tiny Llama and a tiny ViT
+    loss, weights  sqrt(u) + (2 u^(1/4) + STATES) d, where STATES is the error of an update that
+                   comes from storing optimizer states in fewer bits. Adam and sign-based optimizers
+                   take steps of the same length for small and for large gradients. If gradients
+                   have a relative error e, then about a fraction e of the weights, those with the
+                   smallest gradients, steps in an arbitrary direction. The relative error of the
+                   whole step is then sqrt(e), and e is about sqrt(u). Measured: up to 1.1 u^(1/4) d
 
     Example: bf16 has u = 2^-8, so gradients may differ by 2^-4 = 6.25 %. With fp32 states and
     d = 1 %, loss and weights may differ by 6.25 % + 2 x 0.25 x 1 % = 6.75 %.
@@ -83,13 +84,15 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Verification:
-    """The largest relative differences between a plan and the reference, and their tolerances.
+    """The result of a verification: the largest relative differences between a plan and the
+    reference plan, and how large they may be.
 
-    loss       |a - b| / |b| in the worst step
-    gradients  norm of the difference over norm of the reference's gradient, over the whole model,
-               in the first step
-    weights    norm of the difference over norm of the reference's weights, over the whole model,
-               after the last step
+    loss        |a - b| / |b| of the losses a and b in the worst step
+    gradients   norm of the difference of the gradients, divided by the norm of the reference's
+                gradient: over all parameters together, in the first step
+    weights     norm of the difference of the weights, divided by the norm of the reference's
+                weights: over all parameters together, after the last step
+    tolerances  how large these three numbers may be
     """
 
     loss: float
@@ -103,11 +106,12 @@ class Verification:
 
     @property
     def tolerance(self) -> float:
-        """The largest of the three tolerances."""
+        """The largest of the three tolerances: of the loss, the gradients and the weights."""
         return max(allowed for _, allowed in self.compared().values())
 
     def compared(self) -> dict[str, tuple[float, float]]:
-        """Return "loss", "gradients" and "weights" -> (error, tolerance)."""
+        """Return a dict with the keys "loss", "gradients" and "weights". Each value is (relative
+        difference, its tolerance)."""
         allowed = self.tolerances
         return {
             "loss": (self.loss, allowed.loss),
@@ -125,16 +129,19 @@ class Verification:
 
 
 def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3) -> Verification:
-    """Run the reference and then `plan` for `steps` optimizer steps of `job`, and compare them.
+    """Train `steps` optimizer steps of `job` with the reference plan and then with `plan`, and
+    return how much their losses, gradients and weights differ.
+
+    machine  only its kind of device is used; None: detect this host
+
+    A plan for several devices needs as many processes. All of them must call `verify`, and all get
+    the same result; rank 0 also runs the reference plan. Raises InputError if the plan updates
+    weights asynchronously.
 
     Some models depend on how the batch is split: BatchNorm computes statistics of each micro-batch,
     and NLLB-MoE's experts drop tokens of each micro-batch. A plan that splits the batch of such a
-    model computes something else, and does not pass. A plan with a dynamic loss scale is compared
-    after the scale has settled.
-
-    A plan for several devices needs as many processes. All of them must call `verify`, and all get
-    the same result; rank 0 also runs the reference. Raises InputError for a plan that updates
-    weights asynchronously.
+    model computes another result, and does not pass. If a plan has a dynamic loss scale, its run is
+    repeated until no step is skipped because of the scale.
     """
     if job.train.steps is None or job.train.steps < steps:
         job = job.replace(train=job.train.replace(steps=steps, epochs=None, warmup=min(job.train.warmup, steps)))
@@ -155,8 +162,9 @@ def compare(plan: Plan, found: Observed, expected: Observed) -> Verification:
 
 
 def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Verification:
-    """Run `verify` on several devices. The compared gradients are those that the optimizer gets:
-    all-reduced, and clipped if the job clips gradients."""
+    """Run `verify` for a plan of several devices. It compares the gradients that the optimizer
+    gets: summed over devices, and clipped if the job clips gradients. Raises InputError if the plan
+    updates weights asynchronously."""
     for late, instead in (
         ("schedule=pipedream", "schedule: 1f1b"),
         ("parameter_server=async", "parameter_server: sync"),
@@ -179,7 +187,7 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
 
 @dataclass(frozen=True)
 class Observed:
-    """What `verify` compares of a run.
+    """The losses, gradients and weights of one run, for a comparison with another run.
 
     losses     the loss of each step
     gradients  the gradients of the first step
@@ -187,7 +195,8 @@ class Observed:
     weights    the weights after the last step
     skipped    whether a step was skipped because a gradient overflowed in fp16
 
-    Tensors are the full (unsharded) tensors by parameter name, in fp32 on the host.
+    `gradients`, `start` and `weights` are dicts: parameter name -> full (unsharded) tensor, in fp32
+    on the host.
     """
 
     losses: list[float]
@@ -200,13 +209,15 @@ class Observed:
 def observe_settled(
     job: Job, plan: Plan, machine: Machine | None, steps: int, observing: Callable[[Run, int], Observed] | None = None
 ) -> Observed:
-    """Build a run of the plan and observe its first steps. A pipeline's stages are first compared with
-    the undivided model.
+    """Build a run of the plan, train `steps` steps, and return their losses, gradients and weights.
+    The stages of a pipeline are first compared with the undivided model; raises InputError if they
+    differ.
 
-    If the dynamic loss scale began too high, so that steps were skipped, build the run again with
-    the loss scale that the last attempt ended with.
+    The dynamic loss scale of fp16 may begin too high, so that steps are skipped. The run is then
+    built again, and begins with the scale that the last attempt ended with.
 
-    observing  `observe` or `observe_sharded`; `observe` if left out
+    observing  the function that trains and observes: `observe` for one device, `observe_sharded`
+               for several; None: `observe`
     """
     job = job.replace(train=job.train.replace(check_split="never"))  # its backward would call the gradient hooks
     scale: float | None = None
@@ -223,8 +234,9 @@ def observe_settled(
 
 
 def observe(run: Run, steps: int) -> Observed:
-    """Train `steps` steps on one device. Hooks on the parameters record the gradients of the first
-    step, even if the plan updates weights during backward and keeps no gradients."""
+    """Train `steps` steps on one device, and return their losses, gradients and weights. Hooks on
+    the parameters record the gradients of the first step, also for a plan that updates weights
+    during backward and keeps no gradients."""
     gradients: dict[str, Tensor] = {}
     trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
@@ -243,8 +255,9 @@ def observe(run: Run, steps: int) -> Observed:
 
 
 def observe_sharded(run: Run, steps: int) -> Observed:
-    """Like `observe`, for a run whose parameters may be sharded. A collective: all ranks must call it,
-    and all get the full tensors. Gradients are recorded just before the first update."""
+    """Like `observe`, for a run on several devices, whose parameters may be sharded. All ranks must
+    call this function, and all get the full tensors. Gradients are recorded just before the first
+    update."""
     gradients: dict[str, Tensor] = {}
     trained = {name: run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
 
@@ -265,11 +278,12 @@ def observe_sharded(run: Run, steps: int) -> Observed:
 
 
 def _gather_full(run: Run, weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather the tensors of all devices to unsharded tensors of the whole model, in fp32 on the
-    host.
+    """Return parameter name -> full tensor of the whole model, in fp32 on the host. All ranks must
+    call this function.
 
-    values: parameter name -> this device's shard of a weight or of its gradient. weights: parameter
-    name -> the parameter, which tells how it is sharded.
+    weights  parameter name -> the tensor that the optimizer updates, which determines how the
+             parameter is sharded
+    values   parameter name -> this device's shard of the weight or of its gradient
     """
     found: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -283,7 +297,7 @@ def _gather_full(run: Run, weights: dict[str, nn.Parameter], values: dict[str, T
 
 
 class _OptimizerWithHook:
-    """An optimizer that calls a function before each of its steps."""
+    """An optimizer that calls `before()` and then does its usual step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None]) -> None:
         self.optimizer, self.before = optimizer, before
@@ -297,9 +311,15 @@ class _OptimizerWithHook:
 
 
 class _GradientRecorder:
-    """A `Reduction` that records the gradients of the first step when they are complete. Gathered
-    parameters hand their gradients over to the reduction, so hooks on parameters do not see
-    them."""
+    """A `Reduction` that also records the gradients of the first step: it copies them into `seen`
+    when they are complete.
+
+    ZeRO's gathered parameters hand their gradients over to the reduction, so hooks on the
+    parameters would not see them.
+
+    weights  parameter name -> the tensor whose `grad` is recorded
+    seen     parameter name -> gradient, in fp32 on the host; filled by this object
+    """
 
     def __init__(self, reduction: Reduction, weights: dict[str, nn.Parameter], seen: dict[str, Tensor]) -> None:
         self.reduction, self.weights, self.seen = reduction, weights, seen
@@ -329,7 +349,8 @@ def _gradient_hook(gradients: dict[str, Tensor], name: str):  # type: ignore[no-
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Norm of `found` - `expected` over the norm of `expected`, over all tensors together."""
+    """Return the relative difference of two sets of tensors: the norm of `found` - `expected`,
+    divided by the norm of `expected`, over all tensors together. The keys are parameter names."""
     distance = torch.stack([(found[name] - value).double().square().sum() for name, value in expected.items()]).sum()
     size = torch.stack([value.double().square().sum() for value in expected.values()]).sum()
     return float((distance / size.clamp_min(1e-30)).sqrt())

@@ -48,8 +48,10 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -2,
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Set in the ledger whether freed memory is reused (tuned), or whether large memory blocks are
-    requested from the operating system, and zeroed, at each allocation (lean).
+    """Return the ledger (the predicted memory and time of a step) with the allocator's behaviour.
+
+    With `tuned`, the process reuses freed memory. With `lean`, each allocation of a large memory
+    block is requested from the operating system, which zeroes it.
     """
     return (
         replace(ledger, caches_memory=True)
@@ -67,7 +69,8 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Set up this process's allocator, unless the environment already has allocator settings."""
+    """Set up the allocator of this process and return the run unchanged. Nothing is set if the
+    environment already has allocator settings."""
     if run.device.type == "cuda":
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
             set_allocator_settings("expandable_segments:True")
@@ -79,9 +82,10 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory, and not to map large memory blocks separately.
+    """Tell glibc to keep freed memory in the process, and to take large memory blocks from its heap
+    instead of a memory mapping of their own.
 
-    Returns whether glibc accepted all settings; False on a system without glibc.
+    Returns True if glibc accepted all settings; False otherwise, such as on a system without glibc.
     """
     return _set_mallopt((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26))
 
@@ -91,7 +95,7 @@ def give_back_freed_memory() -> bool:
 
     A separately mapped memory block returns to the operating system when it is freed.
 
-    Returns whether glibc accepted all settings; False on a system without glibc.
+    Returns True if glibc accepted all settings; False otherwise, such as on a system without glibc.
     """
     return _set_mallopt(
         (M_MMAP_MAX, 2**20),

@@ -51,7 +51,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Blocked attention on CPUs, for transformers' causal language models with short sequences."""
+    """Yield the default attention=blocked if the machine is a CPU and the job trains a causal
+    language model of transformers on sequences of at most 1,024 tokens; otherwise yield nothing."""
     sequence = job.data.sequence_length if isinstance(job.data, DataSpec) else 0
     if machine.device == "cpu" and job.of_transformers and task_of(job.model) == "causal-lm" and sequence <= MAX_LENGTH:
         yield Default("attention", "blocked", "on a CPU, plain products are faster than the fused attention kernel")
@@ -62,8 +63,8 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Make the model use blocked attention. Raises InputError for a model that does not use
-    transformers' attention interface.
+    """Make the run's model use blocked attention, and return the run. Raises InputError if the
+    model does not use transformers' attention interface with its default, sdpa.
     """
     config: Any = getattr(run.model, "config", None)
     if getattr(config, "_attn_implementation", None) != "sdpa":
@@ -78,8 +79,8 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def register() -> None:
-    """Register blocked attention with transformers under NAME, with a mask function that returns
-    None for purely causal masks.
+    """Register two functions with transformers under NAME: `attend`, which computes attention, and
+    `mask_unless_causal`, which makes the masks for it.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -88,8 +89,8 @@ def register() -> None:
 
 
 def mask_unless_causal(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the mask that sdpa would use. Returns None if this mask is purely causal, or, in an
-    encoder, if it hides nothing.
+    """Return the attention mask that transformers makes for sdpa. Return None if `attend` needs no
+    mask: if the mask would be purely causal, or, in an encoder, if it would hide nothing.
 
     The arguments are those of transformers' mask functions.
     """
@@ -113,11 +114,21 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute blocked attention, with the arguments of transformers' attention functions. Calls
-    sdpa for dropout, for a position bias, and if query, key and value differ in length or width.
+    """Compute blocked attention. The arguments and results are those of transformers' attention
+    functions.
 
-    query, key and value are (batch, heads, length, width); key and value may have fewer heads.
+    query           (batch, heads, length, width)
+    key, value      the same shape, but there may be fewer heads (grouped-query attention)
+    attention_mask  boolean (False hides a key) or a tensor that is added to the scores; None: only
+                    the causal mask applies, if there is one
+    scaling         factor of the scores; None: 1 / sqrt(width)
+    is_causal       whether a query sees only keys up to its position; None: `module.is_causal`. It
+                    is ignored if there is an `attention_mask`
+
     Returns the output, (batch, length, heads, width), and None in place of the probabilities.
+
+    Calls torch's sdpa instead if there is dropout or a position bias, or if query, key and value
+    differ in length or width.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -140,8 +151,11 @@ def attend(
 
 
 def as_additive_mask(mask: Tensor, query: Tensor) -> Tensor:
-    """Return the mask as a tensor of 4 dimensions to be added to the scores, in the query's type.
-    Where a boolean mask is False, it has the most negative number.
+    """Return the mask as a tensor of 4 dimensions that can be added to the attention scores, in the
+    type of `query`.
+
+    mask  boolean, or a tensor that is added to the scores. False becomes the type's most negative
+          number, and True becomes 0
     """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
@@ -149,8 +163,12 @@ def as_additive_mask(mask: Tensor, query: Tensor) -> Tensor:
 
 
 def query_blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, keys) for each block of queries: its queries are start to end - 1, and
-    they see the first `keys` keys.
+    """Yield (start, end, keys) for each block of queries: the block has the queries `start` to
+    `end - 1`, and these see the first `keys` keys.
+
+    length  number of queries, which is also the number of keys
+    causal  whether a query sees only the keys up to its own position. Then `keys` is `end`,
+            otherwise `length`
     """
     for start in range(0, length, QUERY_BLOCK):
         end = min(start + QUERY_BLOCK, length)
@@ -158,7 +176,8 @@ def query_blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
 
 
 def probability_count(length: int, causal: bool) -> int:
-    """Return how many probabilities all blocks have, for one head of one sample."""
+    """Return the number of attention probabilities that all blocks of queries compute together, for
+    one head of one sample. `length` and `causal` are those of `query_blocks`."""
     return sum((end - start) * keys for start, end, keys in query_blocks(length, causal))
 
 
@@ -168,14 +187,14 @@ def blocked_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(query @ key^T + bias) @ value, one block of queries at a time.
 
-    query   (batch, heads, length, width), already scaled
-    key     like query
-    value   like query
+    query   (batch, heads, length, width), already multiplied by the scale
+    key     (batch, heads, length, width)
+    value   (batch, heads, length, width)
     bias    (batch, heads, length, length), where any of these sizes may be 1; or None
     causal  whether a query sees only the keys up to its own position
 
-    Returns the output, (batch, heads, length, width), and the probabilities of all blocks, (batch x
-    heads, probability_count).
+    Returns the output, (batch, heads, length, width), and the probabilities of all blocks, which
+    backward needs: (batch x heads, probability_count(length, causal)).
     """
     batch, heads, length, width = query.shape
     query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
@@ -204,10 +223,12 @@ def causal_mask(rows: int, like: Tensor) -> Tensor:
 
 
 def probability_views(saved_probabilities: Tensor, groups: int, length: int, causal: bool) -> Iterator[Tensor]:
-    """Yield each block's probabilities, (groups, queries, keys), as a view of the flat tensor
-    `saved_probabilities`, which holds the probabilities of all blocks.
+    """Yield the probabilities of each block of queries, (groups, queries of the block, keys), as a
+    view of a flat tensor.
 
-    groups: batch x heads.
+    saved_probabilities  flat; it holds the probabilities of all blocks, one block after another
+    groups               batch size x number of heads
+    length, causal       as in `query_blocks`
     """
     offset = 0
     for start, end, keys in query_blocks(length, causal):
@@ -234,13 +255,19 @@ def blocked_attention_backward(
     causal: bool,
     bias: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key, value and bias from the saved probabilities.
+    """Return the gradients of query, key, value and bias, computed from the saved probabilities.
 
-    The gradients of query, key and value are (batch, heads, length, width).
+    gradient             gradient of the output, (batch, heads, length, width)
+    query, key, value    the inputs of the forward, (batch, heads, length, width); the query is
+                         already scaled
+    output               the output of the forward, (batch, heads, length, width)
+    saved_probabilities  the probabilities of all blocks of queries, which the forward returned
+    causal               whether a query sees only the keys up to its own position
+    bias                 the shape of the bias; None if there is no bias, or if its gradient is not
+                         needed
 
-    gradient  the gradient of the output
-    bias      the shape of the bias; None if there is no bias, or if its gradient is not needed: the
-              fourth result is then an empty tensor
+    The first three results are (batch, heads, length, width). The fourth has the shape of the bias,
+    or is an empty tensor if `bias` is None.
     """
     batch, heads, length, width = query.shape
     gradient, query, key, value, output = (
@@ -303,8 +330,10 @@ blocked_attention.register_autograd(_backward, setup_context=_setup_context)
 
 @register_flop_formula(torch.ops.tightfit.blocked_attention)
 def _flops(query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """Count two matrix products over all query-key pairs. As is usual for attention, pairs that the
-    mask hides are counted, too.
+    """Return the FLOPs of blocked attention: those of two matrix products over all query-key pairs.
+    As is usual for attention, pairs that the mask hides are counted, too.
+
+    query  the shape of the query
     """
     batch, heads, length, width = query
     return 4 * batch * heads * length * length * width
@@ -312,6 +341,7 @@ def _flops(query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
 
 @register_flop_formula(torch.ops.tightfit.blocked_attention_backward)
 def _backward_flops(gradient: Any, query: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
-    """Count four matrix products over all query-key pairs."""
+    """Return the FLOPs of the backward of blocked attention: those of four matrix products over all
+    query-key pairs. `query` is the shape of the query."""
     batch, heads, length, width = query
     return 8 * batch * heads * length * length * width

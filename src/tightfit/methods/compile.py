@@ -60,8 +60,10 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Compile each block of a transformers model, and any other model as a whole. Yields nothing if
-    the run is too short for compiling to save time.
+    """Yield the default for `compile`: "block" for a model of transformers, "model" for any other
+    model, and "none" if the machine has no compiler that torch.compile needs.
+
+    Yields nothing if the run is too short for compiling to save time.
     """
     if pays_to_compile(job):
         lacking = missing_for_compile(machine)
@@ -75,17 +77,20 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def pays_to_compile(job: Job) -> bool:
-    """Return whether a run is long enough for compiling to save time; True if its steps are
-    unknown.
+    """Return whether a run has at least 200 steps, so that compiling saves more time than it takes.
+    Return True if the job does not set the number of steps.
     """
     return (job.train.steps or PAYS_AFTER_STEPS) >= PAYS_AFTER_STEPS
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the time that compiling takes, and record whether CUDA graphs keep a step's memory.
+    """Return the ledger (the predicted memory and time of a step) with the seconds that compiling
+    takes. If the plan uses CUDA graphs, also mark in the ledger that a step's memory is kept from
+    step to step.
 
-    The trace runs the compiler on fake tensors, and so contains the compiled buffers and kernels.
-    Not predicted: the launches that a CUDA graph saves, and the gain from autotuned kernels.
+    The buffers and kernels of compiled code are in the ledger already, because the model was traced
+    with the compiler on fake tensors. Not predicted: the time that a CUDA graph saves on launches,
+    and the gain from autotuned kernels.
     """
     more = MODEL_COMPILE_S * ledger.blocks if plan.compile == "model" else 0.0
     times = AUTOTUNE_FACTOR if plan.compile_mode == "max-autotune-no-cudagraphs" else 1.0
@@ -95,8 +100,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Compile the blocks, or the loss function, which calls the model. Raises InputError for
-    compile: block without repeated blocks, and for CUDA graphs with data of varying lengths.
+    """Return the run with compiled blocks (compile: block) or with a compiled loss function, which
+    calls the model (compile: model).
+
+    Raises InputError for compile: block if the model has no repeated blocks, and for CUDA graphs
+    (compile_mode: reduce-overhead) if the data's lengths vary.
     """
     backend = BACKEND if active_fake_mode() is None else fake_backend()
     mode = None if plan.compile_mode == "default" or active_fake_mode() is not None else plan.compile_mode
@@ -129,11 +137,11 @@ def apply(run: Run, plan: Plan) -> Run:
 
 @contextmanager
 def naming_compiler_failures(plan: Plan) -> Iterator[None]:
-    """A context in which an error of torch's compiler, or of the code that it generated, is raised
-    as an InputError that names torch.compile as the cause.
+    """A context that turns an error of torch's compiler, or of the code that it generated, into an
+    InputError that says that torch.compile fails on this model. Other errors are not changed.
 
-    torch compiles the backward when the backward first runs, so the context must include a
-    backward.
+    Use it around a first forward and backward, because torch compiles the backward when it first
+    runs.
     """
     try:
         yield
@@ -160,13 +168,15 @@ def _is_compiler_error(error: RuntimeError) -> bool:
 def refusing_buffer_changes(
     compiled: Callable[[Batch], Tensor], model: nn.Module, name: str | None
 ) -> Callable[[Batch], Tensor]:
-    """Return `compiled` with a check on the first forward, which raises InputError if a block
+    """Return a loss function that calls `compiled`. Its first call raises InputError if a block
     changes one of its buffers.
 
-    Such a block cannot be compiled and recomputed: its recomputation would change the buffer a
-    second time. Running statistics of norms are allowed, because the compiler handles them.
+    Such a block cannot be both compiled and recomputed, because its recomputation would change the
+    buffer a second time. Running statistics of norms are allowed, because the compiler handles
+    them.
 
-    name: name of the list of blocks in the model; None: it is found automatically.
+    compiled  the compiled loss function: batch -> sum of the losses
+    name      name of the list of blocks in the model; None: it is found automatically
     """
     held = [
         (f"{path}.{inner}.{key}".replace("..", "."), module, key)
@@ -197,8 +207,10 @@ def refusing_buffer_changes(
 
 
 def with_cuda_graph(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-    """Return `compiled` adapted to CUDA graphs: its loss is copied out of the graph's memory,
-    because the next replay overwrites this memory.
+    """Return a loss function that calls `compiled` and copies the loss out of the memory of the
+    CUDA graph, because the next replay of the graph overwrites this memory.
+
+    compiled  the compiled loss function: batch -> sum of the losses
     """
 
     def loss_sum(batch: Batch) -> Tensor:
@@ -211,10 +223,13 @@ def with_cuda_graph(compiled: Callable[[Batch], Tensor]) -> Callable[[Batch], Te
 def only_full_batches(
     compiled: Callable[[Batch], Tensor], plain: Callable[[Batch], Tensor], full: int | None
 ) -> Callable[[Batch], Tensor]:
-    """Return a loss function that calls `compiled` on full micro-batches in training, and `plain`
-    on short micro-batches and in evaluations. This avoids recompilations for other shapes.
+    """Return a loss function that calls `compiled` on full micro-batches in training, and `plain`,
+    without the compiler, on shorter micro-batches and in evaluations. This avoids recompilations
+    for other shapes.
 
-    full: samples in a full micro-batch; None: a micro-batch of any size is full.
+    compiled, plain  the same loss function with and without compilation: batch -> sum of the losses
+    full             number of samples in a full micro-batch; None: a micro-batch of any size counts
+                     as full
     """
 
     def loss_sum(batch: Batch) -> Tensor:

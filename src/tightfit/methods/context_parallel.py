@@ -51,8 +51,11 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the communication around the ring. The trace already has one device's chunks of the
-    sequences, with the `send` operations, whose bytes and calls are added up.
+    """Return the ledger (the predicted memory and time of a step) with the communication of the
+    ring: the bytes and the number of all `send` operations of a step.
+
+    The ledger already has the memory and operations of one device's chunks of the sequences,
+    because the model was traced with ring attention.
     """
     sends = [
         operation
@@ -68,8 +71,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Use ring attention in the model, and shard the data by positions. Raises InputError for
-    models that need other positions outside of attention.
+    """Return the run with ring attention in its model, and with data that gives each device its own
+    chunks of every sequence.
+
+    Raises InputError if the model mixes positions outside of attention, or if the ring does not
+    support its kind of attention. Also raises it if the job has no loss for each position.
     """
     assert run.mesh is not None
     task = task_of(run.job.model)
@@ -87,11 +93,15 @@ def apply(run: Run, plan: Plan) -> Run:
 
 def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
     """Raise InputError if the model or the loss needs the positions of other devices outside of
-    attention, or uses attention that the ring does not support.
+    attention, or if the model uses attention that the ring does not support.
+
+    task  the job's task, such as "causal-lm"; None for a model or loss of the user's own
     """
     asked, config = f"plan: cp={plan.cp}", getattr(model, "config", None)
     if task not in ("causal-lm", "masked-lm"):
-        raise InputError(asked, f"a {task or 'custom'} job has no loss for each position", "use cp: 1")
+        raise InputError(
+            asked, f"a {task or 'custom'} job has no loss for each position, and cp shards the positions", "use cp: 1"
+        )
     takes = inspect.signature(model.forward).parameters
     if (
         getattr(config, "_attn_implementation", None) != "sdpa"
@@ -129,8 +139,8 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
 
 
 def _uses_attention_interface(model: nn.Module) -> bool:
-    """Return whether a model's code uses transformers' attention interface. Falcon, for example,
-    calls torch's attention directly, which ring attention cannot replace.
+    """Return whether a model's code uses transformers' attention interface, through which ring
+    attention replaces the model's own. Falcon, for example, calls torch's attention directly.
     """
     names = {kind.__module__ for kind in type(model).__mro__} - {"transformers.modeling_utils"}
     modules = [sys.modules.get(name) for name in names]
@@ -138,15 +148,15 @@ def _uses_attention_interface(model: nn.Module) -> bool:
 
 
 def _mixes_positions(module: nn.Module) -> bool:
-    """Return whether a module (an RNN or a convolution) combines positions, which may be on different
-    devices.
+    """Return whether a module combines different positions of a sequence, as an RNN or a
+    convolution does. These positions may be on different devices.
     """
     return isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
 
 
 def _positions_depend_on_padding(module: nn.Module) -> bool:
-    """Return whether a module computes position numbers from the padding, as in RoBERTa and similar
-    models, whose positions begin after the padding index instead of at 0.
+    """Return whether a module computes position numbers from the padding of the sequence, as in
+    RoBERTa and similar models. Their positions begin after the padding index instead of at 0.
     """
     positions = getattr(module, "position_embeddings", None)
     return isinstance(positions, nn.Embedding) and positions.padding_idx is not None

@@ -43,8 +43,11 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the all-reduce of the gradients. Every device has the full model states, and the ledger
-    already has this device's share of the samples.
+    """Return the ledger (the predicted memory and time of a step) with the all-reduce of the
+    gradients: its bytes, its calls, and the memory of its buckets or of compression.
+
+    Nothing else changes: every device has the full model states, and the ledger already has this
+    device's share of the samples.
     """
     if plan.compressed_gradients == "powersgd":
         ledger = _with_low_rank(ledger, plan)
@@ -60,10 +63,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
-    """Add the memory of PowerSGD.
+    """Return the ledger with the memory of PowerSGD.
 
-    Each matrix's error buffer and its factor Q are kept between steps. During the reduction there
-    are also all P, all new Q, and the product P Q' of the largest matrix.
+    Each matrix's error buffer and its factor Q are kept between steps, as optimizer states are.
+    During the reduction, all P, all new Q, and the product P Q' of the largest matrix exist, too.
     """
     left = rows = columns = vectors = largest = 0.0
     for parameter in ledger.parameters:
@@ -84,8 +87,10 @@ def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
 
 
 def is_compressible(shape: tuple[int, ...], rank: int) -> bool:
-    """Return whether PowerSGD compresses a parameter of this shape: the gradient has two or more
-    dimensions, and more elements than its factors P and Q of this rank.
+    """Return whether PowerSGD compresses the gradient of a parameter of this shape. It does if the
+    shape has two or more dimensions, and more elements than the factors P and Q together.
+
+    rank  number of columns of P and of Q
 
     Example: a 1,024 x 4,096 matrix has 4.2 million elements. With rank 4, P is (1,024, 4) and Q is
     (4,096, 4): together 20,480 elements.
@@ -97,8 +102,8 @@ def is_compressible(shape: tuple[int, ...], rank: int) -> bool:
 
 
 def _share_sent(ledger: Ledger, plan: Plan) -> float:
-    """Return which share of the gradients' bytes is sent: 1.0 without compression, 0.5 for fp32
-    gradients that are sent in bf16.
+    """Return the size of the gradients as they are sent, as a fraction of their full size: 1.0
+    without compression, 0.5 for fp32 gradients that are sent in bf16, and less with PowerSGD.
     """
     if plan.compressed_gradients == "none":
         return 1.0
@@ -117,8 +122,8 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Broadcast the weights, so that all replicas start from the same ones, and set up the reduction
-    of the gradients.
+    """Broadcast the weights, so that all replicas start from the same ones, and return the run with
+    a ReplicaReduction, which all-reduces the gradients.
     """
     assert run.mesh is not None
     broadcast_parameters(run.model, run.mesh)
@@ -126,8 +131,11 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 class ReplicaReduction(UnshardedReduction):
-    """The `Reduction` of data parallelism with a full model on each device: all-reduces the
-    gradients, compressed if the plan says so.
+    """All-reduces the gradients of the replicas of a model, compressed if the plan says so. At the
+    end of a step, it also averages BatchNorm's statistics over the replicas.
+
+    It implements the interface `Reduction` (see `runtime/run.py`): `begin` and `end` are called
+    around each micro-batch.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan) -> None:
@@ -156,7 +164,8 @@ class ReplicaReduction(UnshardedReduction):
 
 class PowerSGD:
     """Reduces gradients by PowerSGD: for each gradient matrix M, only the factors P = M Q and
-    Q = M'P are all-reduced, which have `rank` columns each. The result is P Q'.
+    Q = M'P are all-reduced, which have `rank` columns each. The result is P Q', where Q' is the
+    transpose of Q.
 
     The error M - P Q' is added to the next step's gradient (error feedback). Vectors, and matrices
     that P and Q would not make smaller, are all-reduced in full.
@@ -164,8 +173,8 @@ class PowerSGD:
     On a device where a parameter has no gradient, the gradient counts as zero. If no device has a
     gradient for a parameter, its error and its Q do not change.
 
-    errors   parameter -> the error of the last step
-    columns  parameter -> Q of the last step
+    errors   maps a parameter to its error M - P Q' of the last step
+    columns  maps a parameter to its Q of the last step
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, rank: int) -> None:
@@ -218,8 +227,11 @@ class PowerSGD:
         return matrix.clone() if left is None else left.add_(matrix)
 
     def _columns(self, parameter: nn.Parameter, error: Tensor) -> Tensor:
-        """Return the Q to start from: the Q of the previous step, because the main directions of a
-        gradient change slowly; in the first step, a random Q, the same on all devices.
+        """Return the Q with which this step's P = M Q is computed: the Q of the previous step,
+        because the main directions of a gradient change slowly. In the first step, it is a random
+        Q, the same on all devices.
+
+        error  the gradient plus the previous step's error, as a matrix; it gives Q's size and type
         """
         if parameter in self.columns:
             return self.columns[parameter]

@@ -61,23 +61,25 @@ def enabled(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose the value of `start`, and "none", which takes less memory: without float8, no 8-bit
-    copies are saved for backward.
+    """Return the values of `float8` that search tries: the value of the plan `start`, and "none".
+    Without float8, less memory is needed, because no 8-bit copies are saved for backward.
     """
     return {"float8": list(dict.fromkeys([start.float8, "none"]))}
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger unchanged: the trace already has the casts and the 8-bit products. Raises
-    InputError if the machine's devices have no 8-bit matrix units.
+    """Return the ledger (the predicted memory and time of a step) unchanged, because the model was
+    traced with the casts and the 8-bit products. Raises InputError if the machine's devices have no
+    8-bit matrix units.
     """
     _check_units(machine.architecture, plan)
     return ledger
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Replace the blocks' linear layers. Raises InputError if the device has no 8-bit matrix units,
-    or if no layer can be replaced.
+    """Replace the linear layers in the model's blocks by layers that multiply in float8, and return
+    the run. Raises InputError if the device has no 8-bit matrix units, or if no layer can be
+    replaced.
     """
     if run.device.type == "cuda":
         _check_units(architecture_of(torch.cuda.get_device_properties(run.device)), plan)
@@ -111,13 +113,13 @@ def is_installed() -> bool:
 
 def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate: bool = False, pad: bool = True) -> int:
     """Replace the linear layers of `blocks` inside `model` by torchao's Float8Linear, and return
-    how many are replaced. Layers that float8 does not support are not replaced.
+    the number of replaced layers. Layers that float8 does not support are not replaced.
 
-    recipe   torchao's recipe: "tensorwise" or "rowwise"
-    emulate  whether factors are rounded to 8 bits and multiplied in fp32, which gives the same
+    recipe   torchao's recipe: "tensorwise" (a scale for each tensor) or "rowwise" (for each row)
+    emulate  whether factors are rounded to 8 bits and then multiplied in fp32, which gives the same
              numbers on devices without 8-bit matrix units
-    pad      whether the number of tokens is padded to a multiple of 16, as the product for the
-             weight's gradient needs
+    pad      whether the layers pad the number of tokens to a multiple of 16, which the product for
+             the weight's gradient needs
 
     Raises InputError if torchao is not installed.
     """
@@ -144,10 +146,11 @@ def _can_be_replaced(layer: nn.Module) -> bool:
 
 
 def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Forward pre-hook that casts a layer's input to autocast's type on a CPU.
+    """Return a layer's inputs with the first one cast to autocast's type, if autocast is enabled on
+    the CPU.
 
-    It is needed when a CPU emulates float8: torchao itself casts to the type of CUDA's autocast
-    only.
+    This is a forward pre-hook for float8 layers that a CPU emulates, because torchao itself casts
+    only to the type of CUDA's autocast.
     """
     if not inputs or not torch.is_autocast_enabled("cpu"):
         return inputs
@@ -156,8 +159,8 @@ def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, .
 
 
 def needs_padding(job: Job, plan: Plan) -> bool:
-    """Return whether a micro-batch's number of tokens may not be a multiple of 16, so that float8
-    products must pad it. False only for packed sequences whose length on each device is a multiple of 16.
+    """Return whether float8 layers must pad the number of tokens, because it may not be a multiple
+    of 16. Return False only for packed sequences whose length on each device is a multiple of 16.
     """
     data = job.data
     if not isinstance(data, DataSpec) or data.packing != "packed":

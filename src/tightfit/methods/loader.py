@@ -36,7 +36,16 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tightfit.cost.ledger import Ledger
-from tightfit.data import Order, Samples, UserStream, open_evaluation, open_samples
+from tightfit.data import (
+    MixedOrder,
+    Order,
+    Samples,
+    SampleStream,
+    first_samples,
+    open_evaluation,
+    open_samples,
+    order_of,
+)
 from tightfit.data.order import Integers, split_ranges
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
@@ -69,14 +78,18 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the host memory of the workers and their prefetched micro-batches, and the time to
-    prepare and copy a step's samples.
-    """
+    """Return the ledger (the predicted memory and time of a step) with two additions: the host
+    memory of the workers, of their prefetched micro-batches and of a stream, and the seconds in
+    which a step's samples are prepared and copied to the device."""
     samples = ledger.micro_batch * ledger.micro_batches
     workers, piece = plan.loader_workers, min(plan.micro_batch or samples, samples)
     ready = piece * workers * plan.prefetch * ledger.batch_bytes
     host = {"loader": (SERVER_BYTES if workers else 0) + workers * WORKER_BYTES + ready}
-    seconds, ahead = {"prepare": samples * ledger.sample_s / max(workers, 1)}, {"prepare"} if workers else set()
+    prepared = samples
+    if ledger.stream_bytes:
+        host["stream"] = ledger.stream_bytes
+        prepared *= plan.data_parallel  # every data rank tokenizes the whole stream
+    seconds, ahead = {"prepare": prepared * ledger.sample_s / max(workers, 1)}, {"prepare"} if workers else set()
     if machine.device == "cuda":
         step = samples * ledger.batch_bytes
         host["loader"] += step
@@ -101,42 +114,45 @@ def overlaps_uploads(plan: Plan, device: str) -> bool:
     This needs a GPU, pin_memory and non_blocking. It is never the case in a pipeline, whose ranks
     read micro-batches in the schedule's order, nor with a parameter server, whose workers read
     micro-batches one at a time.
+
+    device  the kind of device: "cpu" or "cuda"
     """
     alone = plan.pp == 1 and plan.parameter_server == "none"
     return device == "cuda" and plan.pin_memory and plan.non_blocking and alone
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Open the job's data, and set the run's `data` to this data rank's share of each step."""
+    """Open the job's data, and return the run with `data`, which yields this data rank's share of
+    the samples of each step."""
     if overlaps_uploads(plan, run.device.type):
         run = replace(run, prefetcher=BatchPrefetcher(run.device))
     run = replace(run, droppable_masks=_optional_masks(run.model, plan) if kind_of(run.device) == "cuda" else ())
     source = open_samples(run.job)
     evaluation = open_evaluation(run.job, source)
     part = run.mesh.data_rank_and_size if run.mesh is not None else (0, 1)
-    if isinstance(source, UserStream):
+    if isinstance(source, SampleStream):
         return replace(run, data=_streamed(source, evaluation, run.job, plan, part))
     return replace(run, data=_ordered(source, evaluation, run.job, plan, part))
 
 
 def check_packing(model: nn.Module, job: Job) -> None:
-    """Raise InputError if the job packs separate samples into a sequence, and the model would not
-    keep them apart."""
+    """Raise InputError if the job packs several samples into one sequence that must not attend to
+    each other (data.packing: separate), and the model cannot keep them apart."""
     if isinstance(job.data, DataSpec) and job.data.packing == "separate":
         check_separates_sequences(model, "job: data.packing=separate")
 
 
 def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
-    """Return the names of the model's mask inputs that the loader may replace by None if a mask is
-    all ones, such as ("attention_mask",). Empty if the model needs its masks.
+    """Return the names of the model's mask inputs, such as ("attention_mask",), that may be left
+    out of a batch if the mask is all ones. Return () if the model needs its masks.
 
-    Models that call transformers' mask functions treat None like an all-ones mask. With a mask,
-    they first read from the device whether it is all ones, and the host waits for the answer.
-    Without a mask, they need not wait.
+    Models that call transformers' mask functions treat a missing mask like a mask of ones. If there
+    is a mask, they first read from the device whether it is all ones, and the host waits for the
+    answer. Without a mask, the host need not wait.
 
-    With compile: model, masks are never left out: the compiled model does not read them in this
-    way, and would be compiled twice, with and without a mask. With cp, all devices that share a
-    sequence must have masks, or none of them.
+    With compile: model, masks are never left out. The compiled model does not read them in this
+    way, and would be compiled twice, with and without a mask. With cp, they are never left out
+    either, because all devices that share a sequence must have masks, or none of them.
     """
     if plan.compile == "model" or plan.cp > 1:
         return ()
@@ -149,17 +165,21 @@ def _optional_masks(model: nn.Module, plan: Plan) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class OrderedData:
-    """The `Data` of a dataset with random access. It yields samples in the order of `order`, which
-    does not depend on the number of workers.
+    """Yields the micro-batches of a dataset with random access. It implements the interface `Data`
+    (see `runtime/run.py`).
 
-    batch       samples in a step, on all devices
-    data_rank   (rank, count): this data rank, and the number of data ranks that share each step's
-                samples
+    source      the samples of the dataset
+    order       the order of the training samples, and which samples are held out for evaluations.
+                It does not depend on the number of workers
+    batch       number of samples in a step, on all devices
+    plan        its fields set the size of micro-batches and the number of worker processes
+    data_rank   (rank, count): the samples of each step are divided into `count` shares, and this
+                process reads share number `rank`
     evaluation  the samples of the job's `evaluate.data`; None: the held-out samples of `order`
     """
 
     source: Samples
-    order: Order
+    order: Order | MixedOrder
     batch: int
     plan: Plan
     data_rank: tuple[int, int] = (0, 1)
@@ -186,10 +206,14 @@ class OrderedData:
         return self.source.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Yield the list of this rank's micro-batches of each step, on the host.
+        """Yield, for each optimizer step, the list of this data rank's micro-batches, in host
+        memory.
 
-        The first step begins at position `consumed` in the order of samples, the last one ends
-        before position `until` (None: there is no end). A step's last micro-batch may be short.
+        consumed  number of samples that earlier steps have used: the first step begins after them
+        until     number of samples after which the last step ends; None: there is no end
+
+        A step's last micro-batch may be short. A rank with fewer micro-batches than others gets a
+        DummyMicroBatch for each missing one.
         """
         micro = self.plan.micro_batch_of(self.batch)
         wanted = (key for begin, end in _steps(consumed, until, self.batch) for key in self._keys(begin, end, micro))
@@ -201,12 +225,12 @@ class OrderedData:
             ]
 
     def held_out(self, samples: int | None) -> Iterator[Batch]:
-        """Yield this rank's micro-batches of the first `samples` evaluation samples; None: of all.
-        This process prepares them without workers.
+        """Yield this data rank's micro-batches of the first `samples` evaluation samples (of all
+        samples if it is None). This process prepares them without workers.
         """
         micro = self.plan.micro_batch_of(self.batch)
         if self.evaluation is not None:
-            return _evaluation_batches(self.evaluation, _first(self.evaluation, samples), micro, self.data_rank)
+            return _evaluation_batches(self.evaluation, first_samples(self.evaluation, samples), micro, self.data_rank)
         indices = self.order.held_out(self.order.evaluation_count if samples is None else samples)
         return _evaluation_batches(self.source, indices, micro, self.data_rank)
 
@@ -216,10 +240,12 @@ class OrderedData:
         return self.source.batch(places, 0 * places)
 
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
-        """Yield (sample indices, epochs) for each of this rank's micro-batches in the step from
-        position `begin` to `end`.
+        """Yield (sample indices, epochs) for each of this data rank's micro-batches of one step:
+        for each sample, its index in the dataset, and in which epoch it is used.
 
-        micro: samples in a full micro-batch.
+        begin, end  the step has the samples at positions `begin` to `end - 1` in the order of
+                    training
+        micro       number of samples in a full micro-batch
         """
         indices, epochs = self.order.training_samples(begin, end)
         for first, last, _ in micro_batch_ranges(begin, end, micro, self.data_rank):
@@ -233,11 +259,20 @@ class OrderedData:
 
 @dataclass(frozen=True)
 class StreamedData:
-    """The `Data` of an iterable. It yields samples in the iterable's own order. It holds out no
-    samples; `evaluation` is the job's `evaluate.data`, or None.
+    """Yields the micro-batches of a stream or an iterable dataset, in its own order. It implements
+    the interface `Data` (see `runtime/run.py`).
+
+    source        the stream or iterable
+    batch         number of samples in a step, on all devices
+    sample_items  tokens in a full sample; 1 for images
+    plan          its fields set the size of micro-batches and the number of worker processes
+    data_rank     (rank, count): the samples of each step are divided into `count` shares, and this
+                  process reads share number `rank`
+    evaluation    the samples of the job's `evaluate.data`; None: there are no evaluation samples,
+                  because none are held out from a stream
     """
 
-    source: UserStream
+    source: SampleStream
     batch: int
     plan: Plan
     sample_items: int
@@ -249,8 +284,12 @@ class StreamedData:
     evaluation: Samples | None = None
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Yield the same as OrderedData.steps. Samples that were consumed before, or that belong to
-        other ranks, are read and skipped.
+        """Yield, for each optimizer step, the list of this data rank's micro-batches, in host
+        memory. Samples that earlier steps have used, or that belong to other ranks, are read and
+        skipped.
+
+        consumed  number of samples that earlier steps have used: the first step begins after them
+        until     number of samples after which the last step ends; None: there is no end
         """
         micro = self.plan.micro_batch_of(self.batch)
         batches = self._prepare(_StreamMicroBatches(self.source, consumed, until, self.batch, micro, self.data_rank))
@@ -264,10 +303,10 @@ class StreamedData:
         if self.evaluation is None:
             return iter(())
         micro = self.plan.micro_batch_of(self.batch)
-        return _evaluation_batches(self.evaluation, _first(self.evaluation, samples), micro, self.data_rank)
+        return _evaluation_batches(self.evaluation, first_samples(self.evaluation, samples), micro, self.data_rank)
 
     def example(self) -> Batch:
-        return next(iter(self.source.batches([(0, EXAMPLE_SAMPLES)])))
+        return self.source.example(EXAMPLE_SAMPLES)
 
     def _prepare(self, read: _StreamMicroBatches) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:
@@ -275,15 +314,11 @@ class StreamedData:
         return _from_workers(read, None, self.plan)
 
 
-def _first(source: Samples, samples: int | None) -> Integers:
-    """Return the indices of the first `samples` samples of a source; None: of all."""
-    return np.arange(len(source) if samples is None else min(samples, len(source)))
-
-
 def _evaluation_batches(source: Samples, indices: Integers, micro: int, part: tuple[int, int]) -> Iterator[Batch]:
-    """Yield one data rank's micro-batches of the samples with these indices.
+    """Yield one data rank's micro-batches of the samples of `source` with these indices. A rank
+    with fewer micro-batches than others yields a DummyMicroBatch for each missing one.
 
-    micro  samples in a full micro-batch
+    micro  number of samples in a full micro-batch
     part   (rank, count): the data rank, and the number of data ranks
     """
     for begin, end, fills in micro_batch_ranges(0, len(indices), micro, part):
@@ -294,7 +329,7 @@ def _evaluation_batches(source: Samples, indices: Integers, micro: int, part: tu
 def _ordered(source: Samples, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]) -> OrderedData:
     # no samples are held out from a dataset that the user passes as an object
     share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
-    order = Order(len(source), share, job.train.seed)
+    order = order_of(source, share, job.train.seed)
     if job.evaluate_every and evaluation is None and not order.evaluation_count:
         raise InputError(
             f"job: train.evaluate_every={job.evaluate_every}",
@@ -308,28 +343,41 @@ def _ordered(source: Samples, evaluation: Samples | None, job: Job, plan: Plan, 
 
 
 def _streamed(
-    source: UserStream, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]
+    source: SampleStream, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]
 ) -> StreamedData:
     if job.train.steps is None:
-        raise InputError("data", "an iterable has no length, so the number of steps is unknown", "set train.steps")
+        raise InputError("data", "has no known length, so the number of steps is unknown", "set train.steps")
     if job.evaluate_every and evaluation is None:
         raise InputError(
             f"job: train.evaluate_every={job.evaluate_every}",
-            "an iterable has no held-out samples",
-            "give evaluate.data, or a dataset with __len__ and __getitem__, or leave out train.evaluate_every",
+            "a stream or an iterable has no held-out samples",
+            "give evaluate.data, or data that has a length, or leave out train.evaluate_every",
         )
     if plan.loader_workers > 1:
         raise InputError(
             f"plan: loader_workers={plan.loader_workers}",
-            "only one worker can read an iterable",
+            "only one worker can read a stream or an iterable",
             "use loader_workers: 1",
         )
-    return StreamedData(source, job.train.batch, plan, source.sample_items, data_rank=part, evaluation=evaluation)
+    return StreamedData(
+        source,
+        job.train.batch,
+        plan,
+        source.sample_items,
+        ragged=source.ragged,
+        tokenizer=source.tokenizer,
+        data_rank=part,
+        evaluation=evaluation,
+    )
 
 
 def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, int]]:
-    """Yield (begin, end), the range of positions of each step, of `batch` samples each. The last step
-    ends at `until` and may be short. With until=None, there is no last step.
+    """Yield (begin, end) for each step: the step has the samples at positions `begin` to `end - 1`.
+
+    consumed  position at which the first step begins
+    until     position at which the last step ends, which may therefore be short; None: there is no
+              last step
+    batch     number of samples in a step
     """
     begins = itertools.count(consumed, batch) if until is None else range(consumed, until, batch)
     for begin in begins:
@@ -337,14 +385,15 @@ def _steps(consumed: int, until: int | None, batch: int) -> Iterator[tuple[int, 
 
 
 def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) -> Iterator[tuple[int, int, bool]]:
-    """Yield (first, last, is_dummy) for each micro-batch of one data rank in the step from position
-    `begin` to `end`: the micro-batch consists of the samples at positions first to last - 1.
+    """Yield (first, last, is_dummy) for each micro-batch of one data rank in one step: the
+    micro-batch consists of the samples at positions `first` to `last - 1`.
 
     All ranks get the same number of micro-batches. A rank with fewer samples than others gets dummy
-    micro-batches of one sample in addition.
+    micro-batches of one sample in addition, for which `is_dummy` is True.
 
-    micro  samples in a full micro-batch
-    part   (rank, count): the data rank, and the number of data ranks
+    begin, end  the step has the samples at positions `begin` to `end - 1`
+    micro       number of samples in a full micro-batch
+    part        (rank, count): the data rank, and the number of data ranks
 
     Example: a step of 5 samples on 2 ranks, with micro-batches of 2. Rank 0 has samples 0-1 and a
     dummy, rank 1 has samples 2-3 and sample 4.
@@ -362,10 +411,11 @@ def micro_batch_ranges(begin: int, end: int, micro: int, part: tuple[int, int]) 
 
 
 class _SampleMicroBatches(Dataset[Any]):
-    """The dataset of the worker processes: maps (sample indices, epochs) to a micro-batch.
+    """The dataset from which the worker processes read: dataset[sample indices, epochs] is the
+    micro-batch of these samples.
 
-    A TightfitError is returned instead of raised, because an exception from a worker arrives
-    without its attributes.
+    If reading fails with a TightfitError, the error is returned instead of raised. An exception
+    that a worker raises would lose its attributes on the way to the main process.
     """
 
     def __init__(self, source: Samples) -> None:
@@ -376,10 +426,18 @@ class _SampleMicroBatches(Dataset[Any]):
 
 
 class _StreamMicroBatches(IterableDataset[Any]):
-    """This rank's micro-batches of an iterable, read in this process or in a worker."""
+    """Iterates over the micro-batches that one data rank reads from an iterable dataset. `batches`
+    is for this process. A worker process iterates over the object itself, which yields a
+    TightfitError instead of raising it.
+
+    consumed, until  the samples at positions `consumed` to `until - 1` are used; None: no end
+    batch            number of samples in a step, on all devices
+    micro            number of samples in a full micro-batch
+    part             (rank, count): the data rank, and the number of data ranks
+    """
 
     def __init__(
-        self, source: UserStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
+        self, source: SampleStream, consumed: int, until: int | None, batch: int, micro: int, part: tuple[int, int]
     ) -> None:
         self.source, self.consumed, self.until, self.batch, self.micro = source, consumed, until, batch, micro
         self.part = part
@@ -404,7 +462,7 @@ _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError, RuntimeError)
 
 
 def _result_or_error(make: Callable[[], Any]) -> Any:
-    """Return the result of `make`, or the TightfitError that it raises."""
+    """Call `make` and return its result. If it raises a TightfitError, return this error."""
     try:
         return make()
     except TightfitError as error:
@@ -412,13 +470,15 @@ def _result_or_error(make: Callable[[], Any]) -> Any:
 
 
 def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan) -> Iterator[Batch]:
-    """Yield the micro-batches that worker processes prepare, in the order of `keys`.
+    """Yield the micro-batches that the plan's worker processes prepare, in the order of `keys`.
+
+    dataset  returns or yields micro-batches
+    keys     for each micro-batch, the key with which it is read: dataset[key]; None if the dataset
+             is an iterable
 
     Workers are forked from a fork server, a process that has imported torch and has no threads.
     Forking the training process itself could deadlock, because torch has started threads in it.
     Spawned workers would each import torch again.
-
-    keys: arguments of dataset[...], one for each micro-batch; None for an iterable dataset.
 
     Raises TightfitError if a worker is killed, and InputError if the dataset cannot be pickled.
     """
@@ -452,7 +512,8 @@ def _from_workers(dataset: Dataset[Any], keys: Iterable[Any] | None, plan: Plan)
 
 def _start_workers(loader: DataLoader[Any], plan: Plan) -> Iterator[Any]:
     """Start the loader's workers, and return the iterator over their batches. The workers import
-    the user's script only if the dataset cannot be pickled without it.
+    the user's script only if the dataset cannot be pickled without it. Raises InputError if the
+    dataset cannot be pickled.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Got pickle error")  # the InputError below says it

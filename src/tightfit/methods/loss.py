@@ -73,29 +73,33 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Chunk the loss of transformers' language models, unless metrics need the logits."""
+    """Yield the default number of tokens in a chunk if the job trains a language model of
+    transformers. Yield nothing for other models, and if metrics of the job need the logits."""
     if job.of_transformers and not job.has_metrics and task_of(job.model) in ("causal-lm", "masked-lm", "seq2seq-lm"):
         yield Default("chunked_loss", chunk_of(job, machine), "the logits of all tokens never exist at the same time")
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose chunks of at most 1,024 tokens, and None (no chunks) for models whose loss cannot be
-    chunked.
+    """Return the values of `chunked_loss` that may need the least memory: at most 1,024 tokens in a
+    chunk, and None (no chunks), for models whose loss cannot be chunked. Only None is returned if
+    the plan `start` has no chunks.
     """
     return {"chunked_loss": [None] if start.chunked_loss is None else [min(start.chunked_loss, CHUNK), None]}
 
 
 def chunk_of(job: Job, machine: Machine) -> int:
-    """Return the default number of tokens in a chunk for this job on this machine."""
+    """Return the default of `plan.chunked_loss` for this job on this machine: the number of tokens
+    for which the loss computes logits at a time."""
     return default_chunk(model_input(job).vocabulary, machine.device, machine.memory_bytes.value)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger with the time that torch.compile takes to generate the softmax kernel of the
-    chunked loss. The trace already contains the buffers and operations of this loss.
+    """Return the ledger (the predicted memory and time of a step) with the seconds in which
+    torch.compile generates the softmax kernel of the chunked loss, before the first step.
 
-    With a sharded vocabulary (tp), the softmax consists of torch's own operations, and no kernel is
-    generated.
+    The buffers and operations of this loss are in the ledger already, because the model was traced
+    with it. On a CPU, and with a sharded vocabulary (tp), the softmax consists of torch's own
+    operations, so no kernel is generated.
     """
     if machine.device == "cpu" or plan.tp > 1 or not can_generate_kernels():
         return ledger
@@ -103,8 +107,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Replace the run's objective by one that computes the loss in chunks. Raises InputError if the
-    model changes the logits after its output head.
+    """Return the run with an objective that computes the loss in chunks. Raises InputError if no
+    output head is found, or if the model's configuration says that it changes the logits after the
+    head.
     """
     assert plan.chunked_loss is not None
     kernels = kernels_for(kind_of(run.device), plan.precision not in ("fp32", "tf32"), plan.chunked_loss)
@@ -123,8 +128,8 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
     FLOPs per element for this gradient. With fewer tokens, the memory traffic takes longer than the
     arithmetic.
 
-    On a CPU, a chunk has 1,024 tokens, or fewer if their fp32 logits would take more than 512 MiB,
-    which happens with a vocabulary of more than 131,072 classes.
+    On a CPU, a chunk has 1,024 tokens. It has fewer if their fp32 logits would take more than 512
+    MiB, which happens with more than 131,072 classes.
 
     vocabulary    number of classes of the output head on one device; None if unknown: 1,024 tokens
     device        "cpu" or "cuda"
@@ -138,14 +143,20 @@ def default_chunk(vocabulary: int | None, device: str, memory_bytes: float | Non
 
 
 def count_labelled(targets: Callable[[Batch], Tensor], batch: Batch) -> LabelCount | None:
-    """Count the labelled targets of a batch on the host. Returns None for fake tensors."""
+    """Return the number of labelled targets of a batch, and of all its targets. Return None for
+    fake tensors, which have no values.
+
+    targets  returns a batch's targets; a target of IGNORED has no label
+    batch    a batch in host memory
+    """
     labels = targets(batch)
     return None if is_fake(labels) else LabelCount(int((labels != IGNORED).sum()), labels.numel())
 
 
 def _vocabulary_shard(run: Run) -> VocabularyShard | None:
-    """Return this device's shard of the head's classes, or None if tensor parallelism does not
-    shard the vocabulary.
+    """Return which classes of the output head this device has: (number of its first class, group of
+    the devices that share the vocabulary). Return None if tensor parallelism does not shard the
+    vocabulary.
     """
     head = find_head(run.objective, run.model).weight
     cuts = [
@@ -156,15 +167,13 @@ def _vocabulary_shard(run: Run) -> VocabularyShard | None:
 
 @dataclass
 class Head:
-    """A model's output head, an nn.Linear whose matrix product can be skipped during a forward.
+    """Runs a model without the matrix product of its output head, so that the model returns hidden
+    states instead of logits. The chunked loss computes the logits from the hidden states.
 
-    If the product is skipped, the model returns the hidden states instead of the logits, and the
-    chunked loss computes the logits from them.
-
-    layer          the linear layer
+    layer          the output head
     model          the model; it may have a buffer that it adds to the logits
     skips_product  True while a forward without the product runs
-    hidden_states  the layer's input in that forward; None outside of it
+    hidden_states  the input of the output head in this forward; None outside of it
     checked        True after a check that the model returns the hidden states unchanged
     """
 
@@ -175,7 +184,8 @@ class Head:
     checked: bool = False
 
     def attach(self) -> None:
-        """Replace the layer's forward by one that returns its input while `skips_product` is set."""
+        """Replace the forward of the output head by one that returns its input while
+        `skips_product` is True."""
         product = self.layer.forward
 
         def forward(hidden: Tensor) -> Tensor:
@@ -188,15 +198,16 @@ class Head:
 
     @property
     def logits_bias(self) -> Tensor | None:
-        """Return the buffer that the model adds to the logits (BART's final_logits_bias), or None
-        if the model has no such buffer.
+        """The buffer that the model adds to the logits (BART's final_logits_bias); None if the
+        model has no such buffer.
         """
         return own_buffers(self.model).get(LOGITS_BIAS)
 
     def bias(self, first: int) -> Tensor | None:
-        """Return the sum of the layer's bias and the model's logits bias, or None without any bias.
+        """Return the sum of the head's bias and the model's logits bias, or None if there is
+        neither.
 
-        first: number of the layer's first class, more than 0 if the layer is a shard of the head.
+        first  number of the layer's first class; more than 0 if the layer is a shard of the head
         """
         if self.logits_bias is None:
             return self.layer.bias
@@ -204,10 +215,10 @@ class Head:
         return added if self.layer.bias is None else self.layer.bias + added
 
     def hidden(self, logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-        """Run the model on `batch` without the head's product, and return the hidden states. Raises
-        InputError if the model changes the head's output.
+        """Run the model on `batch` without the head's product, and return the hidden states, which
+        are the head's input. Raises InputError if the model changes the head's output.
 
-        logits: Objective.logits, which calls the model on the batch.
+        logits  the function `Objective.logits`, which calls the model on the batch
         """
         added, self.hidden_states = self.logits_bias, None
         self.skips_product = True
@@ -230,8 +241,8 @@ class Head:
 
     @torch.compiler.disable
     def _check(self, returned: Tensor) -> None:
-        """Check that the model returned the hidden states unchanged except for their type. The
-        values are compared only on the first forward, the shapes on each.
+        """Raise InputError if `returned`, the model's output, differs from the hidden states in
+        more than its type. The values are compared only in the first forward, the shapes in each.
         """
         given = self.hidden_states
         if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
@@ -256,11 +267,19 @@ def chunked(
     kernels: LossKernels = LossKernels(),  # noqa: B008
     vocabulary_shard: VocabularyShard | None = None,
 ) -> Objective:
-    """Return `objective` with the loss computed in chunks by `linear_cross_entropy`, so that the
-    logits of all tokens never exist at the same time. The head's forward is replaced in `model`.
+    """Return `objective` with a loss that is computed in chunks of tokens, so that the logits of
+    all tokens never exist at the same time. The forward of the output head in `model` is replaced.
 
-    A batch may contain the LabelCount of its labels under LABEL_COUNT_KEY; then unlabelled rows can
-    be skipped. Raises InputError if the model changes the logits after its output head.
+    chunk             number of tokens whose logits exist at the same time
+    kernels           the kernels that compute a chunk
+    vocabulary_shard  given if tensor parallelism shards the head by vocabulary: (number of this
+                      device's first class, group of the devices that share the vocabulary)
+
+    A batch may contain the number of its labels (a LabelCount) under LABEL_COUNT_KEY. Then the
+    logits of tokens without a label need not be computed.
+
+    Raises InputError if no output head is found, or if the model's configuration says that it
+    changes the logits after the head.
     """
     head = Head(find_head(objective, model), model)
     head.attach()
@@ -286,8 +305,9 @@ def chunked(
 
 
 def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
-    """Return the linear layer that produces a language model's logits. Raises InputError if no such
-    layer is found, or if the model's configuration says that its output is changed.
+    """Return the output head: the linear layer that produces a language model's logits. Raises
+    InputError if the model does not name one, or if its configuration says that it changes the
+    logits after the head.
     """
     get = getattr(model, "get_output_embeddings", None)
     layer = get() if get is not None else None
@@ -329,10 +349,11 @@ def linear_cross_entropy(
     targets           (tokens): the class of each token, or IGNORED for a token without a label
     chunk             number of tokens whose logits exist at the same time
     kernels           the kernels that compute a chunk
-    vocabulary_shard  given if weight and bias are this device's shard of the vocabulary. The
-                      gradient of `hidden` is then partial: its sum over the devices is the gradient
+    vocabulary_shard  given if weight and bias are this device's shard of the vocabulary: (number of
+                      its first class, group of the devices). The gradient of `hidden` is then
+                      partial: its sum over the devices is the gradient
     labelled          how many targets have a label, counted on the host. If more than a tenth do
-                      not, their rows are skipped. None: all rows are computed
+                      not, no logits are computed for most of those. None: all are computed
 
     Products run in autocast's type, or without autocast in the type of `hidden`. The softmax and
     the sum run in fp32. Returns an fp32 scalar.
@@ -347,10 +368,13 @@ def linear_cross_entropy(
 
 
 def computed_rows(labelled: LabelCount | None, rows: int, multiple: int) -> int | None:
-    """Return how many rows to compute, or None for all of them.
+    """Return for how many rows (tokens) the chunked loss computes logits; None means all rows.
 
-    It is the number of labelled rows, rounded up to a multiple of `multiple`. All rows are computed
-    if the number of labels is unknown, or if the result would be 90 % of the rows or more.
+    The result is the number of labelled rows, rounded up to a multiple of `multiple`. It is None if
+    the number of labels is unknown, or if the result would be 90 % of the rows or more.
+
+    labelled  the number of labels; None if it is unknown
+    rows      the number of all rows
 
     Example: 150 of 1,000 rows have a label, and `multiple` is 128: 256 rows are computed.
     """
@@ -361,8 +385,9 @@ def computed_rows(labelled: LabelCount | None, rows: int, multiple: int) -> int 
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The autograd function of the chunked loss. It computes the gradients in forward, while a
-    chunk's logits are in memory, and multiplies them by the loss's gradient in backward.
+    """The autograd function of the chunked loss (see `linear_cross_entropy`). Forward computes the
+    loss and also its gradients, while a chunk's logits are in memory. Backward multiplies these by
+    the incoming gradient of the loss.
     """
 
     @staticmethod
@@ -401,8 +426,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _labelled_rows_first(targets: Tensor) -> Tensor:
-    """Return the indices of all rows, first the labelled rows and then the others, both in their
-    original order. The host does not wait for the device.
+    """Return the indices of all rows of `targets`: first the rows with a label, then the others,
+    both in their original order. The host does not wait for the device.
     """
     return (targets == IGNORED).to(torch.uint8).argsort(stable=True)
 
@@ -418,15 +443,19 @@ def _sum_and_gradients(
     dtype: torch.dtype,
     wanted: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Return the loss and its gradients with respect to hidden, weight and bias.
+    """Return the summed loss, and a tuple with its gradients with respect to hidden, weight and
+    bias. A gradient that is not needed is None.
 
     The gradient of hidden is in `dtype`, the other two are in fp32. Exception: with a single chunk
     and a weight of type `dtype`, the gradient of the weight is in `dtype`, too.
 
-    which   indices of the rows to compute; None for all. The gradient of hidden has these rows only
-    how     tokens in a chunk, and the kernels
-    dtype   the type of the products
-    wanted  for each of hidden, weight and bias, whether its gradient is needed; if not, it is None
+    hidden, weight, bias, targets  as in `linear_cross_entropy`
+    which    indices of the rows to compute; None for all. The gradient of hidden has these rows
+             only
+    how      (tokens in a chunk, kernels)
+    divided  the vocabulary shard of this device; None if the vocabulary is not sharded
+    dtype    the type of the products
+    wanted   for each of hidden, weight and bias, whether its gradient is needed
     """
     chunk, kernels = how
     narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -470,8 +499,13 @@ def _sum_and_gradients(
 def _chunk_loss(
     logits: Tensor, labels: Tensor, kernels: LossKernels, divided: VocabularyShard | None, learning: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed loss of a chunk, and its gradient with respect to the logits, which may be
-    written over the logits.
+    """Return the summed loss of one chunk of tokens, and its gradient with respect to the logits.
+    The gradient may be written over the logits.
+
+    logits    (tokens, classes)
+    labels    (tokens)
+    divided   the vocabulary shard of this device; None if the vocabulary is not sharded
+    learning  whether the gradient is needed
     """
     if divided is not None:
         return vocab_parallel_cross_entropy_with_gradient(logits, labels, *divided)
@@ -481,9 +515,10 @@ def _chunk_loss(
 
 
 def _add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, fused: bool, first: bool) -> None:
-    """Add `left @ right`, the product of one chunk, to the weight's gradient `total` in place.
+    """Add `left @ right`, the product of one chunk, to `total`, the fp32 gradient of the weight, in
+    place.
 
-    fused  whether one kernel multiplies and adds in fp32
+    fused  whether one kernel multiplies in 16 bits and adds in fp32
     first  whether this is the first chunk. With `fused`, its product overwrites `total`
     """
     if left.dtype == total.dtype:
@@ -495,13 +530,15 @@ def _add_weight_gradient(total: Tensor, left: Tensor, right: Tensor, fused: bool
 
 
 def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS_IN_CACHE) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of (rows, classes) logits in fp32, and its gradient, which is
-    written over the logits.
+    """Return the summed cross entropy in fp32, and its gradient with respect to the logits, which
+    is written over the logits.
 
-    The gradient is the softmax, minus one at the label. In rows whose label is IGNORED, it has no
-    meaning.
+    logits  (tokens, classes)
+    labels  (tokens): a class, or IGNORED
+    rows    number of tokens that are computed in fp32 at a time
 
-    rows: how many rows are computed in fp32 at a time.
+    The gradient is the softmax, minus one at the label. For a token whose label is IGNORED, it has
+    no meaning.
     """
     loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for start in repeated_iterations(range(0, len(logits), rows)):

@@ -62,7 +62,8 @@ VARIANTS = ({"materialize": "device"},)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the peak memory of creating the model, on the device and on the host.
+    """Return the ledger (the predicted memory and time of a step) with the peak memory of creating
+    the model, on the device and on the host.
 
     materialize=device: the device holds the weights in their final type. In addition, one parameter
     at a time is in fp32, in host memory.
@@ -113,7 +114,8 @@ def _bytes_before_quantizing(ledger: Ledger, single: list[int]) -> int:
 
 def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
     """Return the peak bytes of parameters on the device while the model is created with
-    materialize=device: this device's shards (ZeRO-3) or stages (pp), in their final type.
+    materialize=device. Only the parameters that this device keeps count: its shards with ZeRO-3,
+    those of its stages in a pipeline. They have their final type.
     """
     if "parameters" in plan.offload:  # parameters are in the store
         return 0
@@ -137,14 +139,17 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Create the model directly on the device, unless layers are quantized on the host."""
+    """Yield the default materialize=device: the model is created directly on its device. A model
+    whose layers are quantized on the host has no such default.
+    """
     if quantizes(job.model):
         return
     yield Default("materialize", "device", "the model is created on its device, in its final type")
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Create the job's model as the plan says and put it into the run."""
+    """Create the job's model as the plan's `materialize` says, and return the run with this
+    model."""
     offloads = "parameters" in plan.offload
     # offloaded parameters are sharded or copied to the device from the CPU
     device = torch.device("cpu") if offloads else run.device
@@ -160,8 +165,9 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
-    """Return the numbers of the parameters that this pipeline rank keeps. Parameters are numbered
-    in the order of their creation. Returns None if the rank keeps all parameters.
+    """Return the numbers of the parameters that this pipeline rank keeps, or None without a
+    pipeline, where every rank keeps all parameters. Parameters are numbered from 0 in the order of
+    their creation.
 
     To find these numbers, the model is created on the meta device, without values. Raises
     InputError if that is not possible.
@@ -209,7 +215,7 @@ def weights_dtype(plan: Plan) -> torch.dtype:
 
 
 def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which the parameter or buffer `tensor`, called `name` in `module`, is
+    """Return the type in which `tensor`, a parameter or buffer with this name in `module`, is
     stored if the plan stores weights in `dtype`.
 
     Only floating-point tensors of up to 32 bits are cast to `dtype`. Three kinds are stored in fp32,
@@ -231,9 +237,12 @@ def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dty
 
 
 def create_on_host(model: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Create the full model on the CPU in fp32, move it to `device`, then cast it to `dtype`.
+    """Create the full model on the CPU in fp32, move it to `device`, then cast it to `dtype`, and
+    return it.
 
-    model: a ModelSpec or a callable that returns the model. Raises InputError for lazy modules.
+    model  a ModelSpec (the job's description of a model) or a callable that returns the model
+
+    Raises InputError if the model has lazy modules, whose shapes are not known yet.
     """
     return _finished(model_factory(model)(), device, dtype)
 
@@ -246,20 +255,24 @@ def create_on_device(
     owned: frozenset[int] | None = None,
     store_values: Callable[[Tensor], Tensor] | None = None,
 ) -> nn.Module:
-    """Create the model on `device` in `dtype`. Host memory holds about one fp32 parameter at any
-    time.
+    """Create the model on `device` in `dtype`, and return it. Host memory holds about one fp32
+    parameter at any time.
 
-    model         a ModelSpec or a callable that returns the model
+    model         a ModelSpec (the job's description of a model) or a callable that returns the
+                  model
     mesh          the mesh over which each parameter is sharded, as in ZeRO-3: this device keeps
                   only its own shards, so no device ever holds the full model. None: no sharding
-    owned         the numbers of the parameters whose values are kept, in the order of creation. All
-                  other parameters keep only their shape. None: all values are kept
+    owned         numbers of the parameters whose values are kept, counted from 0 in the order of
+                  their creation. All other parameters keep only their shape. None: all values are
+                  kept
     store_values  a function that moves a parameter's values to other memory, such as a mapped file,
                   and returns them as a tensor in that memory. None: values stay on the device
 
-    Under torch.device("meta"), tensors stay on the meta device and are only cast. The same holds
-    under FakeTensorMode, unless the model's constructor calls deepcopy, where torch itself mixes
-    modes. Raises InputError for lazy modules, and for modules with hooks if parameters are sharded.
+    Under torch.device("meta"), tensors stay on the meta device and are only cast. Under
+    FakeTensorMode, they stay fake and are only cast, unless the model's constructor calls deepcopy.
+
+    Raises InputError if the model has lazy modules, or if parameters are sharded and one of them
+    has a hook on its gradient.
     """
     factory = model_factory(model, sequential=True)
     with _Staging(device, dtype, mesh, owned, store_values):
@@ -271,8 +284,9 @@ def create_on_device(
 
 
 def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Move all tensors of the model to `device`, cast them to their final type, and return the
-    model. Tied parameters stay tied.
+    """Move all tensors of the model to `device`, cast them to their final type (see
+    `storage_dtype`), and return the model. Tied parameters stay tied. Raises InputError if the
+    model has lazy modules.
     """
     tensors = [*model.parameters(), *model.buffers()]
     if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
@@ -326,8 +340,11 @@ class _Staging(TorchFunctionMode):
     initialised, matrices 1 to 6 are on the GPU with 20 MB each, and host memory holds only matrix
     7.
 
-    The parameters are those of `create_on_device`: divided is its mesh, own its owned, put its
-    store_values.
+    divided  the mesh over which each parameter is sharded, as in ZeRO-3; None: no sharding
+    own      numbers of the parameters whose values are kept, counted from 0 in the order of their
+             creation. All other parameters keep only their shape. None: all values are kept
+    put      a function that moves a parameter's values to other memory, such as a mapped file, and
+             returns them as a tensor in that memory. None: values stay on `device`
     """
 
     def __init__(
@@ -374,7 +391,8 @@ class _Staging(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _on_register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """Track a new parameter. torch calls this when `module` registers it under `name`."""
+        """Begin to track a new parameter. torch calls this hook when `module` registers the
+        parameter under `name`."""
         if parameter not in self.kept and not parameter.is_meta and not nn.parameter.is_lazy(parameter):
             if self.own is not None and self.count not in self.own:
                 self.foreign.add(id(parameter))
@@ -382,7 +400,8 @@ class _Staging(TorchFunctionMode):
             self._keep(parameter, storage_dtype(module, name, parameter, self.dtype))
 
     def _track_copy(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
-        """Track the deep copy of a tracked parameter, because torch calls no hook for copies."""
+        """Begin to track `copy`, the deep copy of a tracked parameter, because torch calls no hook
+        for copies."""
         if parameter in self.kept and copy not in self.kept:
             self._keep(copy, self.kept[parameter])
 
@@ -427,10 +446,10 @@ class _Staging(TorchFunctionMode):
             shard_parameter(parameter, self.divided, values)
 
     def _place_idle(self, touched: dict[int, nn.Parameter]) -> None:
-        """Place the least recently used parameters, until all staged parameters but the largest
-        take at most SLACK_BYTES together.
+        """Move the least recently used parameters from staged to placed, until all staged
+        parameters but the largest take at most SLACK_BYTES together.
 
-        touched: parameters that the next operation uses, by id; they are not placed.
+        touched  parameters that the next operation uses, by id; they stay staged
         """
         sizes = {key: parameter.nbytes for key, parameter in self.staged.items()}
         for key, parameter in list(self.staged.items()):
@@ -442,14 +461,14 @@ class _Staging(TorchFunctionMode):
 
 
 def _is_shared(parameter: nn.Parameter) -> bool:
-    """Return whether another tensor uses the parameter's storage. The parameter and this call
-    always have one reference each.
+    """Return whether another tensor uses the parameter's storage: whether the storage has more than
+    two references. The parameter and this call always have one reference each.
     """
     return storage_use_count(parameter) > 2
 
 
 def _flat(arguments: Any) -> Iterator[Any]:
-    """Yield all leaves of nested lists, tuples and dicts, such as the arguments of a call."""
+    """Yield all values inside nested lists, tuples and dicts, such as the arguments of a call."""
     if isinstance(arguments, list | tuple):
         for item in arguments:
             yield from _flat(item)

@@ -5,8 +5,8 @@ Saves   activations and temporaries, in proportion to the size of a micro-batch.
 Costs   no extra arithmetic; smaller matrix products, and one gradient addition for each
         micro-batch.
 When    the batch does not fit, or a smaller micro-batch fits the cache better.
-Order   after the model exists, before the optimizer: it corrects BatchNorm's momentum, because the
-        running statistics are updated once per micro-batch.
+Order   after the model is created, and before the optimizer. It corrects BatchNorm's momentum,
+        because the running statistics are updated once per micro-batch.
 Source  gradient accumulation. The loss is divided by the number of labelled items of the whole
         step, as for one large batch.
 """
@@ -43,8 +43,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose this device's full share of the batch (None), half of it, a quarter, and so on down
-    to one sample.
+    """Return the values of `micro_batch` that search tries: this device's full share of the batch
+    (None), half of it, a quarter, and so on down to one sample.
     """
     share = start.share_of(job.train.batch)
     sizes = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)
@@ -52,7 +52,7 @@ def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose the two micro-batch sizes that can need the least memory: one sample, whose
+    """Return the two values of `micro_batch` that can need the least memory: one sample, whose
     activations are the smallest, and the device's full share of the batch (None). With the full
     share there is one micro-batch, so no gradients of an earlier one exist during its forward.
     """
@@ -60,14 +60,16 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Correct the momentum of BatchNorm layers for the number of micro-batches in a step."""
+    """Correct the momentum of BatchNorm layers for the number of micro-batches in a step, and
+    return the run."""
     pieces = math.ceil(plan.share_of(run.job.train.batch) / plan.micro_batch_of(run.job.train.batch))
     correct_batch_norm(run.model, pieces)
     return run
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Set the size and the number of the micro-batches in the ledger.
+    """Return the ledger (the predicted memory and time of a step) with the size and the number of
+    the micro-batches in a step.
 
     Example: a batch of 8 with micro_batch: 3 has 3 micro-batches.
     """
@@ -89,12 +91,12 @@ def correct_batch_norm(model: nn.Module, pieces: int) -> None:
 
 
 def warn_of_dropped_tokens(run: Run) -> None:
-    """Warn if the model's experts drop different tokens with micro-batches than with the full
-    batch.
+    """Warn (TightfitWarning) if the model's experts may drop other tokens with micro-batches than
+    with the full batch.
 
     An expert of limited capacity drops the tokens that exceed its capacity. In some models, the
-    capacity is for all samples of a forward together, not for each sequence. Then it depends on the
-    samples of a micro-batch which tokens are dropped.
+    capacity is for all samples of a forward together, not for each sequence. Which tokens are
+    dropped then depends on which samples are in the micro-batch.
     """
     model_type = getattr(getattr(run.model, "config", None), "model_type", None)
     batch, micro_batch = run.job.train.batch, run.plan.micro_batch_of(run.job.train.batch)
@@ -112,15 +114,16 @@ def warn_of_dropped_tokens(run: Run) -> None:
 
 
 def advice(ledger: Ledger, device: str) -> list[str]:
-    """Suggest layer widths and micro-batches with which the forward's matrix products fill the
-    hardware's tiles.
+    """Return suggestions of layer widths, and on a GPU of a micro-batch size, with which the matrix
+    products of forward fill the hardware's tiles: one sentence for each.
 
-    Returns one sentence for each suggestion; none for layers with few FLOPs.
-
-    device: "cpu" (tiles of 16) or "cuda" (tiles of 64).
-    Source: NVIDIA, Matrix Multiplication Background User's Guide (tensor cores, 16-bit types).
+    ledger  its recorded operations give the sizes of the products. Layers with few FLOPs get no
+            suggestion
+    device  "cpu" (tiles of 16) or "cuda" (tiles of 64)
 
     Example: "layer width 100: 128 would fill tiles of 64".
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide (tensor cores, 16-bit types).
     """
     shares: dict[int, float] = defaultdict(float)  # layer width -> FLOPs of its products
     rows: dict[float, float] = defaultdict(float)  # number of rows of a product -> FLOPs

@@ -16,8 +16,8 @@ Costs   copies at the rate of the link or the disk. States are copied to the dev
         overlap.
 When    nothing else fits on one device. Large batches hide the copies of states, whose bytes do not
         grow with the batch.
-Order   around the forward with its precision, and around blocks that recompute and compile have
-        changed; before pipeline or zero shards the offloaded data.
+Order   after `precision`, `recompute` and `compile`, because it wraps the forward and the blocks
+        that they have changed; before `pipeline` and `zero`, which then shard the offloaded data.
 Source  Ren et al. 2021 (ZeRO-Offload), arXiv:2101.06840; Rajbhandari et al. 2021 (ZeRO-Infinity),
         arXiv:2104.07857.
 """
@@ -65,10 +65,10 @@ def enabled(plan: Plan) -> bool:
 
 
 def combinations(device: str) -> tuple[tuple[str, ...], ...]:
-    """Return the values of `offload` that search tries if nothing else fits, those with the least
-    data first.
+    """Return the values of `offload` that search tries if nothing else fits, such as ("states",).
+    Values that offload less data come first.
 
-    device: "cpu" or "cuda".
+    device  the kind of device: "cpu" or "cuda"
     """
     return _COMBINATIONS[device]
 
@@ -86,8 +86,8 @@ _COMBINATIONS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Remove the offloaded data from the device's memory, and add its copies to the ledger's
-    messages.
+    """Return the ledger (the predicted memory and time of a step) without the offloaded data in the
+    device's memory, and with the copies between the device and host memory or disk.
     """
     place = _Place(plan, machine)
     for name in plan.offload:
@@ -105,11 +105,11 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The copies of one kind of data between the device and the store.
+    """The copies of one kind of offloaded data in a step, in one direction.
 
     bytes   bytes that are copied in a step
     during  the part of the step in which they are copied: forward, backward or update
-    way     "in" (to the device) or "out"
+    way     "in" (to the device) or "out" (to the store, which is host memory or files)
     """
 
     bytes: float
@@ -119,11 +119,11 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Offloaded:
-    """The effect of offloading one kind of data.
+    """The effect of offloading one kind of data, such as the optimizer states.
 
     ledger  the ledger without this data in the device's memory
-    stored  bytes of this data in the store
-    copies  the copies between the device and the store
+    stored  bytes of this data in the store (host memory or files)
+    copies  the copies between the device and the store in a step
     """
 
     ledger: Ledger
@@ -132,7 +132,8 @@ class _Offloaded:
 
 
 class _Place:
-    """The store of a plan's offloaded data, and how a device uses it.
+    """Describes the store of a plan's offloaded data (host memory or files), and how a device uses
+    it.
 
     on_disk      True if the data is in files, False if it is in host memory
     is_copied    whether the device copies the data to its own memory to use it, as a GPU does. A
@@ -153,8 +154,9 @@ class _Place:
         self.bytes_per_s = DISK_BYTES_PER_S if self.on_disk else host_rate
 
     def stored_bytes(self, size: float) -> float:
-        """Return the bytes that a tensor of `size` bytes takes in the store. In page-locked memory,
-        torch rounds them up to a power of two.
+        """Return the bytes that a tensor of `size` bytes takes in the store. In page-locked host
+        memory, this is the next power of two, because torch rounds the size up; on disk, it is
+        `size`.
         """
         if self.on_disk:
             return size
@@ -210,8 +212,11 @@ def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
 
 
 def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
-    """Free the saved buffers at the end of their forward segment, and allocate them again before
-    backward uses them. A CPU does not allocate them again, because it reads them from the store.
+    """Return the effect of offloading the activations that forward saves for backward.
+
+    The recorded step is changed. It now frees a saved buffer at the end of the segment of forward
+    (such as one block) that allocates it, and allocates it again before backward uses it. A CPU
+    does not allocate it again, because it reads it from the store.
     """
     samples, plan = ledger.micro_batch, place.plan
     saved = _saved_for_backward(ledger.training, samples)
@@ -250,8 +255,8 @@ def _trainable_bytes(ledger: Ledger) -> dict[str, int]:
 def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) -> Ledger:
     """Return the ledger with copies of offloaded data to the device for each parameter's update.
 
-    sizes    parameter name -> bytes copied to the device for its update
-    returns  whether the update changes the data, so that the data is copied back
+    sizes    for each parameter, by name, the bytes that are copied to the device for its update
+    returns  whether the update changes the data, so that the data is also copied back
     """
     updates = {}
     for name, update in ledger.updates.items():
@@ -261,8 +266,11 @@ def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) ->
 
 
 def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buffer]:
-    """Return the activations that are offloaded: forward allocates them, backward frees them, and
-    they are larger than MIN_OFFLOAD_BYTES.
+    """Return the activations that are offloaded: buffers that forward allocates and backward frees,
+    and that are larger than MIN_OFFLOAD_BYTES.
+
+    training  the segments of the recorded step
+    samples   number of samples in a micro-batch
     """
     saved: set[Buffer] = set()
     again: set[Buffer] = set()  # allocated in backward, as in a recomputation
@@ -274,8 +282,8 @@ def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buff
 
 
 def _left_by_forward(segment: Segment, saved: set[Buffer]) -> list[Buffer]:
-    """Return the buffers of `saved` that this segment allocates and does not free. For a segment of
-    backward, the list is empty.
+    """Return those buffers of `saved` that this segment of the recorded step allocates and does not
+    free. For a segment of backward, the list is empty.
     """
     if segment.phase != "forward":
         return []
@@ -284,7 +292,7 @@ def _left_by_forward(segment: Segment, saved: set[Buffer]) -> list[Buffer]:
 
 
 def _then_freed(segment: Segment, buffers: list[Buffer]) -> Segment:
-    """Return the segment with `buffers` freed at its end."""
+    """Return a copy of the segment that frees `buffers` at its end."""
     return _with_events(segment, (*segment.timeline.events, *((buffer, -1) for buffer in buffers)))
 
 
@@ -293,25 +301,27 @@ def _with_events(segment: Segment, events: Events) -> Segment:
 
 
 class _Prefetch:
-    """Finds when saved activations are copied back to the device during backward.
+    """Predicts when offloaded activations are copied back to the device during backward.
 
-    A buffer is used right before it is freed. Buffers that are freed without an allocation in
-    between are used together. When backward uses a buffer, the next ones in the order of frees are
-    prefetched.
+    It assumes that a buffer is used right before backward frees it, and that buffers that are freed
+    without an allocation in between are used together. When backward uses a buffer, the buffers
+    that are freed next are prefetched.
 
     saved    the offloaded buffers
-    samples  samples in a micro-batch
-    most     bytes that may be prefetched; a single larger buffer is prefetched nevertheless
+    samples  number of samples in a micro-batch
+    most     largest number of bytes that are prefetched at a time; a single larger buffer is
+             prefetched nevertheless
     """
 
     def __init__(self, saved: set[Buffer], samples: int, most: float) -> None:
         self.saved, self.samples, self.most = saved, samples, most
 
     def with_returns(self, stretches: list[Events]) -> list[Events]:
-        """Return the events of consecutive segments of backward, with an allocation of each offloaded
-        buffer added where it is copied back.
+        """Return the events of consecutive segments of backward, with an allocation added for each
+        offloaded buffer, at the place where it is copied back.
 
-        stretches: for each segment, its events in order.
+        stretches  for each segment, its events in order: (buffer, 1) allocates a buffer, and
+                   (buffer, -1) frees it
         """
         freed = [buffer for events in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
         # place: index of the next buffer to prefetch; ahead: buffers prefetched and not used yet
@@ -341,8 +351,11 @@ class _Prefetch:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Move the offloaded data to the run's store. On a GPU, parameters are copied from the store
-    for each block's forward and backward.
+    """Return the run set up to keep parameters, gradients and activations in the run's store (host
+    memory or files), as far as the plan's field `offload` names them.
+
+    On a GPU, parameters are copied from the store for each block's forward and backward. With
+    ZeRO-3, `zero` offloads parameters and gradients. `optimizer_states` offloads the states.
     """
     store = run.store
     assert store is not None
@@ -380,8 +393,8 @@ def _is_stored(parameter: Tensor) -> bool:
 def with_offloaded_activations(
     loss_sum: Callable[[Batch], Tensor], store: Store, model: nn.Module
 ) -> Callable[[Batch], Tensor]:
-    """Return a `loss_sum` that moves the tensors saved for backward to the store, except the
-    model's parameters.
+    """Return a loss function that calls `loss_sum` (batch -> sum of the losses). It moves the
+    tensors that forward saves for backward to the store, except the model's parameters.
     """
 
     from tightfit.parallel.fsdp.fully_shard import compute_weights  # imported here, as in `apply`
@@ -394,7 +407,9 @@ def with_offloaded_activations(
 
 
 class OffloadedReduction(UnshardedReduction):
-    """The `Reduction` of one device that accumulates its gradients in the store."""
+    """Accumulates the gradients of one device in the store (host memory or files). `end`, which
+    is called after each micro-batch, completes them after the last one. It implements the interface
+    `Reduction` (see `runtime/run.py`)."""
 
     def __init__(self, gradients: OffloadedGradients) -> None:
         self.gradients = gradients

@@ -80,8 +80,8 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose fp32 states and the smaller formats that the job allows, and updates after or in
-    backward.
+    """Return the values that search tries: for `states`, fp32 and the smaller formats that the job
+    allows; for `update_in_backward`, False and True.
     """
     widths = [width for width in ("bf16", "8-bit", "4-bit") if f"{width}-states" in job.allowed]
     return {"states": ["fp32", *([] if facts.is_complex else widths)], "update_in_backward": [False, True]}
@@ -92,12 +92,14 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Set when the updates happen, and how many parameters are updated together. The trace already
-    contains the states, the temporaries and the operations of each update.
+    """Return the ledger (the predicted memory and time of a step) with the plan's way to update:
+    whether in backward or after it, and whether one parameter, a batch of parameters or all
+    parameters at once. The ledger already has the states, the temporaries and the operations of
+    each update.
 
     On CUDA, torch's default (foreach) kernels update all parameters together, and the temporaries
-    of all updates exist at the same time. Separate updates, of one parameter or of one batch, cost
-    one optimizer call each.
+    of all updates exist at the same time. Separate updates, of one parameter or of one batch of
+    parameters, take the time of one optimizer call each in addition.
     """
     together = uses_foreach(plan, machine.device)
     ledger = replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
@@ -117,10 +119,13 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:
-    """Group the updates that run in batches, and return one dict for each batch: parameter name ->
-    update.
+    """Return a list of the batches of updates that run together: for each batch, a dict from the
+    name of a parameter to its update. Updates that do not run in batches are left out.
 
-    The first update of a batch carries the temporaries and operations of the whole batch.
+    updates  for each parameter, by name, its update
+
+    The first update of a batch gets the temporaries and operations of the whole batch, and the
+    others get none.
     """
     alike: dict[tuple[int, str], list[str]] = {}
     for name, update in updates.items():
@@ -144,8 +149,9 @@ def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:
 
 
 def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
-    """Return the operations of a batch of updates. Updates with the same operations share their
-    kernels: each operation becomes one kernel over all their parameters.
+    """Return the operations of a batch of updates that run together. Updates with the same sequence
+    of operations share their kernels: each operation becomes one kernel over all their parameters,
+    with the sum of their FLOPs and bytes.
     """
     alike: dict[object, list[Update]] = {}
     for update in batch:
@@ -162,21 +168,27 @@ def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
 
 
 def uses_foreach(plan: Plan, device: str) -> bool:
-    """Return whether torch's default (foreach) kernels update all parameters together: on CUDA,
-    without the fused kernel and without separate updates.
+    """Return whether torch's default (foreach) kernels update all parameters together. They do on
+    CUDA, if the plan uses neither the fused kernel nor an option that updates parameters one by one
+    or in batches.
+
+    device  the kind of device: "cpu" or "cuda"
     """
     return device == "cuda" and not plan.fused_optimizer and not _updates_separately(plan, device)
 
 
 def uploads_for_update(plan: Plan, device: str) -> bool:
-    """Return whether offloaded weights or gradients are copied to the device for the update.
-    False on a CPU, which updates them in place, in host memory or in the mapped files.
+    """Return whether offloaded weights or gradients are copied to the device for the update. Return
+    False for a CPU, which updates them in place, in host memory or in the mapped files.
+
+    device  the kind of device: "cpu" or "cuda"
     """
     return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
 
 
 def _updates_separately(plan: Plan, device: str) -> bool:
-    """Return whether parameters are updated one by one, or in batches, instead of all at once."""
+    """Return whether the optimizer updates parameters one by one, or in batches, instead of all at
+    once. `device` is "cpu" or "cuda"."""
     return (
         "states" in plan.offload
         or uploads_for_update(plan, device)
@@ -189,11 +201,13 @@ def _updates_separately(plan: Plan, device: str) -> bool:
 
 
 def _skips_on_device(plan: Plan, device: str) -> bool:
-    """Return whether updates on the device skip an fp16 step that overflowed, so that the host does
-    not wait to learn about the overflow.
+    """Return whether the device itself undoes the updates of an fp16 step that overflowed, so that
+    the host need not wait to learn about the overflow.
 
-    This is not the case with fused_optimizer, whose kernel skips such steps itself, nor with
-    sharded parameters (ZeRO, tp): for these, the host waits for the device and skips the step.
+    Return False with fused_optimizer, whose kernel skips such steps itself. Also return False with
+    sharded parameters (ZeRO, tp): there the host waits for the device and skips the step.
+
+    device  the kind of device: "cpu" or "cuda"
     """
     return (
         device == "cuda"
@@ -205,15 +219,18 @@ def _skips_on_device(plan: Plan, device: str) -> bool:
 
 
 def keeps_undo_copies(plan: Plan, device: str) -> bool:
-    """Return whether separate updates first copy what they change, to restore it if the fp16 step
-    overflows.
+    """Return whether each update first copies the weights and states that it changes, to restore
+    them if the fp16 step overflowed. `device` is "cpu" or "cuda".
     """
     return device == "cuda" and plan.precision.startswith("fp16") and _updates_separately(plan, device)
 
 
 def updates_in_batches(plan: Plan, train: Train, device: str) -> bool:
-    """Return whether separate updates run in batches: for elementwise optimizers on CUDA, where
-    each kernel costs a launch.
+    """Return whether the optimizer updates parameters in batches instead of one by one or all at
+    once. It does for elementwise optimizers on CUDA, where each kernel costs a launch, if an option
+    of the plan rules out updating all parameters at once.
+
+    device  the kind of device: "cpu" or "cuda"
     """
     return (
         device == "cuda"
@@ -231,15 +248,16 @@ def optimizer_of(
     store: Store | None = None,
     device: str = "cpu",
 ) -> Optimizer:
-    """Create the job's optimizer with the plan's kernels, format of states and rounding.
+    """Return the job's optimizer with the plan's kernels, format of states and rounding.
 
-    weights  parameter -> the weight that is updated instead of it, such as its shard; None: the
-             parameters themselves are updated
-    store    the store for what the plan offloads; None: nothing is offloaded
+    weights  maps a parameter to the weight that is updated in its place, such as this device's
+             shard of it; None: the parameters themselves are updated
+    store    the memory for offloaded data; None: nothing is offloaded
     device   the kind of device that updates: "cpu" or "cuda"
 
-    Raises InputError if the optimizer does not support some of the parameters, or not with these
-    options.
+    Raises InputError if the optimizer does not support a parameter (complex numbers, sparse
+    gradients), or if it has no fused kernel although the plan asks for one. Also raises it for the
+    other reasons that `make_optimizer` lists.
     """
     check_complex(model, train, plan)
     optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
@@ -256,8 +274,8 @@ def optimizer_of(
 
 
 def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
-    """Raise InputError if the model has complex parameters and the plan or the job uses an option
-    that supports real numbers only.
+    """Raise InputError if the model has complex parameters, and if the job's optimizer or an option
+    of the plan supports real numbers only.
     """
     name = next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None)
     if name is None:
@@ -285,7 +303,7 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Construct the optimizer and the learning-rate schedule."""
+    """Create the optimizer and the learning-rate schedule, and return the run with both."""
     train = run.job.train
     kind = kind_of_update(train.optimizer) if train.uses_function("optimizer") else None
     if kind == "together":
@@ -308,8 +326,9 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def _check_undivided(train: Train, plan: Plan) -> None:
-    """Raise InputError if the plan divides the parameters among devices. The job's optimizer, made
-    by a function of the user's, updates them together."""
+    """Raise InputError if the plan divides the parameters among devices (zero, tp or pp). It is
+    called for an optimizer of the user's own that updates a parameter with the gradients of others,
+    and so needs all of them on one device."""
     if plan.zero or plan.tp > 1 or plan.pp > 1:
         raise InputError(
             f"job: train.optimizer={train.optimizer_name}",

@@ -50,8 +50,9 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Remove the optimizer states from the workers, add the memory of the server as a phase of its
-    own, and add the communication over the server's link, which all processes wait for.
+    """Return the ledger (the predicted memory and time of a step) of a worker: without optimizer
+    states, and with the communication over the server's link, which does not overlap with the
+    computation. The memory of the server process is added as a separate peak, "server".
     """
     size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)
@@ -70,8 +71,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Make this process the server or a worker, according to its rank. Raises InputError for async
-    if the model has BatchNorm.
+    """Return the run as that of the server or of a worker, according to the rank of this process.
+    Raises InputError with parameter_server: async if the model has BatchNorm.
     """
     assert run.mesh is not None
     broadcast_parameters(run.model, run.mesh)

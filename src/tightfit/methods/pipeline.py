@@ -79,14 +79,17 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return the ledger of one pipeline rank, `ledger.device`: its memory and its work."""
+    """Return the ledger (the predicted memory and time of a step) of one pipeline rank.
+
+    ledger  that of the full model; its field `device` is the number of the rank
+    """
     ledger, crosses = place_parameters(ledger, plan)
     return rank_ledger(ledger, crosses, plan, machine)
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Keep this rank's blocks, replace the blocks of other ranks by stubs, and remove the
-    parameters of other ranks.
+    """Return the run of this pipeline rank. In its model, stubs replace the blocks of other ranks,
+    whose parameters are removed. Its executor runs this rank's part of each step.
     """
     assert run.mesh is not None
     blocks = find_blocks(run.model, run.job.blocks_name)
@@ -122,14 +125,15 @@ def _rank_blocks(
     state: ForwardState,
     hooks: Sequence[Hooks],
 ) -> RankBlocks:
-    """Return this rank's blocks, a stub for each block of the model, and the parent module and name
-    of each block.
+    """Return the RankBlocks of this rank: the blocks that it keeps, a stub for each block of the
+    model, and the parent module and name of each block. A stub stands in for a block while the
+    block does not run.
 
-    blocks  (name, block) of all blocks
+    blocks  (name, block) of all blocks of the model
     stages  for each stage, the range of its blocks' numbers
     own     numbers of this rank's stages
-    state   tells the stubs which stage runs
-    hooks   for each block, the model's own hooks on it
+    state   tells the stubs which stage is being run
+    hooks   for each block, the hooks that the model itself has registered on it
     """
     slots = []
     for name, _ in blocks:

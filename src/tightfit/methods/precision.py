@@ -10,7 +10,8 @@ Costs   -mixed: casts of the weights. -true: small updates are lost in rounding,
 When    always if the hardware multiplies 16-bit numbers faster. fp16 needs loss scaling, because
         small gradients become zero and numbers beyond 65,504 overflow; bf16 does not. tf32 stores
         fp32 numbers and rounds the factors of products to 10 mantissa bits.
-Order   around the compiled function, so that the compiler sees one type per operation.
+Order   after `compile`: autocast wraps the compiled function, so that the compiler sees one type
+        per operation.
 Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scaling); Kalamkar et al.
         2019, arXiv:1905.12322 (bf16). torch's documentation of autocast lists the operations that
         run in fp32: on CUDA sums, softmax and norms, on a CPU fewer. The cross entropy of a
@@ -65,8 +66,8 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Choose bf16-mixed, fp16-mixed or tf32: the first of them that the job allows and that the
-    machine multiplies faster than fp32. Yields nothing if there is none.
+    """Yield the default precision: the first of bf16-mixed, fp16-mixed and tf32 that the job allows
+    and that the machine multiplies faster than fp32. Yield nothing if there is none.
     """
     if "bf16" in job.allowed and has_fast_bf16(machine):
         yield Default("precision", "bf16-mixed", "this machine multiplies bf16 faster, and the job allows it")
@@ -77,15 +78,20 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose the precision of `start`. If it is bf16-mixed, also propose bf16-true if that may be
-    the better choice.
+    """Return the values of `precision` that search tries: that of the plan `start` and, in some
+    cases, bf16-true.
+
+    bf16-true is tried if three conditions hold: `start` has bf16-mixed; the model has no complex
+    parameters; and 16-bit weights may be better, because the plan does not fit without them or
+    because they are faster.
     """
     narrow = start.precision == "bf16-mixed" and not facts.is_complex and facts.narrow_pays()
     return {"precision": [start.precision, "bf16-true"] if narrow else [start.precision]}
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Propose all precisions and roundings. The rules and the job decide which ones are permitted."""
+    """Return all values of `precision` and `rounding` that may need the least memory. Search then
+    drops the values that the job or the rules of plans do not permit."""
     precisions = [] if facts.is_complex else ["fp32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
     roundings = [start.rounding, rounding_of(job), "kahan", "stochastic"]
     return {
@@ -95,20 +101,23 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def rounding_of(job: Job) -> Literal["nearest", "kahan"]:
-    """Return the rounding of bf16 weight updates that search uses.
+    """Return the rounding that search uses for updates of bf16 weights: "nearest" if the job allows
+    nearest-rounding, else "kahan".
 
-    kahan stores what rounding cuts off from each update and adds it to the next one, so that the
-    job trains as with fp32 weights. nearest takes less memory and time, but loses small updates; it
-    is used if the job allows nearest-rounding.
+    kahan stores the part of each update that rounding cuts off and adds it to the next update, so
+    that the job trains as with fp32 weights. nearest takes less memory and time, but loses small
+    updates.
     """
     return "nearest" if "nearest-rounding" in job.allowed else "kahan"
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Change the types of the recorded operations for fp16 and tf32.
+    """Return the ledger (the predicted memory and time of a step) with the types of the recorded
+    operations changed, if the plan uses fp16 or tf32.
 
-    The trace already has the plan's types, with two exceptions: fp16 is traced as bf16, which has
-    the same size, and tf32 as fp32. tf32 changes only the rate of matrix products.
+    With all other precisions, the operations already have the plan's types, because the model was
+    traced with them. But fp16 is traced as bf16, which has the same size, and tf32 as fp32. tf32
+    changes only the rate of matrix products.
     """
     if plan.precision == "tf32":
         convert = _in_tf32
@@ -131,8 +140,8 @@ def _in_fp16(segments: tuple[Segment, ...]) -> tuple[Segment, ...]:
 
 
 def _retyped(segments: tuple[Segment, ...], which: Callable[[Operation], bool], dtype: str) -> tuple[Segment, ...]:
-    """Return the segments with `dtype` as the type of each operation for which `which` returns
-    True.
+    """Return the segments of the recorded step with `dtype` as the type of each operation for which
+    `which` returns True.
     """
     known: dict[Timeline, Timeline] = {}
     for timeline in dict.fromkeys(segment.timeline for segment in segments):
@@ -162,8 +171,11 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtype) -> Callable[[Batch], Tensor]:
-    """Return `loss_sum` under torch.autocast: matrix products run in `dtype`, sensitive operations
-    in fp32, and the weights are stored in their own type.
+    """Return a loss function that calls `loss_sum` (batch -> sum of the losses) under
+    torch.autocast: matrix products run in `dtype`, and sensitive operations in fp32. The weights
+    keep their type.
+
+    device  the type of the device: "cpu" or "cuda"
     """
 
     def mixed(batch: Batch) -> Tensor:
@@ -174,8 +186,8 @@ def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtyp
 
 
 def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Callable[[Batch], Tensor]:
-    """Return `loss_sum` for a model whose weights are in `dtype`: it first casts the floating-point
-    tensors of a batch to `dtype`.
+    """Return a loss function that casts the floating-point tensors of a batch to `dtype` and then
+    calls `loss_sum` (batch -> sum of the losses). It is for a model whose weights are in `dtype`.
     """
 
     def true(batch: Batch) -> Tensor:
@@ -185,11 +197,16 @@ def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Call
 
 
 class LossScaler:
-    """Loss scaling for fp16, static or dynamic.
+    """Scales the loss of fp16 training, so that small gradients do not become zero.
+
+    value     the scale, or its first value if it is dynamic
+    dynamic   whether the scale adapts to overflows
+    patience  number of finite steps in a row after which a dynamic scale is doubled
+    skipped   number of updates that were skipped so far
 
     The loss is multiplied by `value` before backward, and the gradients are divided by `value`
-    before the update. If a gradient is not finite, the update is skipped and counted in `skipped`.
-    A dynamic `value` is then halved; it is doubled after `patience` finite steps in a row.
+    before the update. If a gradient is not finite, the update is skipped. A dynamic `value` is then
+    halved.
 
     torch's GradScaler does the same, but it refuses fp16 gradients, which fp16-true has.
     """
@@ -227,8 +244,8 @@ class LossScaler:
 
 
 class LossScalerOnDevice(LossScaler):
-    """A LossScaler that has its numbers on the device, so that the host need not wait for the
-    device to know whether gradients are finite.
+    """A LossScaler that keeps its scale and its counts on the device, so that the host need not
+    wait for the device to learn whether gradients are finite.
 
     Reading `value`, `skipped` or `finite_steps` makes the host wait for the device.
     """

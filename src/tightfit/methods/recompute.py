@@ -63,8 +63,9 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Wrap the blocks, or with sqrt groups of blocks, in recomputation. Raises InputError for a
-    model without repeated blocks, and for sqrt if the blocks cannot be recomputed in groups.
+    """Return the run with a model whose blocks, or with sqrt groups of blocks, are recomputed
+    during backward. Raises InputError if the model has no repeated blocks, and with sqrt if the
+    blocks cannot be recomputed in groups.
     """
     blocks = [block for _, block in find_blocks(run.model, run.job.blocks_name)]
     if not blocks:
@@ -89,8 +90,10 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 def _segments(blocks: int) -> list[range]:
-    """Return the groups of block numbers that sqrt recomputes together. There are about as many
-    groups as blocks in a group.
+    """Return the groups of blocks that recompute: sqrt recomputes together, each as a range of
+    block numbers. There are about as many groups as blocks in a group.
+
+    blocks  number of blocks
 
     Example: 10 blocks have the groups 0-2, 3-5, 6-8 and 9.
     """
@@ -99,18 +102,21 @@ def _segments(blocks: int) -> list[range]:
 
 
 def make_segments(blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Return the blocks in the groups that sqrt recomputes together."""
+    """Divide `blocks` into consecutive groups, which recompute: sqrt recomputes together, and
+    return these groups."""
     return [blocks[segment.start : segment.stop] for segment in _segments(len(blocks))]
 
 
 def _every(plan: Plan) -> int:
-    """Return n if every n-th block is recomputed: 2 for "every-2", 1 for the other values."""
+    """Return n if every n-th block is recomputed: 2 for recompute="every-2", and 1 for the values
+    that recompute each block."""
     return int(plan.recompute.removeprefix("every-")) if plan.recompute.startswith("every-") else 1
 
 
 def _selective(plan: Plan) -> int:
-    """Return n if one in n products with weights is saved: 1 for "selective", 2 for "selective-2".
-    Returns 0 for the other values, which save none.
+    """Return n if, of the matrix products with weights in a recomputed block, the result of one in
+    n is saved: 1 for recompute="selective", 2 for "selective-2". Return 0 for the other values,
+    which save none.
     """
     if not plan.recompute.startswith("selective"):
         return 0
@@ -118,10 +124,13 @@ def _selective(plan: Plan) -> int:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Change the recorded step: the forward of a recomputed block, or group of blocks, saves only
-    its input, and runs again before its backward.
+    """Return the ledger (the predicted memory and time of a step) with recomputation in its
+    recorded step.
 
-    Raises InputError for sqrt if the model's blocks cannot be recomputed in groups.
+    The forward of a recomputed block, or of a group of blocks, saves only its input; with
+    selective, it also saves some results. It runs again before the block's backward.
+
+    Raises InputError with recompute: sqrt if the model's blocks cannot be recomputed in groups.
     """
     if plan.recompute == "sqrt" and ledger.check_segments is not None:
         ledger.check_segments()
@@ -133,13 +142,13 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) -> None:
-    """Run the model on one example batch without gradients, and raise InputError if these groups of
-    blocks cannot be recomputed together.
+    """Run the model on one example batch without gradients, and raise InputError if the blocks of a
+    group cannot be recomputed together.
 
     In a group, each block's output must be used only as the input of the next block, because only
     the output of the group's last block exists after the group's forward.
 
-    segments: the groups of blocks.
+    segments  the groups of blocks
     """
     buffers = ChangingBuffers([run.model])
     before = buffers.values()

@@ -98,8 +98,11 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the communication. The trace already has one device's shard of the model, with its
-    collectives, whose bytes and calls are added up.
+    """Return the ledger (the predicted memory and time of a step) with the communication of tensor
+    parallelism: the bytes and calls of all its collectives in a step.
+
+    The ledger already has the memory and operations of one device's shard, because the sharded
+    model was traced.
     """
     n, samples, times = plan.tp, ledger.micro_batch, ledger.micro_batches
     # collective -> the share of its accessed bytes that a device sends. The accessed bytes contain
@@ -124,8 +127,12 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Shard the model's modules according to its table. Raises InputError if the table names no
-    module of the model, or if tp does not divide the number of attention heads.
+    """Return the run with a model whose modules are sharded according to its table (see
+    `sharding_table`).
+
+    Raises InputError if the model has no table, or one that names no module of the model; if tp
+    does not divide the number of attention heads; or if the model has adapters (LoRA), or a
+    parameter with a hook on its gradient.
     """
     assert run.mesh is not None
     refuse_hooks(run.model, f"plan: tp={plan.tp}")
@@ -164,10 +171,13 @@ def _style(table: dict[str, str], name: str) -> str | None:
 
 
 def _vocabulary_head(run: Run, plan: Plan, table: dict[str, str]) -> nn.Linear | None:
-    """Return the output head if it is sharded by vocabulary, so that no device has the full logits.
+    """Return the output head if it is to be sharded by vocabulary, so that no device has the full
+    logits.
 
-    Returns None if the loss needs the full logits, if the table shards the head in another way, or
+    Return None if the loss needs the full logits, if the table shards the head in another way, or
     if the model does not say which nn.Linear is its head.
+
+    table  maps patterns of module names to styles of sharding
     """
     get = getattr(run.model, "get_output_embeddings", None)
     head = get() if get is not None else None
@@ -195,12 +205,14 @@ def _blocks(run: Run) -> list[tuple[str, nn.Module]]:
 
 
 def sharding_table(run: Run) -> dict[str, str]:
-    """Return the table of module name patterns -> style of sharding.
+    """Return the table that says how modules are sharded: a dict from a pattern of module names to
+    a style of sharding, such as {"*.mlp.up": "colwise"}.
 
-    It is the first of these that exists: model.tensor_parallel of the job, the model's attribute
-    tensor_parallel, the entry of TABLES for the model's architecture, and the table of its
-    transformers configuration (base_model_tp_plan). Raises InputError if none of them exists, or if
-    a style is unknown.
+    The table is the first of these that exists: the job's model.tensor_parallel, the model's
+    attribute tensor_parallel, the entry of TABLES for the model's architecture, and the table in
+    the model's transformers configuration (base_model_tp_plan).
+
+    Raises InputError if none of them exists, or if a style is unknown.
     """
     spec = run.job.model
     own = spec.tensor_parallel if isinstance(spec, ModelSpec) else None

@@ -63,8 +63,9 @@ def enabled(plan: Plan) -> bool:
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Replace the sharded model states by those of the first device, which has the largest shards,
-    and add the communication.
+    """Return the ledger (the predicted memory and time of a step) with the first device's shards of
+    the model states instead of the full states, and with the communication. No device has larger
+    shards than the first one.
     """
     size = ledger.gradient_bytes()
     ledger = (_with_full_parameters if plan.zero < 3 else _with_gathered_parameters)(ledger, plan, machine)
@@ -77,8 +78,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the communication of stages 1 and 2: the reduce-scatter of gradients and the all-gather
-    of updated parameters.
+    """Return the ledger with the communication of ZeRO stages 1 and 2, in which each device has the
+    full parameters: the reduce-scatter of gradients and the all-gather of updated parameters.
     """
     size, devices = ledger.gradient_bytes(), plan.shards
     sent, bucket = (devices - 1) / devices * size, bucket_bytes(devices)
@@ -101,8 +102,9 @@ def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledge
 
 
 def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Add the communication of stage 3: the all-gathers of parameters and the reduce-scatter of
-    gradients, for each block of each micro-batch.
+    """Return the ledger with the communication of ZeRO stage 3, in which parameters are gathered
+    only while they are used: two all-gathers of each block's parameters and a reduce-scatter of its
+    gradients in each micro-batch. Raises InputError if a parameter cannot be sharded.
     """
     # without the buffers, which are replicated
     known = [p for p in ledger.parameters if not p.buffer]
@@ -121,9 +123,9 @@ def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> L
 
 
 def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
-    """Replace each update by the update of the first device's shard. In stage 3, also replace each
-    parameter by this shard.
-    """
+    """Return a copy of the ledger in which the optimizer updates only the first device's shards,
+    not the full parameters. In ZeRO stage 3, the parameters themselves are replaced by these
+    shards, too."""
     shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
     unpacked = {p.name: _stay_whole(p.shape, plan) for p in ledger.parameters}
     updates = {
@@ -140,21 +142,21 @@ def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
 
 
 def overlaps_gathers(plan: Plan) -> bool:
-    """Return whether the all-gathers of updated weights in stages 1 and 2 overlap with the next
-    forward.
+    """Return whether the all-gathers of updated weights overlap with the next forward.
 
-    They do not overlap with compile: model, because a compiled region cannot wait for a block's
-    weights inside. They do not overlap in a pipeline either: its ranks start at different times,
-    and all of them would wait for the latest one.
+    They do only in ZeRO stages 1 and 2. They do not overlap with compile: model, because inside a
+    compiled region, the code cannot wait for a block's weights. They do not overlap in a pipeline
+    either, because its ranks start at different times, and all of them would wait for the latest
+    one.
     """
     return plan.zero in (1, 2) and plan.pp == 1 and plan.compile != "model"
 
 
 def _at_start(ledger: Ledger, bucket: float) -> float:
-    """Return the bytes of the weights that must be gathered before a forward's first operation: the
-    weights outside the blocks and those of the first block, and at least one bucket.
+    """Return the bytes of the updated weights that must be gathered before forward can begin: those
+    outside the blocks and those of the first block, and at least one bucket.
 
-    bucket: bytes of a bucket.
+    bucket  bytes of a bucket, in which weights are gathered together
     """
     trained = [p for p in ledger.parameters if p.trainable]
     first = sum(p.bytes for p in trained if not p.places or min(p.places) <= 0 or max(p.places) >= ledger.blocks)
@@ -162,21 +164,25 @@ def _at_start(ledger: Ledger, bucket: float) -> float:
 
 
 def _share(shape: tuple[int, ...], pieces: int) -> float:
-    """Return which share of a parameter of this shape the first device has. Its shard is the
+    """Return which fraction of a parameter's elements the first device has, whose shard is the
     largest.
 
-    Example: a parameter of shape (10, 3) on 4 devices is sharded along its first dimension. The
-    first device has ceil(10 / 4) = 3 of 10 rows: 0.3.
+    shape   the shape of the full parameter, which is sharded along its first dimension
+    pieces  number of shards
+
+    Example: a parameter of shape (10, 3) on 4 devices. The first device has ceil(10 / 4) = 3 of 10
+    rows: 0.3.
     """
     height = shape[0] if shape else 1
     return math.ceil(height / pieces) / height if height else 0.0
 
 
 def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
-    """Return whether the first device's shard is too small for quantized optimizer states, or not a
-    whole number of quantization blocks, so that its states are in fp32.
+    """Return whether the optimizer states of the first device's shard stay in fp32 although the
+    plan asks for 8-bit or 4-bit states. They do if the shard is too small, or if its number of
+    elements is not a multiple of the quantization block.
 
-    The states of the full parameter may be quantized nevertheless.
+    shape  the shape of the full parameter, whose states could be quantized nevertheless
     """
     if plan.states not in ("8-bit", "4-bit"):
         return False
@@ -185,9 +191,12 @@ def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
 
 
 def _scaled(update: Update, share: float, unpacked: bool) -> Update:
-    """Return the update of a shard that has this share of the parameter's elements.
+    """Return the update of a shard of a parameter: its bytes and operations are multiplied by
+    `share`.
 
-    unpacked: whether the shard's states are not quantized.
+    update    the update of the full parameter
+    share     the shard's fraction of the parameter's elements
+    unpacked  whether the shard's states stay in fp32 although the parameter's are quantized
     """
     states = update.unpacked_bytes if unpacked and update.unpacked_bytes else update.state_bytes
     operations = tuple(
@@ -208,8 +217,8 @@ def _scaled(update: Update, share: float, unpacked: bool) -> Update:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Set up the sharding. Stages 1 and 2 reduce-scatter the gradients and update shards; stage 3
-    shards the parameters themselves.
+    """Return the run with sharded model states. In stages 1 and 2, gradients are reduce-scattered
+    and each device updates its shards; in stage 3, the parameters themselves are sharded.
     """
     assert run.mesh is not None
     if plan.zero < 3:
@@ -225,11 +234,16 @@ def apply(run: Run, plan: Plan) -> Run:
 
 
 class ShardedReduction:
-    """The `Reduction` of stages 1 and 2. Each device has all parameters in full, and updates its
-    shard of each.
+    """Reduce-scatters the gradients in ZeRO stages 1 and 2, and all-gathers the updated weights.
+    Each device has all parameters in full, and updates its shard of each.
 
     Stage 1 accumulates full gradients and reduce-scatters them in a step's last micro-batch. Stage
     2 reduce-scatters the gradients of each micro-batch.
+
+    blocks  the model's blocks in forward order. Forward waits for the weights of a block just
+            before it calls the block. Empty if the all-gathers do not overlap with forward
+
+    It implements the interface `Reduction` (see `runtime/run.py`).
     """
 
     shard_axes: tuple[str, ...] = ("dp_shard",)
@@ -261,7 +275,8 @@ class ShardedReduction:
             self.complete()
 
     def complete(self) -> None:
-        """Complete the gradients of a step, of which each micro-batch's are reduced."""
+        """Complete the gradients of the step, after those of all micro-batches were reduced, and
+        average BatchNorm's statistics over the devices."""
         self.gathers.wait()  # for blocks that no forward of this step called
         self.scatter.complete()
         self.statistics.average()

@@ -1,4 +1,5 @@
-"""Models from presets, transformers configs, pretrained folders or the user's own Python code."""
+"""Creates models from presets, transformers configs, pretrained folders or the user's own Python
+code, and finds their repeated blocks."""
 
 from tightfit.models.blocks import find_blocks, parameter_uses
 from tightfit.models.create import (

@@ -1,7 +1,8 @@
-"""Make hooks on a model's blocks run however the model calls its blocks.
+"""Make the hooks on a model's blocks run in two cases in which torch does not run them.
 
-A method's hooks on a block must also run if the model calls `block.forward(...)` directly. The
-model's own hooks on a block must also run if the pipeline replaces the block by a stub.
+First, some models call `block.forward(...)` directly, which skips the hooks that a method, such as
+recompute, has put on the block. Second, a pipeline stage replaces the blocks of other stages by
+stubs. The model's own hooks on these blocks must also run there.
 """
 
 from __future__ import annotations
@@ -19,45 +20,47 @@ Hook = tuple[Callable[..., Any], bool]  # the hook, and whether it takes keyword
 
 @dataclass(frozen=True)
 class Hooks:
-    """A block's own forward pre-hooks and forward hooks, such as those that collect hidden states.
+    """The forward pre-hooks and forward hooks that a model has put on one of its blocks, such as
+    hooks that collect hidden states.
 
-    They also run if a stub stands in for the block, because the block is on another pipeline stage.
+    If the block is on another pipeline stage, a stub takes its place in the model. The two methods
+    then run these hooks on each call of the stub.
     """
 
     pre_hooks: tuple[Hook, ...] = ()
     post_hooks: tuple[Hook, ...] = ()
 
     def run_pre_hooks(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run the pre-hooks on a call of the stub, for their side effects only.
+        """Run the pre-hooks with the arguments of a call of the stub, for their side effects only.
 
-        Their return values are ignored. These are changed arguments for the block, and a stub runs
-        no block.
+        The changed arguments that a hook may return are ignored: a stub does not run a block, so it
+        has no use for them.
         """
         for hook, with_kwargs in self.pre_hooks:
             hook(block, args, kwargs) if with_kwargs else hook(block, args)
 
     def run_post_hooks(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Run the forward hooks on the stub's output, for their side effects only.
+        """Run the forward hooks with the arguments and the output of a call of the stub, for their
+        side effects only.
 
-        Their return values are ignored. `output` already has the structure that these hooks gave to
-        the block's output when the model was traced.
+        The changed output that a hook may return is ignored: the stub's output already has the
+        structure that these hooks gave to the block's output when the model was traced.
         """
         for hook, with_kwargs in self.post_hooks:
             hook(block, args, kwargs, output) if with_kwargs else hook(block, args, output)
 
 
 def hooks_of(block: nn.Module) -> Hooks:
-    """Return the forward pre-hooks and forward hooks that are registered on a block now."""
+    """Return the forward pre-hooks and forward hooks that a block has at this moment."""
     return Hooks(tuple(forward_pre_hooks(block)), tuple(forward_hooks(block)))
 
 
 def run_hooks_on_direct_calls(module: nn.Module, running: Callable[[], bool]) -> None:
-    """Make direct calls `module.forward(...)` run the module's hooks, from now on.
+    """Replace `module.forward` by a function that also runs the module's hooks, so that models
+    which call `block.forward(...)` directly do not skip them.
 
-    Some models call `block.forward(...)` directly, which would skip the hooks of a method.
-
-    running  returns True while the module is in a call that has run its hooks. A call of forward
-             then runs the original forward only
+    running  returns True if the module's hooks have already run for the present call, as they have
+             in a usual call `module(...)`. The new forward then runs only the original forward
     """
     forward = module.forward
 

@@ -1,7 +1,8 @@
-"""Blocks: the repeated modules that hold most of a model's parameters, such as transformer blocks.
+"""Finds a model's blocks: the repeated modules that hold most of its parameters, such as
+transformer blocks.
 
-Pipeline stages, recompute, FSDP units and per-block compilation all work on these blocks. They are
-found in any nn.Module, or the user names them (`model.blocks`).
+Pipeline stages, recompute, FSDP units and per-block compilation all work on these blocks. This
+module finds them in any nn.Module, unless the user names them (`model.blocks`).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Named:
     """Return the model's repeated blocks as (full name, module), in order of definition. The list
     is empty if no module repeats.
 
-    name  the list that contains the blocks, such as "model.layers"; several lists are separated by
-          commas
+    name  the full name of the list that contains the blocks, such as "model.layers", or several
+          names separated by commas. None searches for the blocks
 
-    Without a name, the blocks are the members of the outermost lists (ModuleList, Sequential,
-    ModuleDict; an encoder-decoder has several lists). If the model has no such list, the blocks are
-    sibling modules of one class, if these hold more than half of the parameters. A single torch
-    layer such as nn.Linear is not a block.
+    The search takes the members of the outermost lists (ModuleList, Sequential, ModuleDict; an
+    encoder-decoder has several lists). If the model has no such list, it takes sibling modules of
+    one class, provided that these hold more than half of the model's parameters. A single torch
+    layer such as nn.Linear is not a block. Modules of a class with less than a tenth of all found
+    parameters are left out.
 
     Example: a GPT-2 of 12 layers gives ("transformer.h.0", GPT2Block) to ("transformer.h.11",
     GPT2Block).
@@ -53,13 +55,15 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Named:
 
 
 def parameter_uses(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]]:
-    """Return, for the name of each parameter, the numbers of the blocks in which the parameter is
-    used.
+    """Return {name of a parameter: the numbers of the blocks that use it}. The number -1 means
+    before the first block, len(blocks) means after the last one.
 
-    -1 means before the first block, len(blocks) after the last one. A tied parameter has several
-    names. It is listed under the first of them, with the blocks of all of them. A parameter outside
-    of the blocks counts as before the blocks if it is defined before them, else as after them. A
-    parameter that belongs directly to a module which contains the blocks counts as both.
+    blocks: the model's blocks as (full name, module)
+
+    A tied parameter has several names. It is listed under the first of them, with the blocks of all
+    of them. A parameter outside of the blocks counts as used before the blocks if it is defined
+    before them, else as used after them. A parameter that belongs directly to a module which
+    contains the blocks counts as both.
 
     Example: a GPT-2 of 12 blocks with a tied embedding gives {"transformer.wte.weight": (-1, 12),
     "transformer.h.0.ln_1.weight": (0,), ..., "transformer.ln_f.weight": (12,)}.
@@ -84,8 +88,8 @@ def parameter_uses(model: nn.Module, blocks: Named) -> dict[str, tuple[int, ...]
 
 
 def _members_of(model: nn.Module, name: str) -> Named:
-    """Return the members of the list that the user named. Raises InputError if the model has no
-    such list, or if the list is empty."""
+    """Return the members of the list `name`, which the user named, as (full name, module). Raises
+    InputError if the model has no module of this name, or if it has no members."""
     modules = dict(model.named_modules())
     if name not in modules:
         lists = [path for path, module in modules.items() if path and _is_list(module)]
@@ -99,9 +103,11 @@ def _members_of(model: nn.Module, name: str) -> Named:
 
 
 def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[nn.Module]]) -> Named:
-    """Return the outermost repeated modules below `parent`, as (full name, module).
+    """Search the modules below `parent` for blocks, and return them as (full name, module). Modules
+    inside a block are not searched.
 
-    members  returns those children of a module that are blocks; blocks are not searched further
+    path     the full name of `parent`; "" if it is the model itself
+    members  returns those children of a module that are blocks
     """
     taken = members(parent)
     found: Named = []
@@ -112,8 +118,9 @@ def _repeated(parent: nn.Module, path: str, members: Callable[[nn.Module], list[
 
 
 def _members(parent: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a list: all blocks in a ModuleList, whatever its length, and in other
-    lists those of a class that occurs twice or more. Return [] if `parent` is not a list."""
+    """Return the members of a list of modules that are blocks: in a ModuleList all members that
+    `_is_block` accepts, in a Sequential or ModuleDict only those whose class occurs twice or more.
+    Return [] if `parent` is none of these lists."""
     from torch import nn
 
     if not _is_list(parent):
@@ -138,8 +145,8 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Whether a module has parameters, can be called, and is not a single torch layer such as
-    nn.Linear."""
+    """Return whether a module can be a block: it has parameters, can be called, and is not a single
+    torch layer such as nn.Linear."""
     from torch import nn
 
     layer = type(module).__module__.startswith("torch.nn") and not any(True for _ in module.children())

@@ -1,8 +1,9 @@
-"""Keep fake tensors in the caches of model code out of real runs, and real tensors out of traces.
+"""Remove tensors from the caches of model code, so that real runs find no fake tensors in them, and
+traces find no real ones.
 
-Models cache what they compute once, such as BEiT's table of relative positions, in an lru_cache or
-in a dict of their module or class. A training run must not find the fake tensors that a trace put
-in such a cache, and a trace cannot use the real tensors that a training run put in it.
+Some models cache a tensor that they compute once, such as BEiT's table of relative positions, in an
+lru_cache or in a dict of their module or class. A trace puts fake tensors in such a cache, which a
+training run cannot use. A training run puts real tensors in it, which a trace cannot use.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _Cache = Any  # a function with an lru_cache
 
 @contextmanager
 def isolated_model_caches() -> Iterator[None]:
-    """Inside this context, the caches of model code contain no real tensors from before.
+    """On entry to this context, remove real tensors from the caches of model code.
 
-    On exit, fake and meta tensors are removed from the caches, and the earlier entries of dicts are
-    put back. The earlier entries of an lru_cache are computed again when they are needed.
+    On exit, remove fake and meta tensors from the caches, and put the removed entries of dicts
+    back. The removed entries of an lru_cache are computed again when they are needed.
     """
     taken = _remove_real_tensors()
     try:
@@ -44,16 +45,16 @@ def isolated_model_caches() -> Iterator[None]:
 
 
 def _remove_real_tensors() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Remove real tensors from all caches. Return what was removed from dicts, as (dict, its
-    removed entries)."""
+    """Remove real tensors from all caches of model code. Return what was removed from dicts, as
+    pairs (the dict, a dict of its removed entries)."""
     return _remove_tensors(lambda tensor: not isinstance(tensor, FakeTensor))
 
 
 def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Clear the lru_caches, and remove the dict entries, that contain a tensor for which `unwanted`
-    returns True.
+    """Remove the tensors for which unwanted(tensor) is True from all caches of model code. An
+    lru_cache that contains such a tensor is cleared; a dict loses the entries that contain one.
 
-    Return what was removed from dicts, as (dict, its removed entries).
+    Return what was removed from dicts, as pairs (the dict, a dict of its removed entries).
     """
     taken = []
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
@@ -81,7 +82,7 @@ def _clear(functions: list[_Cache], unwanted: Any) -> None:
 
 @lru_cache(1)
 def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any]]]:
-    """Return the lru_caches and the dicts of all modules that may define models.
+    """Return (the functions with an lru_cache, the dicts) in all modules that may define models.
 
     count, last  the number of imported modules and the name of the last one. They are only the key
                  of this function's own lru_cache: after a new import, the modules are searched
@@ -99,7 +100,8 @@ def _may_define_models(name: str) -> bool:
 
 @lru_cache(None)
 def _caches_of(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
-    """Return the lru_caches and the dicts of a module and of its classes."""
+    """Return (the functions with an lru_cache, the dicts) that a Python module and its classes have
+    as attributes."""
     functions: list[_Cache] = []
     dicts: list[dict[Any, Any]] = []
     classes = [one for one in vars(module).values() if isinstance(one, type)]
@@ -112,8 +114,9 @@ def _caches_of(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
 
 
 def _cached_functions(value: Any) -> list[_Cache]:
-    """Return the functions with an lru_cache in a function, a method or a property: the object
-    itself, or a function that its decorator wraps."""
+    """Return the functions with an lru_cache that belong to an attribute of a module or class: the
+    function, method or property itself, or functions in its closure, such as the one that a
+    decorator wraps."""
     if isinstance(value, _lru_cache_wrapper):
         return [value]
     if isinstance(value, staticmethod | classmethod):
@@ -134,8 +137,8 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _results(function: _Cache) -> Iterator[Tensor]:
-    """Yield the tensors in an lru_cache. Only the garbage collector can list the entries of an
-    lru_cache."""
+    """Yield the tensors in the lru_cache of a function. They are found through the garbage
+    collector, because an lru_cache cannot list its entries."""
     for held in gc.get_referents(function):
         yield from _tensors(held)
 

@@ -1,9 +1,9 @@
-"""Create models from a ModelSpec or from the user's own callable.
+"""Create models from a ModelSpec (the job's `model`) or from the user's own callable.
 
-The planner calls `model_factory` on fake tensors to trace a model; the engine calls it to create
-the model that it trains. torch and transformers are imported only when a model is needed. Every
-mistake in a spec raises InputError. Running out of memory does not, because the spec is not wrong
-then.
+The planner calls `model_factory` to create a model of fake tensors, which it traces. The engine
+calls it to create the model that it trains. torch and transformers are imported only when a model
+is needed. Every mistake in a spec raises InputError. Errors that say that memory ran out are not
+turned into InputError, because the spec is not wrong then.
 """
 
 from __future__ import annotations
@@ -88,11 +88,12 @@ _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
 
 def task_of(model: Any) -> str | None:
-    """Return the task of a ModelSpec: `model.task` if it is set, else the usual task of the
-    architecture.
+    """Return the task of a job's model, such as causal-lm: `model.task` if it is set, else the
+    usual task of the architecture or of the pretrained model.
 
-    None for a user's own callable, and for `python` without `task`. Raises InputError for an
-    unknown preset or architecture, and for a folder without a readable config.json.
+    Return None for the user's own callable, and for `model.python` without `model.task`. Raises
+    InputError for an unknown preset or architecture, for one without any of the tasks, and for a
+    folder without a readable config.json.
     """
     if not isinstance(model, ModelSpec):
         return None
@@ -102,17 +103,24 @@ def task_of(model: Any) -> str | None:
         return _task_of_architecture(_architecture(model))
     content = read_config(model.from_)
     for name in content.get("architectures") or []:
-        for ending, task in _TASK_OF_CLASS.items():
-            if name.endswith(ending):
-                return task
+        task = task_of_class(name)
+        if task is not None:
+            return task
     return _task_of_architecture(content.get("model_type", ""))
 
 
-def model_config(spec: ModelSpec) -> Any:
-    """Return the transformers config of a ModelSpec, with its key/value cache switched off. Return
-    None for a model from the user's Python code.
+def task_of_class(name: str) -> str | None:
+    """Return the task of a class of transformers, such as causal-lm for "LlamaForCausalLM". None if
+    the name does not say it."""
+    return next((task for ending, task in _TASK_OF_CLASS.items() if name.endswith(ending)), None)
 
-    Raises InputError for unknown keys, and for numbers of heads that do not divide the hidden size.
+
+def model_config(spec: ModelSpec) -> Any:
+    """Return the transformers config of a ModelSpec. Its key/value cache is switched off, because
+    training does not need it. Return None for a model from the user's Python code.
+
+    Raises InputError for unknown config keys, for values that transformers refuses, and for numbers
+    of heads that do not divide the hidden size.
     """
     if spec.python:
         return None
@@ -148,10 +156,11 @@ def model_config(spec: ModelSpec) -> Any:
 
 
 def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
-    """Return the transformers config with these keys.
+    """Return the transformers config of an architecture with the config keys `keys`: those of the
+    preset and of the user, who gave the keys in `spec.config`.
 
-    If transformers refuses the keys, raises InputError. The error names one of the user's keys if
-    the config is valid without this key, but not without any other single key.
+    Raises InputError if transformers refuses the keys. The error blames a single key of the user if
+    the config is valid without this key, and there is no other such key.
     """
     import transformers
 
@@ -179,8 +188,8 @@ def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> An
 
 
 def text_config(config: Any) -> Any:
-    """Return the text part of a multimodal model's config. Return the config itself if it has no
-    text part, or several."""
+    """Return the part of a multimodal model's transformers config that describes its text model.
+    Return the config itself if it has no such part, or several. A config of None gives None."""
     try:
         return config.get_text_config()
     except (ValueError, AttributeError):  # ValueError: several parts read text
@@ -188,10 +197,15 @@ def text_config(config: Any) -> Any:
 
 
 def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
-    """Return the spec of the same transformers model with only `blocks` blocks.
+    """Return the spec of the same transformers model with only `blocks` blocks (transformer
+    layers).
 
-    Return None if the model is the user's own or pretrained, if its config lists types of layers
-    (layer_types), if its config has no num_hidden_layers, or if it is not deeper than `blocks`.
+    Return None if this is not possible, for one of these reasons:
+
+    - The model is the user's own or pretrained.
+    - Its config lists types of layers (layer_types) or has no num_hidden_layers.
+    - Its adapters are for named layers only.
+    - It has no more than `blocks` blocks.
     """
     if not isinstance(model, ModelSpec) or model.python or model.from_:
         return None
@@ -205,8 +219,8 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
 
 
 def vocabulary_size(spec: ModelSpec) -> int | None:
-    """Return the number of tokens in the model's vocabulary. Return None for vision models, and for
-    models from the user's Python code."""
+    """Return the number of tokens in the vocabulary of a transformers model. Return None for a
+    vision model, and for a model from the user's Python code."""
     config = model_config(spec)
     return None if config is None else getattr(text_config(config), "vocab_size", None)
 
@@ -215,12 +229,12 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
     """Return a function that creates the model on the CPU and in fp32.
 
     model       a ModelSpec or the user's own callable
-    sequential  read the tensors of a pretrained folder one by one as they are placed. By default,
-                transformers' threads read ahead, which takes more memory
+    sequential  True reads the tensors of a pretrained folder one by one. False lets transformers'
+                threads read several ahead, which takes more memory
 
-    Under torch.device("meta") or FakeTensorMode, the function creates a model without values, and
-    reads no weights of a pretrained folder. Both `model_factory` and the returned function raise
-    InputError for a mistake in the spec or the callable.
+    If the returned function is called under torch.device("meta") or FakeTensorMode, the model has
+    no values, and the weights of a pretrained folder are not read. Both `model_factory` and the
+    returned function raise InputError for a mistake in the spec or the callable.
     """
     make = _make_factory(model, sequential)
 
@@ -237,8 +251,9 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
 
 
 def _switch_off_cache(model: nn.Module) -> nn.Module:
-    """Switch off the key/value cache of a transformers model. Training does not read this cache,
-    and a block that is recomputed would append its keys a second time."""
+    """Switch off the key/value cache of a transformers model, in place, and return the model.
+    Training does not read this cache, and a block that is recomputed would append its keys a second
+    time."""
     for module in model.modules():
         config: Any = module.config if is_transformers_model(module) else None
         if getattr(config, "use_cache", False):
@@ -286,8 +301,8 @@ def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
 
 @contextmanager
 def _read_sequentially() -> Iterator[None]:
-    """Inside this context, transformers does not read tensors ahead in threads. An environment
-    variable of transformers switches this off."""
+    """Inside this context, transformers reads the tensors of a file one by one, and not ahead in
+    threads. An environment variable of transformers selects this."""
     switch = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(switch)
     os.environ[switch] = "1"
@@ -300,7 +315,8 @@ def _read_sequentially() -> Iterator[None]:
 
 
 def _shapes_only() -> bool:
-    """Whether tensors created now have no values (meta device or FakeTensorMode)."""
+    """Return whether tensors that are created now have no values, because the meta device or
+    FakeTensorMode is active."""
     import torch
 
     probe = torch.empty(0)
@@ -331,8 +347,8 @@ def _task_of_architecture(architecture: str) -> str:
 
 
 def _config_class(architecture: str) -> Any:
-    """Return transformers' config class of a model type. Raises InputError, which suggests the
-    nearest model type, for an unknown type."""
+    """Return transformers' config class for a model type, such as "gpt2". Raises InputError, which
+    suggests the nearest model type, if transformers does not have this type."""
     import transformers
 
     known = transformers.CONFIG_MAPPING
@@ -347,10 +363,11 @@ def _config_class(architecture: str) -> Any:
 
 
 def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
-    """Return the preset's config keys, overridden by the spec's own, under the names that the
-    config class uses. Example: GPT-2 stores hidden_size as n_embd.
+    """Return the config keys of a model with their values: those of the spec's preset, overridden
+    by those in `spec.config`. Their names are those that the config class uses; for example, GPT-2
+    stores hidden_size as n_embd.
 
-    Raises InputError for a key that the config class does not have.
+    kind: transformers' config class. Raises InputError for a key that the class does not have.
     """
     known = set(_defaults(kind)) | set(kind.attribute_map) | set(kind.sub_configs) | _COMMON_KEYS
     if "rope_parameters" in known:
@@ -375,8 +392,9 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
 
 
 def _merge_rope_keys(keys: dict[str, Any]) -> None:
-    """Merge the older keys of rotary embeddings into rope_parameters. If both are given,
-    transformers silently ignores the older keys."""
+    """Move the older config keys of rotary embeddings (rope_theta, ...) into the dict
+    rope_parameters, in place, if `keys` has this dict. transformers would silently ignore the older
+    keys."""
     rope = keys.get("rope_parameters")
     if isinstance(rope, dict):
         scaling = keys.pop("rope_scaling", None)
@@ -386,7 +404,8 @@ def _merge_rope_keys(keys: dict[str, Any]) -> None:
 
 
 def _defaults(kind: Any) -> dict[str, Any]:
-    """Return the keys of a config class and of its parents, with their default values."""
+    """Return the keys that a transformers config class and its parents accept, as {key: default
+    value}."""
     defaults: dict[str, Any] = {}
     for parent in reversed(kind.__mro__[:-1]):
         defaults |= {
@@ -398,9 +417,17 @@ def _defaults(kind: Any) -> dict[str, Any]:
 
 
 def _check_heads(spec: ModelSpec, kind: Any, keys: dict[str, Any]) -> None:
-    """Raise InputError for sizes below 1, for numbers of heads that do not divide the hidden size,
-    and for odd head sizes with rotary embeddings. transformers accepts some of them and fails in
-    the first forward."""
+    """Raise InputError if the sizes in a config cannot work. transformers accepts some of these
+    configs, and their first forward fails. The error is raised if
+
+    - a size is below 1,
+    - the number of heads does not divide the hidden size, and the config has no head_dim,
+    - the number of key/value heads does not divide the number of heads,
+    - heads with rotary embeddings have an odd size.
+
+    kind  transformers' config class
+    keys  the config keys with their values; missing ones have the defaults of the class
+    """
     defaults = _defaults(kind)
 
     def value(name: str) -> int | None:
@@ -435,8 +462,8 @@ def _nearest_divisor(number: int, wanted: int) -> str:
 
 
 def _model_class(spec: ModelSpec, config: Any) -> Any:
-    """Return the transformers AutoModel class for the spec's task and this config. Raises
-    InputError if transformers has no model for them."""
+    """Return the transformers AutoModel class that creates a model with this config for the spec's
+    task, such as AutoModelForCausalLM. Raises InputError if transformers has no such model."""
     import transformers
 
     task = task_of(spec)
@@ -458,11 +485,11 @@ def _model_class(spec: ModelSpec, config: Any) -> Any:
 
 
 def has_complex_parameters(model: Any) -> bool:
-    """Whether a user's own model has complex parameters. False for all other models, which have
-    none.
+    """Return whether a user's own model has complex parameters. transformers' models have none, so
+    the result is False for them.
 
-    Also False if the model cannot be created on fake tensors, because its parameters are unknown
-    then.
+    The result is also False if the model cannot be created on fake tensors, because its parameters
+    are not known then.
     """
     if isinstance(model, ModelSpec) and not model.python:
         return False
@@ -477,6 +504,7 @@ def has_complex_parameters(model: Any) -> bool:
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether a model is a transformers PreTrainedModel. Does not import transformers."""
+    """Return whether a model is a transformers PreTrainedModel. This function does not import
+    transformers: if nothing else has, the result is False."""
     transformers = sys.modules.get("transformers")
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)

@@ -1,10 +1,11 @@
-"""Dataflow: a record of one forward of a model on fake tensors.
+"""Dataflow: a record of a model's forward on fake tensors.
 
-It lists the tensors that each operation reads, makes and overwrites, and the inputs and outputs of
-each of the model's repeated blocks. `models/tracing.py` records it. From it,
-`parallel/pipeline/boundaries.py` finds which tensors are sent between pipeline stages.
+A Dataflow lists the tensors that each operation reads, makes and overwrites, and the inputs and
+outputs of each of the model's repeated blocks. `models/tracing.py` records it.
+`parallel/pipeline/boundaries.py` uses it to find which tensors are sent between pipeline stages.
 
-A tensor is identified by its Python object and by its storage. Views share their storage.
+A tensor is identified by two numbers, one for its Python object and one for its storage. A view is
+another Python object with the same storage.
 
 Example: in `h = block0(x); y = block1(h)`, block 0 is called with TensorId(tensor=7, storage=5) and
 returns TensorId(9, 6). The call of block 1 has TensorId(9, 6) among its inputs. If block 1 is given
@@ -13,6 +14,7 @@ a view of h instead, its input is TensorId(10, 6): another object, but the same 
 
 from __future__ import annotations
 
+import functools
 import linecache
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +39,11 @@ PathTo = tuple[Any, ...]  # to a leaf in (args, kwargs): (0, 2) is args[2], (1, 
 
 
 class TensorId(NamedTuple):
-    """The identity of a tensor: a number for the Python object and a number for its storage. No
-    number is used twice."""
+    """Identifies a tensor in a record of a forward.
+
+    tensor   the number of the Python object; another object has another number
+    storage  the number of its storage, which a tensor and its views share
+    """
 
     tensor: int
     storage: int
@@ -46,17 +51,17 @@ class TensorId(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of the forward.
+    """Records one operation of a forward, such as a matrix product.
 
-    block        number of the block in which the operation runs, or of the last block before it;
-                 BEFORE_BLOCKS before the first block, the number of blocks after the last one
-    inside       whether the operation runs inside of that block
+    block        number of the block in which the operation runs, or else of the last block before
+                 it; BEFORE_BLOCKS (-1) before the first block, the number of blocks after the last
+    inside       True if the operation runs inside that block, False if it runs outside of all
+                 blocks
     reads        the tensors that the operation reads
     outputs      the tensors that it returns
-    written      the storages that it overwrites
+    written      the numbers of the storages that it overwrites
     is_random    whether it draws random numbers
-    reads_value  whether Python reads a value of its input (as .item() does), usually to branch on
-                 it
+    reads_value  whether it gives a tensor's value to Python (as .item() does), usually for a branch
     line         the line of the model that called the operation, (file, number); None for the loss
     """
 
@@ -72,7 +77,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """The call of a block. inputs: the block's input tensors by their path in (args, kwargs)."""
+    """Records that block number `block` was called.
+
+    inputs  {path in (args, kwargs): the input tensor there}. Example: the path (0, 2) is args[2]
+    """
 
     block: int
     inputs: dict[PathTo, TensorId]
@@ -80,8 +88,11 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class BlockReturn:
-    """The return of a block. outputs: the block's output tensors, each with True if it is one of
-    the block's inputs itself."""
+    """Records that block number `block` has returned.
+
+    outputs  (tensor, is_input) for each output tensor; `is_input` is True if the block returns one
+             of its input tensors unchanged
+    """
 
     block: int
     outputs: tuple[tuple[TensorId, bool], ...]
@@ -92,16 +103,17 @@ Event = Operation | BlockCall | BlockReturn
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of a block's output, described so that a stub can return it without running the
-    block.
+    """Describes one value in a block's output. With it, a stub can return a value of this form
+    without running the block, which the stub replaces on other pipeline stages.
 
-    The leaf is one of these:
+    Exactly one of these applies; the other fields have their defaults:
 
-    same_as              the input at this path itself
-    like                 a tensor with the shape and type of the input at this path
-    sample_shape, dtype  a tensor of this dtype and of shape (samples of the batch, *sample_shape);
-                         a tensor without dims if sample_shape is None
-    constant             a value that is not a tensor, or None
+    same_as              the value is the block's input at this path in (args, kwargs): (0, 2) is
+                         args[2]
+    like                 it is a tensor with the shape and type of the input at this path
+    sample_shape, dtype  it is a tensor of this dtype and of shape (number of samples,
+                         *sample_shape); without dims if sample_shape is None
+    constant             it is this value, which is not a tensor; it may be None
     """
 
     same_as: PathTo | None = None
@@ -113,11 +125,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class OutputStructure:
-    """The structure and shapes of a block's output.
+    """Describes a block's output: nested containers, and the form of each value in them.
 
-    spec      the nested containers of the output
-    leaves    the tensors and constants in these containers
-    in_place  whether operations outside of the blocks overwrite a tensor of the output in place
+    spec      the nested containers, such as a tuple
+    leaves    the form of each tensor or constant in these containers, in order
+    in_place  whether an operation outside of the blocks overwrites a tensor of the output in place
     """
 
     spec: TreeSpec
@@ -127,25 +139,26 @@ class OutputStructure:
 
 @dataclass
 class Dataflow:
-    """The events of one forward of the model and its loss. If this forward changes persistent
-    state, the events of a second forward follow.
+    """The record of a forward of the model and its loss: its operations, and the calls and returns
+    of blocks. If this forward changes parameters, buffers or attributes of the model, a second
+    forward is recorded, too.
 
-    forwards         the events of each forward, in order
-    parameters       by storage, the names of the parameters in it
-    persistent       by storage, the name of the buffer in it
-    uses             by name of a parameter, the numbers of the blocks that use it; BEFORE_BLOCKS
-                     for uses before the blocks, the number of blocks for uses after them
+    forwards         for each forward, its events in order (`Operation`, `BlockCall`, `BlockReturn`)
+    parameters       {number of a storage: the names of the parameters in it}
+    persistent       {number of a storage: the name of the buffer in it}
+    uses             {name of a parameter: the numbers of the blocks that use it}; BEFORE_BLOCKS
+                     (-1) for uses before the blocks, the number of blocks for uses after them
     changed          names of module attributes, other than tensors, that every forward changes
-    block_outputs    the structure of each block's output
+    block_outputs    a description of each block's output
     shapes           for each tensor of the batch, the shape of one sample
     block_count      how many blocks are recorded
     is_random        whether the forward draws random numbers
     parameter_count  number of elements of all of the model's parameters
     block_numbers    the numbers of the recorded blocks among all of the model's blocks
-    hooks            the model's own hooks on each block; some models install them in their first
-                     forward
-    replaced         by name of a buffer, the number of the tensor that the first forward puts in
-                     its place
+    hooks            the model's own hooks on each block, including those that it registers in its
+                     first forward
+    replaced         {name of a buffer: the number of the tensor that replaces it in the first
+                     forward}
     """
 
     forwards: list[list[Event]]
@@ -165,13 +178,16 @@ class Dataflow:
 
 @dataclass(frozen=True)
 class _Attribute:
-    """A part of a path that is the name of an attribute, not an index or a key."""
+    """One element of a `PathTo` that is the name of an attribute, such as `logits` in
+    outputs.logits. (A `PathTo` says where a tensor is in the arguments or outputs of a block. Its
+    other elements are indices and dict keys.)"""
 
     name: str
 
 
 def path_of(keys: Any) -> PathTo:
-    """Return the path of a leaf, from the key entries that torch's tree_flatten_with_path gives."""
+    """Convert the keys that torch's tree_flatten_with_path returns for a leaf to a path: a tuple of
+    indices, dict keys and attributes. Example: the path of args[2] is (0, 2)."""
     found: list[Any] = []
     for key in keys:
         if hasattr(key, "idx"):
@@ -184,7 +200,8 @@ def path_of(keys: Any) -> PathTo:
 
 
 def leaf_at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
-    """Return the leaf of (args, kwargs) at `path`, or None if no leaf has this path."""
+    """Return the value at `path` in the arguments (args, kwargs) of a call, or None if they have no
+    such path. Example: the path (1, "x") gives kwargs["x"]."""
     value: Any = arguments
     for key in path:
         try:
@@ -194,9 +211,13 @@ def leaf_at(arguments: tuple[Any, dict[str, Any]], path: PathTo) -> Any:
     return value
 
 
+@functools.cache
 def describe_line(line: tuple[str, int] | None) -> str:
-    """Return a line of the model as messages show it, such as "model.py, line 12 (h = h + x)". For
-    a `line` of None, return "the loss"."""
+    """Return a text for messages that shows a line of the model's code, such as "model.py, line 12
+    (h = h + x)". Return "the loss" if `line` is None.
+
+    line: (file, number)
+    """
     if line is None:
         return "the loss"
     text = linecache.getline(*line).strip()
@@ -215,8 +236,8 @@ def blocks_out_of_order() -> InputError:
 
 
 def innermost_model_line(error: Exception) -> tuple[str, int] | None:
-    """Return the innermost line of the model's own code in an error's traceback, as (file, number).
-    Return None if the traceback has no such line."""
+    """Return the innermost line of an error's traceback that is not in torch's or tightfit's code,
+    as (file, number). Return None if the traceback has no such line."""
     found, here = None, error.__traceback__
     while here is not None:
         name = here.tb_frame.f_code.co_filename

@@ -1,4 +1,5 @@
-"""Recorder: a torch dispatch mode that records a model's forwards as a `Dataflow`.
+"""Recorder: a torch dispatch mode that records forwards of a model as a `Dataflow`, the list of
+operations with the tensors that they read and make.
 
 `models/tracing.py` enters the recorder around one or two forwards on fake tensors. The recorder
 records every operation, and, by hooks, every call and return of a block.
@@ -54,8 +55,13 @@ _VALUES = (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default)
 
 @dataclass
 class _BlockRecord:
-    """What is recorded of a block: its arguments by path, and the structure, leaves and storages of
-    its output."""
+    """The record of one block's last call.
+
+    arguments  {path in (args, kwargs): the argument}; the path (0, 2) leads to args[2]
+    spec       the nested containers of the output; None before the block has returned
+    leaves     the tensors and constants in these containers
+    storages   the numbers of the storages of the output tensors that are not inputs of the block
+    """
 
     arguments: dict[PathTo, Any] = field(default_factory=dict)
     spec: TreeSpec | None = None
@@ -64,14 +70,17 @@ class _BlockRecord:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the forwards of a model; see `Dataflow`.
+    """Records forwards of a model. Call `forward` for each, inside this mode, and then `dataflow`,
+    which returns the record.
 
     The recorder keeps all tensors until `dataflow` is called, so that no two of them have the same
     identity. The planner's dispatch modes (`planner/tracing/storages.py`) must not keep any
     tensors, because they observe when tensors are freed.
 
-    model, batch  with fake tensors as parameters, buffers and inputs
-    blocks        the model's blocks as (full name, module)
+    model   the model, whose parameters and buffers are fake tensors
+    fakes   {id() of a real parameter or buffer: the fake tensor in its place}
+    batch   the batch, of fake tensors
+    blocks  the model's blocks as (full name, module)
     """
 
     def __init__(
@@ -106,7 +115,8 @@ class Recorder(TorchDispatchMode):
         self.samples = tensors[0].shape[0] if tensors else 0
 
     def tensor_id(self, tensor: Tensor) -> TensorId:
-        """Return the identity of a tensor. A tensor that was not seen before gets a new number."""
+        """Return the number of a tensor and the number of its storage. Each of them is new if it
+        was not seen before, and the same as before otherwise."""
         if id(tensor) not in self.tensors:
             self.tensors[id(tensor)] = len(self.tensors), tensor
         storage = storage_id(tensor)
@@ -147,10 +157,10 @@ class Recorder(TorchDispatchMode):
 
     def _update_hooks(self) -> None:
         """Read the blocks' hooks again, because some models register hooks in their first forward.
+        Raise InputError if a new hook is a function from any package but transformers.
 
-        In a pipeline, a model may then register its hook on the stub that replaces a block of
-        another stage. transformers does not: it finds blocks by their class and so skips stubs.
-        Raises InputError for new hooks from any other package.
+        In a pipeline, a model may register such a hook on a stub, which replaces a block of another
+        stage. transformers does not do this: it finds blocks by their class, and so skips stubs.
         """
         before, self.hooks = self.hooks, tuple(hooks_of(block) for _, block in self.blocks)
         for (name, _), old, new in zip(self.blocks, before, self.hooks, strict=True):
@@ -179,11 +189,14 @@ class Recorder(TorchDispatchMode):
         return called
 
     def _alias_outputs(self, number: int, module: nn.Module, args: Any, output: Any) -> Any:
-        """Replace the tensors that a block returns by aliases, which are other tensor objects.
+        """Return a block's output with each tensor replaced by an alias: another tensor object with
+        the same storage. Tensors that are inputs of the block are not replaced.
 
-        If the block also stores a returned tensor in a list or an attribute, the stored tensor and
-        the returned one then differ. This matters because only returned tensors are sent to another
-        stage.
+        A block may also store a returned tensor in a list or an attribute. With the alias, the
+        stored tensor and the returned one have different identities. This matters because only
+        returned tensors are sent to another stage.
+
+        number: the number of the block. The parameters are those of a forward hook.
         """
         inputs = {id(leaf) for leaf in self.block_records[number].arguments.values()}
         leaves, spec = tree_flatten(output)
@@ -242,8 +255,8 @@ class Recorder(TorchDispatchMode):
         )
 
     def changes_persistent_state(self) -> bool:
-        """Whether the first forward overwrites or replaces a parameter, a buffer or a tensor of the
-        batch."""
+        """Return whether the first forward overwrites a parameter, a buffer or a tensor of the
+        batch, or replaces a buffer."""
         if self.replaced:
             return True
         there = self.persistent.keys() | self.parameters.keys() | self.batch_storages
@@ -253,8 +266,8 @@ class Recorder(TorchDispatchMode):
     def dataflow(self, changed: list[str], numbers: tuple[int, ...]) -> Dataflow:
         """Return the record of all forwards so far, and release the recorder's tensors.
 
-        changed  names of module attributes that each forward changes
-        numbers  see `Dataflow.block_numbers`
+        changed  names of module attributes that every forward changes
+        numbers  the numbers of the recorded blocks among all of the model's blocks
         """
         uses: dict[str, set[int]] = {}
         overwritten: set[int] = set()
@@ -317,8 +330,9 @@ class Recorder(TorchDispatchMode):
         return output
 
     def _value(self, func: Any, args: Any) -> Any:
-        """Return the value that an operation such as .item() reads. If it is not known, because the
-        tensor is fake, return False for a comparison or a bool, and 1 for a number."""
+        """Return the value that `func`, an operation such as .item(), reads from a tensor. If the
+        value is not known, because the tensor is fake, return False for a comparison or a bool, and
+        1 for a number."""
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and known_value(tensor) is None:
             if func is torch.ops.aten.equal.default or tensor.dtype is torch.bool:
@@ -342,8 +356,9 @@ def _line() -> tuple[str, int] | None:
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """Yield the tensors that an operation overwrites: those in its schema, and the running
-    statistics of BatchNorm, which some schemas do not declare."""
+    """Yield the tensors that the call func(*args, **kwargs) of an operation overwrites: those that
+    its schema declares as overwritten, and the running statistics of BatchNorm, which some schemas
+    do not declare."""
     statistics = (
         ("running_mean", "running_var")
         if "batch_norm" in schema_of(func).name and _updates_statistics(func, args, kwargs)
@@ -358,8 +373,8 @@ def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a BatchNorm operation updates its running statistics. In backward and in evaluation
-    mode, BatchNorm only reads them."""
+    """Return whether a call of a BatchNorm operation updates its running statistics. In backward
+    and in evaluation mode, BatchNorm only reads them."""
     if "backward" in schema_of(func).name:
         return False
     for index, argument in enumerate(schema_of(func).arguments):
@@ -369,8 +384,8 @@ def _updates_statistics(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _draws_random_numbers(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a call of an operation that can draw random numbers draws some. Example: attention
-    with a dropout_p of 0 draws none."""
+    """Return whether a call of an operation that can draw random numbers does draw some. Example:
+    attention with a dropout_p of 0 draws none."""
     for index, argument in enumerate(schema_of(func).arguments):
         if argument.name == "dropout_p":
             value = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)

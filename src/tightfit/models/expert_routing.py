@@ -1,11 +1,11 @@
-"""Predict which tokens go to which expert of a mixture of experts, on fake tensors.
+"""Assume which tokens go to which expert, when a mixture of experts runs on fake tensors.
 
 Fake tensors have no values, so a router on fake tensors chooses no experts. Many mixtures of
-experts need the choice: a loop over the experts gathers the tokens of each, and how many they are
+experts need the choice: a loop over the experts gathers the tokens of each expert, and their number
 decides the shapes. `ExpertRouting` therefore assumes a choice: the tokens are spread evenly over
-the experts, or one expert gets more than its share. It gives this choice to the indices that topk,
-argmax and max return, and computes the real values of everything that depends on nothing else:
-one-hot masks, counts, offsets, the positions that nonzero finds.
+the experts, or one expert gets more than its share. These are the values of the indices that topk,
+argmax and max return. From them, it computes the real values of all tensors that depend only on
+the choice: one-hot masks, counts, offsets, the positions that nonzero finds.
 
 Example: 6 tokens choose 2 of 4 experts each. The assumed choice is (0, 1), (2, 3), (0, 1), (2, 3),
 (0, 1), (2, 3), so each expert gets 3 tokens. With an imbalance of 2, the last expert gets 6 tokens
@@ -57,11 +57,14 @@ Choice = tuple[int, int]  # (number of experts, number that each token chooses)
 
 
 class _Value:
-    """The values of a fake tensor, computed when they are first needed.
+    """Holds the real values that belong to a fake tensor. They are computed when `get` is first
+    called.
 
-    compute  returns the real tensors: one, or a sequence for an operation with several outputs
-    choices  the choices that the values depend on; empty for constants
-    base     the tensor that the fake tensor is a view of
+    compute  a function that returns the values as a real tensor, or as several for an operation
+             with several outputs
+    choices  the assumed choices of experts on which the values depend; empty for constants
+    base     a weak reference to the tensor of which the fake tensor is a view; None if it is no
+             view
     """
 
     def __init__(
@@ -83,11 +86,12 @@ class _Value:
 
 
 class ExpertRouting:
-    """Runs operations on fake tensors, with an assumed choice of experts.
+    """Runs operations on fake tensors, and assumes a routing: which experts each token chooses.
 
-    imbalance  tokens of the busiest expert divided by the mean over all experts
-    choices    the choices, as (experts, chosen by each token), that decided a shape or were given
-               to a grouped product
+    imbalance  the number of tokens of the busiest expert, divided by the mean over all experts; 1
+               spreads the tokens evenly
+    choices    the choices of experts that mattered so far, because they decided a shape or went to
+               a grouped matrix product: (number of experts, number that each token chooses)
     """
 
     def __init__(self, imbalance: float = 1.0) -> None:
@@ -95,8 +99,9 @@ class ExpertRouting:
         self.choices: set[Choice] = set()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return the output of an operation. The shape of an output may depend on values that
-        follow from the assumed choice."""
+        """Run the operation `func` on fake tensors and return its output. If the output's shape
+        depends on values, and these follow from the assumed routing (which experts each token
+        chooses), the output has the shape for these values."""
         if not isinstance(func, OpOverload) or func.namespace != "aten":
             return func(*args, **kwargs)
         if func is _ATEN.index.Tensor:
@@ -125,7 +130,11 @@ class ExpertRouting:
         return output
 
     def scalar(self, tensor: Tensor) -> bool | int | float:
-        """Return the value of a tensor with one element. An unknown value is 1 or True."""
+        """Return the value of a fake tensor with one element, as .item() would.
+
+        The value is known if it depends only on the assumed routing (which tokens go to which
+        expert). For any other tensor, return True, 1 or 1.0, depending on its dtype.
+        """
         value = _value_of(tensor)
         if value is not None and value.choices:
             return self._use(value, Tensor.item)  # type: ignore[no-any-return]
@@ -134,14 +143,17 @@ class ExpertRouting:
         return 1.0 if tensor.is_floating_point() else 1
 
     def _use(self, value: _Value | None, read: Callable[[Any], Any] = lambda real: real) -> Any:
-        """Return `read` of the real values, and note the choices that they depend on."""
+        """Return read(real values of `value`), and add the choices on which the values depend to
+        `choices`."""
         assert value is not None
         self.choices |= value.choices
         with unset_fake_temporarily():
             return read(value.get())
 
     def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
-        """Replace masks among the indices of a tensor by the positions that they select."""
+        """Return the indices of an indexing operation with each mask replaced by the positions that
+        it selects. A mask that does not follow from the assumed routing (which experts each token
+        chooses) is not replaced."""
         found: list[Any] = []
         for index in indices:
             value = _value_of(index) if isinstance(index, Tensor) else None
@@ -170,8 +182,11 @@ class ExpertRouting:
 
 
 class RoutedExperts(TorchDispatchMode):
-    """Inside this mode, mixtures of experts run on fake tensors with an assumed choice of experts,
-    and grouped matrix products accept fake tensors of every type."""
+    """A dispatch mode inside which mixtures of experts run on fake tensors: it assumes which
+    experts each token chooses, and lets grouped matrix products accept fake tensors of every type.
+
+    imbalance  the number of tokens of the busiest expert, divided by the mean over all experts
+    """
 
     def __init__(self, imbalance: float = 1.0) -> None:
         super().__init__()
@@ -184,15 +199,18 @@ class RoutedExperts(TorchDispatchMode):
 def spread_over_experts(
     shape: Sequence[int], dim: int, chosen: int, keeps_dim: bool, imbalance: float = 1.0, begin: int = 0
 ) -> Tensor:
-    """Return the experts that tokens choose, spread evenly: the indices that topk would return.
+    """Return the experts that each token is assumed to choose, in the form of the indices that topk
+    returns for the router's scores.
 
-    shape      shape of the scores; every dimension except `dim` is one of tokens
+    shape      shape of the scores: dimension `dim` has one score for each expert; the other
+               dimensions together have one entry for each token
     dim        the dimension of the experts
     chosen     number of experts that each token chooses
     keeps_dim  whether the result has dimension `dim`, of size `chosen`; otherwise `chosen` is 1
-    imbalance  tokens of the busiest expert, the last one, divided by the mean over all experts; it
-               gets at most all tokens
-    begin      with an even spread: the first expert that the first token chooses
+    imbalance  the number of tokens of the busiest expert, which is the last one, divided by the
+               mean over all experts. 1 spreads the tokens evenly. If it is too large, the busiest
+               expert gets all tokens
+    begin      the first expert that the first token chooses, if the tokens are spread evenly
 
     Example: shape (3, 4), dim 1, chosen 2 gives [[0, 1], [2, 3], [0, 1]].
     """
@@ -215,8 +233,9 @@ def spread_over_experts(
 
 
 def forget_values(tensor: Tensor) -> Tensor:
-    """Return `tensor`, of which no values are known any more, nor of the tensor that it is a view
-    of. A batch of zeros stands for a batch of any values."""
+    """Forget the known values of a fake tensor, and of the tensor of which it is a view. Return the
+    tensor. Example: the planner makes a batch of zeros, but the values of a real batch differ, so
+    it forgets the zeros."""
     value = vars(tensor).pop(_NOTE, None)
     base = None if value is None or value.base is None else value.base()
     if base is not None:
@@ -225,7 +244,11 @@ def forget_values(tensor: Tensor) -> Tensor:
 
 
 def _note_values(func: Any, args: Any, output: Any, computed: _Value | None) -> None:
-    """Attach what is known of the values to the output of an operation."""
+    """Attach the values of an operation's output to the output, if they are known.
+
+    computed  the values, if they can be computed from those of the arguments; None if not. The
+              values of constants, such as zeros and arange, are then found from `func` and `args`
+    """
     if schema_of(func).is_mutable:
         _note_change(func, args, output, computed)
     elif computed is not None:
@@ -254,7 +277,8 @@ def _note_change(func: Any, args: Any, output: Any, computed: _Value | None) -> 
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `func` on the real values of its arguments, on the CPU."""
+    """Run `func` on the CPU, with each _Value in its arguments replaced by the real values, and
+    return its output. The values of the arguments do not change, even if `func` works in place."""
     args, kwargs = tree_map(_real, args), tree_map(_real, kwargs)
     if kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -264,8 +288,8 @@ def _compute(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _without_tensors(arguments: Any) -> Any:
-    """Replace fake tensors by their values, so that the values keep no fake tensor alive.
-    Unknown values count as 1."""
+    """Return the arguments of an operation with each fake tensor replaced by its _Value, so that
+    keeping the arguments keeps no fake tensor alive. Unknown values become ones."""
 
     def value(one: Any) -> Any:
         if not isinstance(one, Tensor):

@@ -1,7 +1,7 @@
-"""Compute the outputs of operations on fake tensors where torch's own fake kernels cannot.
+"""Compute the outputs of operations on fake tensors for which torch's own fake kernels fail.
 
-The tracers call `fake_output` for operations whose output shape depends on values (nonzero, boolean
-masks), and for grouped matrix products (the experts of a mixture of experts).
+These are operations whose output shape depends on values (nonzero, boolean masks), and grouped
+matrix products (the experts of a mixture of experts). The tracers call `fake_output`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from tightfit._torch.operations import GROUPED_MM
 
 
 def grouped_mm_output(left: Tensor, right: Tensor, offsets: Tensor | None = None, *unused: Any, **named: Any) -> Tensor:
-    """Return an empty tensor with the shape and type of torch._grouped_mm's result.
+    """Return an empty tensor with the shape and type of torch._grouped_mm's result. The arguments
+    are those of torch._grouped_mm.
 
     left, right  the operands. A 3-D operand has one matrix for each group. A 2-D operand is divided
                  into groups by `offsets`
-    offsets      where each group ends, of shape (groups,)
+    offsets      (groups,): where each group ends; also accepted under torch's name `offs`
 
     Example: (64, 16) x (4, 16, 32) gives (64, 32).
     """
@@ -36,10 +37,11 @@ def grouped_mm_output(left: Tensor, right: Tensor, offsets: Tensor | None = None
 
 
 def grouped_mm_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> tuple[float, float, float, float]:
-    """Return the sizes (groups, rows, columns, depth) of torch._grouped_mm: the number of matrix
-    products, and the mean sizes of one product, (rows, depth) x (depth, columns).
+    """Return (groups, rows, columns, depth) for a call of torch._grouped_mm: it computes `groups`
+    matrix products, each (rows, depth) x (depth, columns) on average.
 
     left, right  the shapes of the operands
+    groups       the number of groups
 
     Example: (64, 16) x (4, 16, 32) in 4 groups gives (4, 16, 32, 16): each of the 4 products is
     (16, 16) x (16, 32).
@@ -55,16 +57,16 @@ def grouped_mm_sizes(left: Sequence[int], right: Sequence[int], groups: int) -> 
 
 
 def grouped_mm_flops(left: Sequence[int], right: Sequence[int], offsets: Any = None, *unused: Any, **named: Any) -> int:
-    """Return the FLOPs of torch._grouped_mm. The arguments are shapes instead of tensors, as in
-    torch's FLOP formulas."""
+    """Return the FLOPs of a call of torch._grouped_mm. The arguments are the shapes of its
+    arguments, as torch's FLOP counter passes them."""
     offsets = named.get("offs", offsets)
     groups = offsets[0] if offsets is not None else left[0] if len(left) == 3 else 1
     return round(2 * math.prod(grouped_mm_sizes(left, right, groups)))
 
 
 def fake_output(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the output of an operation on fake tensors. If the output's shape depends on values,
-    return the largest possible shape.
+    """Run the operation `func` on fake tensors and return its output. If the shape of the output
+    depends on values, which fake tensors do not have, the output has the largest possible shape.
 
     Example: nonzero of a (3, 4) tensor gives (12, 2), as if all 12 elements were nonzero.
     """
@@ -91,8 +93,8 @@ def fake_output(func: Any, args: Any, kwargs: Any) -> Any:
 
 @contextmanager
 def without_fake_tensor_logs() -> Iterator[None]:
-    """Inside this context, torch does not log a traceback for an operation that fails on fake
-    tensors. The caller catches the error and explains it."""
+    """Inside this context, torch does not log a traceback when an operation fails on fake tensors.
+    The error is still raised, and the caller must explain it."""
     logger = logging.getLogger(FAKE_TENSORS)
     logger.addFilter(_drop_record)
     try:

@@ -1,7 +1,8 @@
-"""Low-rank adapters (LoRA, DoRA) through the library peft, and QLoRA's frozen layers in 4 bits.
+"""Adds low-rank adapters (LoRA, DoRA) to models, merges them and saves them, with the library peft.
+For QLoRA, also stores the frozen layers in 4 bits.
 
-The adapted model keeps its class and its modules' names. In place of a linear layer it has a layer
-of peft, which holds the frozen layer as `base_layer` and the trained matrices as `lora_A` and
+The adapted model keeps its class and its modules' names. A layer of peft replaces each adapted
+linear layer. It holds the frozen layer as `base_layer` and the trained matrices as `lora_A` and
 `lora_B`. So every method works on an adapted model as on any partly frozen model.
 
 Example: rank 16 adapters of a 4096 x 4096 layer train 2 x 16 x 4096 = 131,072 weights; the layer's
@@ -34,7 +35,8 @@ _PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
 def lora_of(model: Any) -> LoraSpec | None:
-    """Return the adapters that a job's model asks for; None for a model without adapters."""
+    """Return the setting `model.lora` of a job: which adapters to train. None if it is not set, or
+    if the job's model is the user's own callable."""
     return model.lora if isinstance(model, ModelSpec) else None
 
 
@@ -45,12 +47,17 @@ def quantizes(model: Any) -> bool:
 
 
 def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
-    """Freeze a transformers model and add the adapters of its spec, in place. Return the model.
+    """Freeze a transformers model and add trainable adapters to it, in place. Return the model.
 
-    With `quantize`, the frozen linear layers are also stored in 4 bits, except for the output layer.
+    With `spec.lora.quantize`, the frozen linear layers are also stored in 4 bits, except for the
+    output layer.
+
+    spec  the model's spec; `spec.lora` describes the adapters
+    task  the model's task
 
     Raises InputError if a library is not installed, if a target matches no linear layer, if no layer
-    can be quantized, or if the task trains a new output layer, which adapters would leave frozen.
+    can be quantized, or if the task is classification: the new output layer must be trained, but
+    would be frozen.
     """
     lora = spec.lora
     assert lora is not None
@@ -93,8 +100,9 @@ def _import_peft() -> Any:
 def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
     """Return the full names of the linear layers that get adapters.
 
-    targets  "all-linear" for all but the output layer; or names such as q_proj, which match full
-             names that end with them, or patterns with * such as "*.mlp.*"
+    targets  "all-linear" for all linear layers but the output layer; or one or several names. A
+             name such as q_proj selects the layers whose full name ends with .q_proj; a pattern
+             with *, such as "*.mlp.*", selects those whose full name it matches
 
     Raises InputError for a target that matches no linear layer.
     """
@@ -160,12 +168,13 @@ def _quantize_frozen_layers(model: nn.Module) -> None:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether a model has layers of peft, from a spec or from the user's own code."""
+    """Return whether a model has adapters of peft, which were added for `model.lora` or by the
+    user's own code."""
     return isinstance(getattr(model, "peft_config", None), Mapping)
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """Return the model that a PeftModel wraps, or the model itself if it is not wrapped."""
+    """Return the model inside a PeftModel, the wrapper of peft. Return any other model as it is."""
     from torch import nn
 
     base = getattr(model, "get_base_model", None)
@@ -175,8 +184,9 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Add the adapters to the weights that they adapt, and remove them, in place. Return the plain
-    model, without the wrapper of peft. Layers in 4 bits are dequantized to fp32 first."""
+    """Merge each adapter into the weight that it adapts, so that the layer computes the same
+    without the adapter, and remove the adapters, in place. Return the model, without the wrapper of
+    peft if it has one. Layers in 4 bits are dequantized to fp32 first."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     from tightfit.models.nf4 import Nf4Linear
@@ -195,10 +205,12 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
 
 def save_adapters(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapters into a folder, as `PeftModel.from_pretrained` reads them.
+    """Write the adapters of a model into a folder, in the format that `PeftModel.from_pretrained`
+    reads.
 
-    model    the model with adapters; its tensors are not read
-    tensors  name in the model -> full tensor. Other tensors than those of adapters are left out
+    model    the model with adapters; only its structure is used, its tensors are not read
+    tensors  {name in the model: full tensor}: the tensors to save. Those that do not belong to an
+             adapter are left out
     """
     from peft import PeftModel, get_peft_model_state_dict
     from safetensors.torch import save_file

@@ -1,9 +1,9 @@
-"""Use torch's own losses as a job's loss: nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss,
-functional.mse_loss and others.
+"""Splits torch's own losses (nn.BCEWithLogitsLoss(), nn.CrossEntropyLoss, functional.mse_loss and
+others) into a sum and a count, so that they can be a job's loss.
 
-These losses work on (input, target) samples. `models/objective.py` calls `torch_loss`. Each of them
-is a mean over items: elements, targets other than ignore_index, or samples. This module splits the
-mean into a sum and a count, so that micro-batches add up to the mean of the whole batch.
+Each of these losses compares an output with a target, and is a mean over items: elements, targets
+other than ignore_index, or samples. With a sum and a count, micro-batches add up to the mean of the
+whole batch. `models/objective.py` calls `torch_loss`.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ _CUSTOM_LOSS_FIX = (
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """One of torch's losses as a sum and a count.
+    """One of torch's losses, split into two functions. The loss of torch is a mean over items
+    (elements, targets or samples): total / count.
 
     total  (output, target) -> the sum of the losses of all items, a scalar tensor
-    count  target -> the number of items, without targets equal to ignore_index
+    count  target -> the number of items; targets equal to ignore_index are not counted
     """
 
     total: Callable[[Tensor, Tensor], Tensor]
@@ -63,11 +64,14 @@ class TorchLoss:
 
 
 def torch_loss(loss: Any) -> TorchLoss | None:
-    """Return one of torch's losses, given as a class, an instance or a function, as a sum and a
-    count. Return None for anything else.
+    """Split one of torch's losses into a sum and a count. Return None if `loss` is not one of
+    torch's.
 
-    Raises InputError if the loss is not the mean of independent items: its reduction is not a mean,
-    it has class weights, or it takes more than an output and a target.
+    loss: a class (nn.MSELoss), an instance (nn.MSELoss()) or a function (functional.mse_loss).
+
+    Raises InputError for a loss that is not a mean of independent items (elements, targets or
+    samples). This is a loss whose reduction is not a mean, that has class weights, or that takes
+    more than an output and a target.
     """
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, Loss):
@@ -97,7 +101,9 @@ def _hashable(thing: Any) -> bool:
 
 
 class _Total:
-    """Computes the sum of a loss over all items of a micro-batch."""
+    """A function (output, target) -> the sum of one of torch's losses over all items (elements,
+    targets or samples) of a micro-batch. It raises InputError if the loss compares element by
+    element, and output and target have different shapes."""
 
     def __init__(self, loss: Any) -> None:
         self.name = type(loss).__name__
@@ -137,10 +143,13 @@ def _count_of(loss: Any) -> Callable[[Tensor], int]:
 
 
 def explain_errors(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
-    """Return the result of `call`. Turn errors of the user's Python code in `call` into an
-    InputError with `asked` and `fix`.
+    """Return call(). If it raises a TypeError, AttributeError, KeyError, IndexError or ValueError,
+    as wrong code of the user does, raise an InputError instead.
 
-    Under torch.compile errors are not caught, so that only `call` itself is compiled.
+    asked  what the user asked for: the first part of the InputError's message
+    fix    the remedy: the last part of its message
+
+    Under torch.compile no errors are caught, so that only `call` itself is compiled.
     """
     if torch.compiler.is_compiling():
         return call()

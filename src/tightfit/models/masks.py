@@ -1,8 +1,8 @@
-"""Skip two of transformers' checks for masks, which make the host wait for the device.
+"""Skip two of transformers' checks for attention masks, which make the host wait for the device.
 
-`engine/build.py` wraps the loss of a model on a GPU in `without_mask_checks`, unless the whole
-model is compiled. In each forward, transformers reads the results of both checks on the host, which
-waits until the device has finished all its work. Both results are known beforehand.
+In each forward, transformers reads the results of both checks on the host, which waits until the
+device has finished all its work. Both results are known beforehand. So `engine/build.py` wraps the
+loss of a model on a GPU in `without_mask_checks`, unless the whole model is compiled.
 
 Packed sequences: if a batch has no attention mask, transformers checks whether the position ids
 restart within a row, as they do if several sequences are packed into one row. If the model numbers
@@ -51,12 +51,12 @@ MASK_CHECKS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", "f
 
 
 def has_sequential_positions(model: nn.Module) -> bool:
-    """Whether a transformers model numbers the positions of a row 0, 1, 2, ..., whatever the tokens
-    are.
+    """Return whether a transformers model always numbers the positions of a row 0, 1, 2, ...,
+    whatever the tokens are.
 
-    This is so if the source files of the model's classes call none of POSITIONS_FROM_TOKENS. False
-    for models with classes from packages other than torch, transformers and tightfit, because their
-    code is not known.
+    True if the source files of the model's classes do not contain any of POSITIONS_FROM_TOKENS, the
+    names of functions that compute positions from a batch. False if some classes are from packages
+    other than torch, transformers and tightfit, because their code is not known.
     """
     files = {
         kind.__module__ for module in model.modules() for kind in type(module).__mro__ if issubclass(kind, nn.Module)
@@ -79,14 +79,14 @@ def _file_has_sequential_positions(name: str) -> bool:
 
 
 def check_separates_sequences(model: nn.Module, asked: str) -> None:
-    """Raise InputError if the tokens of several sequences in a row could affect one another in a
-    model, although the position ids of each sequence start at 0.
+    """Raise InputError if a model cannot keep several sequences in one row apart by position ids
+    that start at 0 in each sequence.
 
-    Transformers' mask functions keep the sequences apart if the model passes position ids to them.
-    Layers that mix neighbouring tokens without attention (convolutions, recurrences, linear
-    attention) do not keep them apart.
+    Transformers' mask functions mask attention between the sequences if the model passes position
+    ids to them. Layers that mix neighbouring tokens without attention (convolutions, recurrences,
+    linear attention) mix the sequences.
 
-    asked: the field that asks for such rows, for the message
+    asked: the setting of the job that puts several sequences in a row, for the message
     """
     takes = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
@@ -123,17 +123,17 @@ def _file_passes_positions(name: str) -> bool:
 def without_mask_checks(
     loss_sum: Callable[[Batch], Tensor], model: nn.Module, without_full: bool = False
 ) -> Callable[[Batch], Tensor]:
-    """Return `loss_sum` without transformers' checks for packed sequences and for masks that hide
-    nothing.
+    """Return a function that computes the same as `loss_sum`, but skips two checks of transformers:
+    whether a row holds packed sequences, and whether a mask hides nothing.
 
     loss_sum      batch -> the sum of the batch's losses
     model         the model that `loss_sum` calls
-    without_full  whether the host leaves masks that hide nothing out of the batches, so that every
-                  mask in a batch hides something
+    without_full  True if the batches contain no mask that hides nothing, because the host has left
+                  such masks out
 
-    The check for packed sequences is skipped only for batches without position_ids, and only if the
-    model numbers positions in order. The check of masks is skipped only with `without_full`. If
-    neither check can be skipped, `loss_sum` itself is returned.
+    The first check is skipped only for batches without position_ids, and only if the model always
+    numbers the positions 0, 1, 2, ... The second check is skipped only if `without_full` is True.
+    If neither check can be skipped, `loss_sum` itself is returned.
     """
     in_order = has_sequential_positions(model)
     if MASKING_MODULE not in sys.modules or not (in_order or without_full):
@@ -153,12 +153,13 @@ def without_mask_checks(
 
 
 def _hides_nothing(check: Any, padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
-    """Answer transformers' question whether a mask hides nothing, without reading the mask.
+    """Stand in for a function of transformers that checks whether a mask hides nothing.
 
-    check  the function of transformers that this function replaces
+    Return False without reading the mask, because every mask in the batches hides something. If
+    there is no mask, or if it is a fake tensor, return the result of the original check instead.
 
-    Every mask in a batch hides something, so the answer is False. If there is no mask, or a fake
-    one, whose values the host has not seen, return what `check` returns.
+    check         the original check, a function of transformers
+    padding_mask  the mask, or None; this and all other arguments are those of `check`
     """
     known = padding_mask is not None and not is_fake(padding_mask)
     return False if known else check(padding_mask, *more, **named)

@@ -1,8 +1,9 @@
-"""The training objective: the sum of the losses of a batch, and the number of items in that sum.
+"""Defines the training objective: the sum of the losses of a batch, and the number of items in that
+sum.
 
 The engine, the loss methods and the dry run all read a job's loss through `Objective`. Sum and
-count are kept apart so that any split of a batch gives the gradients of the whole batch. The step
-divides by the count of the whole step, never by the number of micro-batches.
+count are kept apart so that the gradients do not depend on how a batch is split into micro-batches.
+The step divides the sum by the count of the whole step, never by the number of micro-batches.
 
 Example: a step has two micro-batches with 10 and 30 labels that count. The mean of the two
 micro-batch means weights the first ten labels too much. (sum_1 + sum_2) / 40 is the mean over all
@@ -33,7 +34,8 @@ LABEL_COUNT_KEY = "tightfit: labelled"  # the key of a batch's LabelCount, once 
 
 
 class LabelCount:
-    """How many of a batch's labels count: `count` of `total` are not IGNORED.
+    """Holds how many labels of a batch count in the loss: `count` of `total` labels are not IGNORED
+    (-100). The argument `of` becomes the attribute `total`.
 
     The host counts the labels before it copies the batch to the device, because reading the count
     from the device would make the host wait.
@@ -46,7 +48,8 @@ class LabelCount:
         self.count, self.total = count, of
 
     def scaled_to(self, labels: int) -> int:
-        """Return how many of `labels` labels count if the proportion is the same, rounded up.
+        """Return how many of `labels` labels would count if their share were the same as in this
+        batch, rounded up.
 
         Example: if 3 of 4 labels count, scaled_to(10) is 8.
         """
@@ -58,17 +61,20 @@ class LabelCount:
 
 @dataclass(frozen=True)
 class Objective:
-    """A job's loss as a sum and a count, which can be added up over micro-batches and data ranks.
+    """Defines a job's loss by two functions, a sum and a count, whose results can be added up over
+    micro-batches and data ranks. The loss is the sum divided by the count: a mean over items, which
+    are tokens or samples.
 
-    total    (model, batch) -> the sum of the losses of the items that count, a scalar tensor
+    total    (model, batch) -> the sum of the losses of all items that count, a scalar tensor
     count    batch -> how many items count, an int; it must not need the model
-    unit     what an item is: "tokens" or "samples"
+    unit     what an item is, in messages and logs: "tokens" or "samples"
     logits   (model, batch) -> logits of shape (..., classes); None if the loss is not a cross
              entropy
-    targets  batch -> labels of shape (...), IGNORED where a position does not count; None if
+    targets  batch -> labels of shape (...), IGNORED (-100) where a position does not count; None if
              `logits` is None
 
-    The chunked loss is built from `logits` and `targets`.
+    The method that computes the loss in chunks needs `logits` and `targets`; it does not use
+    `total`.
     """
 
     total: Callable[[nn.Module, Batch], Tensor]
@@ -81,7 +87,7 @@ class Objective:
 def sample_count(batch: Batch) -> int:
     """Return how many samples a batch has: the size of dim 0 of its first tensor.
 
-    Raises InputError for a batch without tensors.
+    Raises InputError if the batch contains no tensor.
     """
     if isinstance(batch, Tensor):
         return batch.shape[0]
@@ -95,16 +101,16 @@ def sample_count(batch: Batch) -> int:
 
 
 def processed_count(batch: Batch) -> int:
-    """Return the number of items that throughput counts: token positions, padding included, if the
-    batch has `input_ids`, else samples."""
+    """Return what a batch adds to the throughput: the number of its token positions, padding
+    included, if it has `input_ids`; else the number of its samples."""
     if isinstance(batch, dict) and "input_ids" in batch:
         return batch["input_ids"].numel()
     return sample_count(batch)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return the batch with `function` applied to each of its tensors. Other leaves do not
-    change."""
+    """Return a batch with `function` applied to each tensor in its nested dicts, lists and tuples.
+    Other values do not change."""
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, dict):
@@ -119,9 +125,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
 def cross_entropy_objective(
     logits: Callable[[nn.Module, Batch], Tensor], targets: Callable[[Batch], Tensor], unit: str
 ) -> Objective:
-    """Return the objective of a cross entropy: the sum over the targets that are not IGNORED.
+    """Return the objective of a cross entropy. Its sum and its count are over the labels that are
+    not IGNORED (-100).
 
-    logits, targets, unit  as in `Objective`
+    logits   (model, batch) -> logits of shape (..., classes)
+    targets  batch -> labels of shape (...)
+    unit     what a label is for: "tokens" or "samples"
 
     The loss is computed in fp32, whatever the type of the logits. The objective's `total` raises
     InputError if the model does not return logits for each label, or if a label is not one of the
@@ -155,7 +164,8 @@ def cross_entropy_objective(
 
 def next_token_targets(batch: Batch) -> Tensor:
     """Return the labels of a batch, (batch, sequence), shifted left by one: position t gets the
-    label of position t + 1. Example: [5, 6, 7] becomes [6, 7, IGNORED]."""
+    label of position t + 1, and the last position gets IGNORED (-100), which does not count in the
+    loss. Example: [5, 6, 7] becomes [6, 7, IGNORED]."""
     return functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
 
 
@@ -164,8 +174,8 @@ def _labels(batch: Batch) -> Tensor:
 
 
 def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits of a model that is called with every field of the batch except its
-    labels."""
+    """Call the model with every field of the batch except its labels, by name, and return the
+    logits that it returns."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", LABEL_COUNT_KEY)}
     return _logits_of(call_by_name(model, inputs))
 
@@ -182,20 +192,21 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits of an encoder-decoder whose decoder reads the labels shifted right by one
-    (teacher forcing), or the batch's own decoder_input_ids."""
+    """Return the logits of an encoder-decoder for a batch. Its decoder reads the labels shifted
+    right by one position (teacher forcing), or the batch's decoder_input_ids if the batch has
+    them."""
     if "decoder_input_ids" not in batch:
         batch = {**batch, "decoder_input_ids": _shifted_right(model, batch["labels"])}
     return _model_logits(model, batch)
 
 
 def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
-    """Return the decoder's input for the prediction of `labels`.
+    """Return the input from which an encoder-decoder's decoder predicts `labels`, (B, M): the
+    decoder's start token, followed by all labels but the last.
 
-    If the model has prepare_decoder_input_ids_from_labels, return what this function makes.
-    Otherwise return the decoder's start token followed by the labels, which is what transformers
-    does for models without that function (M2M100, NLLB-MoE, Blenderbot). Raises InputError if the
-    model names no start token.
+    If the model has the method prepare_decoder_input_ids_from_labels, return the result of this
+    method. Otherwise do what transformers does for models without it (M2M100, NLLB-MoE,
+    Blenderbot); this raises InputError if the model's config has no decoder_start_token_id.
     """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
@@ -239,19 +250,19 @@ assert set(TASKS) == set(get_args(Task))
 
 
 def objective_of(loss: Any, task: str | None) -> Objective:
-    """Return the objective of a job.
+    """Return the objective for a job's loss and its model's task.
 
-    loss  an Objective; a loss of torch's (a class, an instance or a function); a callable
-          `loss(output, batch)`; or None, which takes the objective of `task`
+    loss  an Objective; one of torch's losses (a class, an instance or a function); a callable
+          loss(output, batch); or None, which selects the objective of `task`
     task  the model's task (a key of TASKS); None means classification
 
-    A callable returns the mean loss over the samples of `batch`, which is one micro-batch. To get
-    its `output`, the model is called with batch["inputs"] or batch[0]. If the batch is a dict
-    without "inputs", the model is called with every field except "labels". A mean over anything
-    else than samples, such as the tokens that count, would depend on how the batch is split into
-    micro-batches: give an Objective instead.
+    A callable must return the mean loss over the samples of `batch`, which is one micro-batch. Its
+    `output` is what the model returns for batch["inputs"] or batch[0]. If the batch is a dict
+    without "inputs", the model is called with every field except "labels". For a mean over anything
+    but samples, such as the tokens that count, give an Objective: the mean of the micro-batches'
+    means would depend on how a batch is split.
 
-    Raises InputError for a loss of torch's that cannot be split into a sum and a count. The
+    Raises InputError for one of torch's losses that cannot be split into a sum and a count. The
     objective's `total` raises InputError if the loss is not a scalar tensor or does not require
     gradients.
     """
@@ -282,8 +293,8 @@ def objective_of(loss: Any, task: str | None) -> Objective:
 
 
 def _require_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss. Raises InputError if gradients are enabled and the loss has no autograd
-    graph."""
+    """Return the loss, total(model, batch). Raises InputError if gradients are enabled, but the
+    loss has no autograd graph, so that backward is not possible."""
     value = total(model, batch)
     if torch.is_grad_enabled() and isinstance(value, Tensor) and not value.requires_grad:
         raise InputError(
@@ -308,8 +319,9 @@ def _torch_objective(loss: TorchLoss) -> Objective:
 
 
 def _target(batch: Batch) -> Tensor:
-    """Return the target in a batch for one of torch's losses. Raises InputError if the batch has no
-    target."""
+    """Return the target in a batch, which one of torch's losses needs: its field labels, targets or
+    target if it is a dict, or its second element if it is a pair. Raises InputError if the batch
+    has no such tensor."""
     if isinstance(batch, dict):
         for name in ("labels", "targets", "target"):
             if isinstance(batch.get(name), Tensor):
@@ -324,14 +336,15 @@ def _target(batch: Batch) -> Tensor:
 
 
 def predictions_and_targets(objective: Objective, outputs: Any, batch: Batch) -> tuple[Any, Tensor]:
-    """Return what the job's loss compares, for metrics with the signature (predictions, targets).
+    """Return (predictions, targets) of a batch, the arguments of a metric.
 
-    outputs  what the model returned for `batch`
+    objective  the job's loss
+    outputs    what the model returned for `batch`
 
-    If the loss is the cross entropy of a task, the result is (logits, labels) of the items that
-    count: shapes (items, classes) and (items,). Else it is the output, or its `logits`, and the
-    target of the batch. 16-bit predictions become fp32. Raises InputError if the batch has no
-    target.
+    If the loss is a cross entropy with `targets`, as for every task, return the logits, (items,
+    classes), and the labels, (items,). They are those of the items (tokens or samples) that count
+    in the loss. Otherwise return the model's output, or its `logits` if it has them, and the target
+    of the batch. 16-bit predictions become fp32. Raises InputError if the batch has no target.
     """
     found = getattr(outputs, "logits", outputs)
     if isinstance(found, Tensor) and found.is_floating_point():
@@ -361,8 +374,8 @@ def _call(model: nn.Module, batch: Batch) -> Any:
 
 
 def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """Call the model with named inputs and return its output. Raises InputError if the model's
-    forward does not accept these names."""
+    """Call the model with keyword arguments, model(**inputs), and return its output. Raises
+    InputError if the model's forward does not accept these names."""
     if torch.compiler.is_compiling():
         return model(**inputs)
     try:

@@ -1,8 +1,9 @@
-"""Find the folder of a pretrained model: a local folder, or a repository of the Hugging Face Hub.
+"""Find the folder of a pretrained model: a local folder, or the local copy of a repository of the
+Hugging Face Hub.
 
 `huggingface_hub` downloads a repository once and keeps it in its cache. A repository that is
-complete in the cache is used as it is, without a question to the network. Planning needs the config
-and the tokenizer; the weights are downloaded only when a model with values is created.
+complete in the cache is used without asking the network. Planning needs only the config and the
+tokenizer, so the weights are downloaded only when a model with values is created.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.job_sections.paths import expand_path, is_hub_id
+from tightfit.job_sections.paths import expand_path, is_hub_id, refuse_mistyped_folder
 
 PRETRAINED_FOLDER_FIX = "name a folder with config.json and safetensors, as transformers' save_pretrained writes it"
 _DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # config and tokenizer
@@ -26,35 +27,47 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 def pretrained_folder(source: str, weights: bool = False) -> Path:
     """Return the local folder with the files of a pretrained model.
 
-    source   a folder, or the id of a repository on the Hub, such as "org/name". A folder of this
-             name is preferred
-    weights  whether the safetensors files are needed, too
+    source   a folder, or the id of a repository on the Hub, such as "org/name". If there is a
+             folder of this name, it is used
+    weights  whether the folder must also have the weights (safetensors files), not only the config
+             and the tokenizer
 
-    A repository that the cache of `huggingface_hub` does not have is downloaded. Raises InputError
-    if there is neither a folder nor a repository of this name, or if the Hub cannot be reached.
+    A repository that the cache of `huggingface_hub` does not have is downloaded. If `source` cannot
+    be an id on the Hub, it is returned as a path, whether it exists or not. Raises InputError if
+    the Hub has no such repository or cannot be reached, or if weights are missing in the download,
+    and before the Hub is asked if a local folder has a similar name.
     """
     folder = expand_path(source)
     if folder.exists() or not is_hub_id(source):
         return folder
-    return _cached(source, weights) or _download(source, weights)
+    if (found := _cached(source, weights)) is not None:
+        return found
+    refuse_mistyped_folder("model.from", source, Path())
+    return _download(source, weights)
 
 
 def own_tokenizer(source: str) -> Path | None:
-    """Return the folder of a pretrained model if it has a tokenizer, else None."""
+    """Return the folder of a pretrained model if it has the files of a tokenizer, else None.
+
+    source: a folder, or the id of a repository on the Hub
+    """
     folder = pretrained_folder(source)
     return folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
 
 
 def read_config(source: str) -> dict[str, Any]:
     """Return the content of the config.json of a pretrained model. Raises InputError if the file
-    cannot be read."""
+    does not exist or is not a JSON object.
+
+    source: a folder, or the id of a repository on the Hub
+    """
     folder = pretrained_folder(source)
     asked = f"job: model.from={source if is_hub_id(source) and not expand_path(source).exists() else folder}"
     if not folder.is_dir():
         near = difflib.get_close_matches(folder.name, [p.name for p in folder.parent.glob("*/")], 1)
         raise InputError(
             asked,
-            "is a file" if folder.exists() else "no such folder",
+            "is a file, and a folder is needed" if folder.exists() else "no such folder",
             f"did you mean {folder.parent / near[0]}?" if near else PRETRAINED_FOLDER_FIX,
         )
     try:
@@ -69,7 +82,12 @@ def read_config(source: str) -> dict[str, Any]:
 
 
 def _cached(source: str, weights: bool) -> Path | None:
-    """Return the newest snapshot of a repository in the cache; None if files are missing in it."""
+    """Return the folder with the newest version of a Hub repository in the cache of
+    `huggingface_hub`. Return None if it is not there, or lacks config.json or, with `weights`, a
+    file of the weights.
+
+    source: the id of the repository
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -81,7 +99,8 @@ def _cached(source: str, weights: bool) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return whether a snapshot has all files of the weights that its index names."""
+    """Return whether a folder has all files of a model's weights: those that
+    model.safetensors.index.json names or, without this file, model.safetensors."""
     try:
         names = set(json.loads((folder / _INDEX).read_text())["weight_map"].values())
     except (OSError, ValueError, LookupError, AttributeError):

@@ -1,4 +1,4 @@
-"""Load a function from the user's own Python code by name, check it, and report its errors as
+"""Load functions from the user's own Python code by name, check them, and turn their errors into
 InputError.
 
 `models/create.py` loads models with this module, and `data/user_samples.py` loads datasets.
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 
 def load_python(reference: str) -> Any:
-    """Return the function that "file.py:function" or "package.module:function" names. For a loss,
-    the name may also be that of an Objective.
+    """Return the function that `reference` names: "file.py:function" or "package.module:function".
+    It may also name an Objective, for a loss.
 
-    A file runs once in each process. Raises InputError if the file, module or function does not
-    exist, or if running the file or importing the module fails.
+    A file runs only once in each process, however often its functions are loaded. Raises InputError
+    if the file, module or function does not exist, if the name is that of something else, or if
+    running the file or importing the module fails.
     """
     from tightfit.models.objective import Objective
 
@@ -53,12 +54,14 @@ def load_python(reference: str) -> Any:
 
 
 def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
-    """Return a function that calls `function` and checks that the result is an nn.Module.
+    """Return a function that calls `function`, checks that the result is an nn.Module, and returns
+    it.
 
-    name  the function's name, for messages
+    function  a function without arguments that returns a model
+    name      the function's name, for messages
 
-    Raises InputError if `function` is a module instead of a function, or needs arguments. The
-    returned function raises InputError if `function` fails or returns something else.
+    Raises InputError if `function` is not a function, such as a model itself, or needs arguments.
+    The returned function raises InputError if `function` fails or does not return an nn.Module.
     """
     from torch import nn
 
@@ -96,11 +99,12 @@ def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
 
 @contextmanager
 def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[None]:
-    """Inside this context, an exception becomes an InputError with `asked` and `fix`.
+    """Inside this context, every exception becomes an InputError, except an InputError itself and
+    errors that say that memory ran out.
 
-    file  the user's file; the message names the line of this file that failed. None names no line
-
-    Running out of memory is not turned into an InputError.
+    asked  what the user asked for: the first part of the InputError's message
+    fix    the remedy: the last part of its message
+    file   the user's file; the message names the line of this file that failed. None names no line
     """
     try:
         yield

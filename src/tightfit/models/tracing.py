@@ -1,4 +1,5 @@
-"""Record a forward of a model on fake tensors as a `Dataflow`, and restore the model afterwards.
+"""Record a forward of a model on fake tensors as a `Dataflow`: the list of its operations with the
+tensors that they read and make. The model is restored afterwards.
 
 The pipeline's planner and runtime call `trace` to find which tensors are sent between pipeline
 stages; see `models/dataflow.py`.
@@ -31,10 +32,12 @@ def trace(
     blocks: list[tuple[str, nn.Module]],
     numbers: tuple[int, ...] = (),
 ) -> Dataflow:
-    """Run `total(model, batch)`, the loss, on fake tensors and return its dataflow. The model does
-    not change.
+    """Run a forward of the model and its loss on fake tensors, and return its dataflow. The model
+    is the same afterwards as before.
 
-    blocks   the blocks to record, as (full name, module)
+    total    (model, batch) -> the loss
+    batch    a batch; only the shapes and types of its tensors are used
+    blocks   the blocks whose calls are recorded, as (full name, module)
     numbers  the numbers of these blocks among all of the model's blocks; () if they are all of them
 
     If the first forward changes the model's parameters, buffers or attributes, or the batch, a
@@ -77,7 +80,8 @@ def _trace_error(error: Exception) -> InputError:
 
 
 class _Attributes:
-    """The attributes of a model's modules, except parameters, buffers, submodules and hooks."""
+    """Finds out which attributes of a model's modules change. Parameters, buffers, submodules and
+    hooks are left out. `first` holds the attributes at the time when this object is created."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -91,11 +95,11 @@ class _Attributes:
         return found
 
     def changed(self, before: dict[tuple[str, str], Any] | None = None) -> list[str]:
-        """Return the names of the attributes that changed since `before`, by default since this
-        object was created.
+        """Return the full names of the attributes that have changed, sorted.
 
-        before  what `read` returned earlier. If it is given, attributes that contain only tensors
-                are left out
+        before  the result of an earlier call of `read`, with which the attributes are compared;
+                attributes that contain only tensors are then left out. None compares all attributes
+                with those at the time when this object was created
         """
         old, now = before or self.first, self.read()
         names = []
@@ -123,7 +127,9 @@ def _only_tensors(value: Any) -> bool:
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
     """Inside this context, a forward may change the attributes of the model's modules and draw
-    random numbers. On exit, the attributes and the states of the random generators are restored."""
+    random numbers. On exit, the attributes and the states of the random generators are restored.
+    The context manager yields an `_Attributes` object, whose method `changed` returns the names of
+    the attributes that a forward has changed."""
     saved = []
     for module in model.modules():
         own = dict(vars(module))
@@ -146,8 +152,8 @@ def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
 
 
 def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:
-    """Replace the model's parameters and buffers by fake tensors. Return the fake tensors by the id
-    of the real ones."""
+    """Replace the model's parameters and buffers by fake tensors, in place. Return a dict {id() of
+    a real tensor: the fake tensor in its place}."""
     fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:

@@ -33,22 +33,23 @@ def make_optimizer(
     fused: bool = False,
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
 ) -> Optimizer:
-    """Return the job's optimizer over the model's trainable parameters. A shared parameter is
-    included once.
+    """Return a new optimizer for the model's trainable parameters, as the job's `train` section
+    describes it. A parameter that several modules share is included once.
 
     train    the job's optimizer and its options. `epsilon` applies to AdamW and LAMB. Adafactor
              keeps torch's own epsilons, which have another meaning
-    fused    use torch's fused kernel, on any device
-    weights  by parameter, the tensor to update instead: a view of this device's shard of the
-             parameter
+    fused    whether to use torch's fused kernel, on any device; False: torch chooses
+    weights  maps a parameter to the tensor that the optimizer updates in its place: a view of this
+             device's shard of the parameter. None: the optimizer updates the parameters themselves
 
-    `tightfit.optim.groups` says which learning rate and weight decay each parameter gets. The
-    optimizer's `load_state_dict` also accepts the state dict of a PerParameter around a similar
-    optimizer.
+    `tightfit.optim.groups` sets the learning rate and weight decay of each parameter. The returned
+    optimizer's `load_state_dict` also accepts a state dict that a PerParameter saved (the wrapper
+    for low-bit or offloaded states), if it wrapped the same kind of optimizer.
 
-    Raises InputError if no parameter is trainable, if a gradient would be sparse, if torch has no
-    fused kernel for the optimizer, or, with Muon, if the model has no hidden matrices or nothing
-    else.
+    Raises InputError if no parameter is trainable, if an embedding has sparse gradients, or if
+    torch has no fused kernel for the optimizer. With Muon, it also raises InputError if the model
+    has no hidden matrix for Muon, or no other parameter for AdamW. For the errors of an optimizer
+    that the user's own function creates, see `optimizer_by_function`.
     """
     _check_dense(model)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -93,7 +94,11 @@ def _by_function(
 def _replaced(
     parameters: list[nn.Parameter] | list[dict[str, Any]], weights: dict[nn.Parameter, nn.Parameter]
 ) -> list[Any]:
-    """Replace the parameters, or those of each group, by the tensors that `weights` gives for them."""
+    """Return `parameters`, in which each parameter that is a key of `weights` is replaced by its
+    value.
+
+    parameters  a list of parameters, or of parameter groups (dicts with the key "params")
+    """
     return [
         {**one, "params": _replaced(one["params"], weights)} if isinstance(one, dict) else weights.get(one, one)
         for one in parameters
@@ -101,8 +106,8 @@ def _replaced(
 
 
 def _check_dense(model: nn.Module) -> None:
-    """Refuse layers with sparse gradients. Sparse gradients cannot be accumulated in place,
-    sharded, or saved in an optimizer's states."""
+    """Raise InputError if a trainable embedding has sparse gradients (`sparse=True`). Sparse
+    gradients cannot be accumulated in place, sharded, or saved in an optimizer's states."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise InputError(
@@ -113,7 +118,8 @@ def _check_dense(model: nn.Module) -> None:
 
 
 def _replace_parameters(optimizer: Optimizer, weights: dict[nn.Parameter, nn.Parameter]) -> None:
-    """Replace the parameters of a new optimizer by the tensors that `weights` gives for them."""
+    """In the groups of a new optimizer, replace each parameter that is a key of `weights` by its
+    value."""
     for group in optimizer.param_groups:
         group["params"] = [weights.get(parameter, parameter) for parameter in group["params"]]
 
@@ -143,8 +149,9 @@ def _make_torch_or_own(train: Train, groups: list[dict[str, Any]], fused: bool) 
 def _begin_late_momenta(optimizer: Optimizer, *arguments: Any) -> None:
     """Give zero momenta to parameters without a momentum if other parameters of the group have one.
 
-    A parameter has no momentum yet if it gets its first gradient later than the others. torch's
-    fused kernel expects that either all parameters have a momentum or none has.
+    This is a pre-hook of SGD's `step`; `arguments` are those of `step`, and not used. A parameter
+    has no momentum yet if it gets its first gradient later than the others. torch's fused kernel
+    expects that either all parameters have a momentum or none has.
     """
     for group in optimizer.param_groups:
         moving = [parameter for parameter in group["params"] if parameter.grad is not None and group["momentum"]]
@@ -159,7 +166,11 @@ def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train) ->
     others = [parameter for parameter in trainable if parameter not in set(hidden)]
     if not hidden or not others:
         found = "no hidden matrix" if not hidden else "hidden matrices only, and no embedding, head, norm or bias"
-        raise InputError("job: train.optimizer=muon", f"the model has {found}", "use optimizer: adamw")
+        raise InputError(
+            "job: train.optimizer=muon",
+            f"muon needs weight matrices in the blocks, and the model has {found}",
+            "use optimizer: adamw",
+        )
     rate = train.scaled_learning_rate
     matrices, rest = (parameter_groups(model, train, parameters) for parameters in (hidden, others))
     muon = torch.optim.Muon(matrices, lr=rate, momentum=train.momentum, adjust_lr_fn="match_rms_adamw")

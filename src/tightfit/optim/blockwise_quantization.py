@@ -38,20 +38,21 @@ QuantizedState = dict[str, Tensor]
 
 
 def block_size(bits: Bits) -> int:
-    """Return the number of elements in a block."""
+    """Return the number of elements in a block, which have one scale: 256 in 8 bits, 128 in 4."""
     return {8: 256, 4: 128}[bits]
 
 
 def is_packed(elements: int, bits: Bits) -> bool:
-    """Whether a state with this number of elements is quantized: it has at least MIN_ELEMENTS
-    elements, and their number is a multiple of the block size."""
+    """Return whether a state with this number of elements is quantized to `bits` bits. It must have
+    at least MIN_ELEMENTS (4096) elements, and their number must be a multiple of the block size."""
     return elements >= MIN_ELEMENTS and elements % block_size(bits) == 0
 
 
 class BlockQuantizer:
     """Quantizes and dequantizes states on one device.
 
-    bits  8 (blocks of 256 elements) or 4 (blocks of 128)
+    bits    8 (blocks of 256 elements) or 4 (blocks of 128)
+    device  the device of the states
 
     The methods take the `name` of the state, such as exp_avg. exp_avg_sq and max_exp_avg_sq use the
     map for unsigned values, all other states the map for signed values.
@@ -66,12 +67,18 @@ class BlockQuantizer:
         self._midpoints = {signed: (values[1:] + values[:-1]) / 2 for signed, values in self._values.items()}
 
     def can_quantize(self, values: Tensor) -> bool:
-        """Whether `values` has at least 4096 elements and a number of elements that is a multiple
-        of the block size."""
+        """Return whether `values` has at least 4096 elements and a number of elements that is a
+        multiple of the block size."""
         return is_packed(values.numel(), self.bits)
 
     def quantize(self, name: str, values: Tensor) -> QuantizedState:
-        """Return the codes and scales of floating-point values of any shape."""
+        """Return the quantized state {"codes": flat uint8, "scale": fp32, one for each block}.
+
+        name    the state's name, such as exp_avg
+        values  floating point, of any shape; `can_quantize(values)` must be True
+
+        In 4 bits, each byte of "codes" holds two codes.
+        """
         blocks = values.reshape(-1, self.size).float()
         scale = blocks.abs().amax(1, keepdim=True).clamp_(min=1e-12)
         midpoints = self._midpoints[name not in _UNSIGNED]
@@ -79,12 +86,14 @@ class BlockQuantizer:
         return {"codes": codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2], "scale": scale.flatten()}
 
     def dequantize(self, name: str, packed: QuantizedState, like: Tensor) -> Tensor:
-        """Return the dequantized values, with the type, shape and memory layout of `like`."""
+        """Return the values of the quantized state `packed`, which `quantize` returned, with the
+        type, shape and memory layout of `like`."""
         values = self.dequantize_flat(name, packed["codes"], packed["scale"]).view(like.shape).to(like.dtype)
         return values if like.is_contiguous() else torch.empty_like(like, requires_grad=False).copy_(values)
 
     def dequantize_flat(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
-        """Return the dequantized values of `codes` and `scale` as a flat fp32 tensor."""
+        """Return the values of a quantized state as a flat fp32 tensor. `codes` and `scale` are the
+        two tensors that `quantize` returned."""
         if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
         codes = codes.int()
@@ -100,17 +109,18 @@ def bits_of(packed: QuantizedState, parameter: Tensor) -> Bits:
 
 
 def quantization_map(bits: Bits, signed: bool) -> list[float]:
-    """Return the quantization map: 2**bits values in [-1, 1], in ascending order. A code is the
-    index of its value.
+    """Return the quantization map: 2**bits values in [-1, 1], in ascending order. The code of an
+    element is the index of its value in this list.
 
-    A dynamic map divides the magnitudes below 1 into `bits - 1` decades, each with half as many
-    values as the next larger one. It also contains 1. If it is signed, it contains 0; if unsigned,
-    the lower end of the lowest decade.
+    signed  whether the map contains negative values
+
+    The unsigned 4-bit map is linear: 1/16, 2/16, ..., 1. The other maps are dynamic: they divide
+    the magnitudes below 1 into `bits - 1` decades. Each decade has half as many values as the
+    decade above it. In addition, a dynamic map contains 1, and also 0 if it is signed. If it is
+    unsigned, it contains the lower end of the lowest decade instead of 0.
 
     Example: the signed 4-bit map has 4 magnitudes between 0.1 and 1, 2 between 0.01 and 0.1, and 1
     between 0.001 and 0.01, each with both signs. With 0 and 1 these are 16 values.
-
-    The unsigned 4-bit map is not dynamic but linear: 1/16, 2/16, ..., 1.
     """
     if bits == 4 and not signed:
         return [(code + 1) / 16 for code in range(16)]

@@ -1,8 +1,10 @@
-"""Optimizers and schedules that a function of the user's creates.
+"""Call the user's own functions that create an optimizer or a learning-rate schedule, and check
+what they return.
 
-`optimizer_by_function` calls the function and checks the optimizer. `kind_of_update` finds out by
-a few updates of small weights what the optimizer reads for the update of a weight, which decides
-whether it can update shards.
+`optimizer_by_function` creates the optimizer and checks it. `kind_of_update` updates small weights
+a few times, to find out whether the update of an element depends on other elements of its parameter
+or on other parameters. This decides whether the optimizer can update shards. `rate_by_function`
+creates the schedule.
 """
 
 from __future__ import annotations
@@ -32,10 +34,15 @@ _HOW = "return a torch.optim.Optimizer: lambda parameters: torch.optim.RMSprop(p
 
 
 class ExistingOptimizer:
-    """A function of the parameters that returns an optimizer which exists already. Of other
-    parameters than its own, it returns a copy with the options of its first group.
+    """Wraps an optimizer that the user has already created, so that it can be used in place of a
+    function that creates one from a list of parameters.
 
-    Raises InputError if the optimizer has states already: they would not be sharded.
+    Called with the optimizer's own parameters, it returns this optimizer. Called with other
+    parameters, such as small weights for a trial, it returns a copy of the optimizer for them, with
+    the options of the optimizer's first parameter group.
+
+    The constructor raises InputError if the optimizer has states already, because these would not
+    be sharded.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -60,18 +67,22 @@ class ExistingOptimizer:
 
 
 def function_of(given: Any) -> Callable[[Any], Any]:
-    """Return a function of the user's: `given` itself, or the one that a job file names."""
+    """Return the user's function: `given` itself, or, if `given` is a PythonSpec from a job file
+    such as {python: "file.py:function"}, the function that it names. Raises InputError if that
+    function cannot be loaded."""
     return cast(Callable[[Any], Any], load_python(given.python) if isinstance(given, PythonSpec) else given)
 
 
 def optimizer_by_function(given: Any, parameters: list[nn.Parameter] | list[dict[str, Any]]) -> Optimizer:
-    """Return the optimizer that the user's function creates of `parameters`.
+    """Return the optimizer that the user's function creates for `parameters`.
 
-    given       a function of the parameters, or the place of one in a file
+    given       a function that takes `parameters` and returns a torch optimizer; or a PythonSpec
+                that names such a function in a file
     parameters  the parameters, or groups of them as torch's optimizers take them
 
-    Raises InputError if the function fails or returns no optimizer of exactly these parameters, if
-    the optimizer has no learning rate, or if its step needs a closure.
+    Raises InputError if the function cannot be loaded or fails; if it does not return an optimizer
+    of exactly these parameters; if the optimizer has no learning rate above 0; or if its step needs
+    a closure.
     """
     function = function_of(given)
     with as_input_error(OPTIMIZER, "correct the function that creates the optimizer"):
@@ -102,10 +113,20 @@ def optimizer_by_function(given: Any, parameters: list[nn.Parameter] | list[dict
 
 
 def kind_of_update(given: Any) -> Kind:
-    """Return what an update by the user's optimizer reads, found out on two small weights.
+    """Return on which values the user's optimizer bases the update of one element of a weight.
 
-    A matrix and a vector are updated together, each alone, and the matrix in four pieces. Raises
-    InputError if the optimizer keeps state in its parameter groups, which a checkpoint would lose.
+    "elementwise"   only on this element of the gradient and of the states, as in Adam: such an
+                    optimizer can update shards
+    "by parameter"  also on other elements of the same parameter, as in Adafactor
+    "together"      also on other parameters
+
+    given  a function of the parameters that returns an optimizer, or a PythonSpec that names one
+
+    To find out, a small matrix and a small vector are updated together, then each alone, then the
+    matrix in four pieces, and the results are compared.
+
+    Raises InputError if the optimizer fails, or if it keeps state in its parameter groups, which a
+    checkpoint would lose.
     """
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         generator = torch.Generator().manual_seed(0)
@@ -160,20 +181,24 @@ def _check_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
     if changed:
         raise InputError(
             OPTIMIZER,
-            f"{type(optimizer).__name__} changes {changed[0]} of its parameter groups in a step, and checkpoints hold only "
-            "the states of parameters",
+            f"a step of {type(optimizer).__name__} changes the value {changed[0]!r} of its parameter groups, and checkpoints "
+            "hold only the states of parameters",
             "use an optimizer that keeps its states in `state`",
         )
 
 
 def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
-    """Return the function from the step to the learning rate that a schedule of the user's makes.
+    """Return a function from the step (counted from 0) to the learning rate, made from the user's
+    own schedule.
 
-    given  a function of the step that returns a factor of the full rate; a function of an optimizer
-           that returns one of torch's learning-rate schedulers; or the place of one of both
+    given  the schedule: a function of the step that returns a factor, by which `full` is
+           multiplied; or a function of an optimizer that returns one of torch's learning-rate
+           schedulers; or a PythonSpec that names one of these functions in a file
     full   the full learning rate
 
-    Raises InputError for a function that is neither, and for a scheduler that needs a metric.
+    Raises InputError if `given` is neither kind of function, or if the scheduler needs a metric
+    (ReduceLROnPlateau). The returned function raises InputError if the user's function fails at a
+    step or returns a factor that is negative or not finite.
     """
     function = function_of(given)
     weight = nn.Parameter(torch.zeros(1))
@@ -206,8 +231,12 @@ def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
 
 
 class _SchedulerRates:
-    """The learning rates of a torch scheduler by step. It runs ahead on an optimizer of its own, so
-    a resumed run has no scheduler state to restore."""
+    """A function from the step (counted from 0) to the learning rate of a torch scheduler.
+
+    A call with step n runs the scheduler up to step n and remembers all rates. The scheduler acts
+    on the given optimizer, which is a dummy and trains nothing. A resumed run therefore has no
+    scheduler state to restore.
+    """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler

@@ -1,14 +1,14 @@
 """Parameter groups: the learning rate and the weight decay of each parameter.
 
 `make_optimizer` divides a model's parameters with `parameter_groups`, and the engine sets the
-learning rates of each step with `set_learning_rates`.
+learning rates of each step with `set_learning_rates`. By default, norms and biases get no weight
+decay.
 
 Example: a job with learning_rate 3e-4 and the group {match: "*.embed*", learning_rate: 1e-5} has
 embeddings whose learning rate is 1/30 of the schedule's. In a warm-up step at 1e-4, it is 3.3e-6.
 
-Source  no weight decay for norms and biases: transformers' Trainer. nanoGPT leaves out all
-        parameters with fewer than two dims, which are the same in most models. torchtitan decays
-        all parameters.
+Source  transformers' Trainer: no weight decay for norms and biases. Others differ: nanoGPT exempts
+        all parameters with fewer than two dims, and torchtitan exempts none.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.job_sections.train import WithoutDecay
 
-# What has no weight decay unless the job says otherwise. A factory of an optimizer decides itself.
+# The parameters without weight decay if the job has no `no_decay`. If the user's own function
+# creates the optimizer, this function decides instead.
 DEFAULT_NO_DECAY: tuple[WithoutDecay, ...] = ("norms", "biases")
 MOST_NAMES = 5  # parameters that an error names
 
 
 def kind_of_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> WithoutDecay | None:
-    """Return which word of `train.no_decay` covers a parameter; None if no word does.
+    """Return the kind of a parameter, by which a job may exempt it from weight decay
+    (`train.no_decay`). Return None for all other parameters, such as the matrices of nn.Linear.
 
     embeddings  the weight of an nn.Embedding or nn.EmbeddingBag
     biases      a parameter whose name ends with "bias"
@@ -51,8 +53,12 @@ def kind_of_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> 
 
 
 def parameters_without_decay(model: nn.Module, train: Train) -> set[nn.Parameter]:
-    """Return the parameters that `train.no_decay` covers. A parameter that several modules share is
-    covered if a word covers it in one of them, as the embedding that is also the output head."""
+    """Return the model's parameters that `train.no_decay` exempts from weight decay. If
+    `train.no_decay` is None, these are norms and biases.
+
+    A parameter that several modules share is exempt if it is exempt in one of them. Example: with
+    [embeddings], an embedding whose weight is also the output head's is exempt.
+    """
     words = DEFAULT_NO_DECAY if train.no_decay is None else train.no_decay
     return {
         parameter
@@ -63,8 +69,11 @@ def parameters_without_decay(model: nn.Module, train: Train) -> set[nn.Parameter
 
 
 def first_match(train: Train, names: Iterable[str]) -> int | None:
-    """Return the number of the first of `train.groups` that matches one of a parameter's names;
-    None if no group does. A shared parameter has several names."""
+    """Return the index of the first group in `train.groups` whose pattern matches one of `names`;
+    None if no group matches.
+
+    names  the names of one parameter; a shared parameter has several
+    """
     names = list(names)
     for number, group in enumerate(train.groups):
         if any(fnmatchcase(name, group.match) for name in names):
@@ -73,7 +82,8 @@ def first_match(train: Train, names: Iterable[str]) -> int | None:
 
 
 def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return all names of each parameter of the model, in the order of `named_parameters`."""
+    """Return a dict from each parameter of the model to the list of its names, in the order of
+    `named_parameters`. A parameter that several modules share has several names."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, []).append(name)
@@ -81,14 +91,16 @@ def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def parameter_groups(model: nn.Module, train: Train, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Divide `parameters` into groups for an optimizer. Groups without parameters are left out.
+    """Divide `parameters` into parameter groups, as torch's optimizers take them, and return these.
 
-    Without `train.groups`, there are two groups: the parameters with weight decay, then those
-    without. Each group of the job follows, with its parameters divided in the same way if it leaves
-    the weight decay to the job.
+    The first two groups contain the parameters that match no pattern in `train.groups`: first those
+    with weight decay, then those without. The parameters that match follow, pattern by pattern.
+    They are divided in the same way, unless the job's group sets a weight decay of its own. Groups
+    without parameters are left out.
 
-    Each group has the keys `lr` (its full learning rate), `weight_decay`, `match` (the pattern of
-    the job's group; None for the other parameters) and `name`, by which a checkpoint knows it.
+    Each returned group has the keys `params`, `lr` (its full learning rate), `weight_decay`,
+    `match` (the pattern; None for parameters that match none) and `name`, by which a checkpoint
+    identifies the group.
     """
     found = []
     for (number, without), members in _divided(model, train, parameters_without_decay(model, train), parameters):
@@ -102,11 +114,12 @@ def parameter_groups(model: nn.Module, train: Train, parameters: Iterable[nn.Par
 def function_groups(
     model: nn.Module, train: Train, parameters: Iterable[nn.Parameter]
 ) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return what a function of the user's creates its optimizer of: the parameters, or groups of
-    them if the job has `groups` or `no_decay`.
+    """Return the argument for a function of the user's own that creates an optimizer: the list of
+    `parameters`, or a list of parameter groups if the job has `groups` or `no_decay`.
 
-    A group has the learning rate and the weight decay that the job gives it, and otherwise those
-    that the function gives the optimizer. Without `no_decay`, the optimizer decays all parameters.
+    A parameter group has the key `lr` or `weight_decay` only if the job sets this value for the
+    group. Otherwise, the value that the function gives the optimizer applies. Without `no_decay`,
+    no parameters are exempt from weight decay.
     """
     if not train.groups and train.no_decay is None:
         return list(parameters)
@@ -126,8 +139,12 @@ def function_groups(
 def _divided(
     model: nn.Module, train: Train, exempt: set[nn.Parameter], parameters: Iterable[nn.Parameter]
 ) -> list[tuple[tuple[int | None, bool], list[nn.Parameter]]]:
-    """Divide parameters by the number of the job's group (None first) and whether they have no
-    weight decay because they are in `exempt`."""
+    """Divide `parameters` by the job's group and by weight decay.
+
+    Returns a list of ((number, without), members). `number` is the index of the group in
+    `train.groups`, or None for parameters that match none, which come first. `without` is True if
+    the members have no weight decay, because they are in `exempt` and their group sets none.
+    """
     names, found = names_of_parameters(model), dict[tuple[int | None, bool], list[nn.Parameter]]()
     for parameter in parameters:
         number = first_match(train, names[parameter])
@@ -142,16 +159,17 @@ def _named(train: Train, number: int | None, without: bool) -> dict[str, str | N
 
 
 def full_rate(train: Train, number: int | None) -> float:
-    """Return the full learning rate of the job's group with this number; None: of all other
-    parameters. `scale_learning_rate` scales both."""
+    """Return the full learning rate of `train.groups[number]`. If `number` is None, return that of
+    the parameters that match no group. Both include the factor of `train.scale_learning_rate`."""
     own = None if number is None else train.groups[number].learning_rate
     return train.scaled_learning_rate if own is None else train.scaled_learning_rate * (own / train.learning_rate)
 
 
 def check_matches(train: Train, names: Iterable[Iterable[str]]) -> None:
-    """Raise InputError if one of `train.groups` is the first match of no parameter.
+    """Raise InputError if a group in `train.groups` gets no parameter, because its pattern matches
+    none, or because earlier groups match all of the parameters that it matches.
 
-    names  all names of each parameter of the full model
+    names  for each parameter of the full model, all of its names
     """
     names = [list(each) for each in names]
     used = {first_match(train, each) for each in names}
@@ -178,8 +196,10 @@ def begin_schedule(optimizer: Optimizer, full: float) -> None:
 
     full  the full learning rate of the job's schedule
 
-    Each group gets three keys: `lr_ratio`, its learning rate over `full`; `base_lr`, its rate by
-    the schedule; and `lr_factor`, by which the user has multiplied that.
+    Each parameter group gets three keys: `lr_ratio`, its learning rate divided by `full`;
+    `base_lr`, the learning rate that the schedule gives it; and `lr_factor`, the factor by which
+    the user has changed this rate, 1.0 at first. A group without the key `match` gets match=None,
+    and a group without `name` gets a name such as "group 0".
     """
     for number, group in enumerate(optimizer.param_groups):
         rate = float(group["lr"])
@@ -208,43 +228,50 @@ def _set_base(group: dict[str, Any], base: float) -> None:
 
 
 def _note_change(group: dict[str, Any]) -> None:
-    """If the user has changed the group's `lr`, store the change as `lr_factor`. A change of a rate
-    that the schedule has set to zero is not kept, because it has no ratio to zero."""
+    """If the user has changed the `lr` of a parameter group since the schedule set it, store the
+    ratio of the two rates as the group's `lr_factor`. If the schedule has set the rate to zero, the
+    change is lost, because there is no ratio to zero."""
     if group["lr"] != group["base_lr"] * group["lr_factor"] and group["base_lr"]:
         group["lr_factor"] = float(group["lr"]) / group["base_lr"]
 
 
 def changed_rates(optimizer: Optimizer) -> dict[str, float]:
-    """Return by which factor the user has changed the learning rate of each group, by the group's
-    name. Groups without a change are left out."""
+    """Return a dict from a group's name to the factor by which the user has changed its learning
+    rate. Groups without a change are left out."""
     for group in optimizer.param_groups:
         _note_change(group)
     return {group["name"]: group["lr_factor"] for group in optimizer.param_groups if group["lr_factor"] != 1.0}
 
 
 def restore_changed_rates(optimizer: Optimizer, factors: dict[str, float]) -> None:
-    """Set the factors that `changed_rates` returned for an earlier optimizer."""
+    """Set the factors by which the user had changed learning rates before a resume.
+
+    factors  maps a group's name to its factor, as `changed_rates` returned them. Groups that are
+             not in it get the factor 1
+    """
     for group in optimizer.param_groups:
         group["lr_factor"] = factors.get(group["name"], 1.0)
         _set_base(group, group["base_lr"])
 
 
 def base_learning_rates(optimizer: Optimizer) -> list[float]:
-    """Return the learning rate of each group by the schedule, as it was set last."""
+    """Return, for each parameter group in order, the learning rate that the schedule set last,
+    without the user's own changes."""
     return [group["base_lr"] for group in optimizer.param_groups]
 
 
 def put_base_learning_rates(optimizer: Optimizer, rates: list[float]) -> None:
-    """Set the learning rates that `base_learning_rates` returned in an earlier step. Changes by the
-    user are kept."""
+    """Set the learning rates that the schedule gives the parameter groups to `rates`, one for each
+    group, which `base_learning_rates` returned in an earlier step. The factors by which the user
+    has changed learning rates still apply."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         _note_change(group)
         _set_base(group, rate)
 
 
 def main_learning_rate(optimizer: Optimizer, rate: float) -> float:
-    """Return the learning rate of the parameters that match no pattern of `train.groups`, or `rate` if
-    every parameter matches one."""
+    """Return the current learning rate of the parameters that match no pattern in `train.groups`.
+    Return `rate` if every parameter matches one."""
     return next((float(group["lr"]) for group in optimizer.param_groups if group.get("match") is None), rate)
 
 

@@ -31,17 +31,17 @@ ELEMENTS = 2**15
 # Optimizers that update each element independently of the others.
 ELEMENTWISE = ("adamw", "sgd", "lion")
 
-# By name of a state: the flat buffer of a batch, and the views of this buffer that the optimizer
-# updates, one for each parameter.
+# Maps the name of a state to the flat buffer of a batch, and to the views of this buffer that the
+# optimizer updates, one for each parameter.
 Wide = dict[str, tuple[Tensor, list[Tensor]]]
 
 
 def update_batches(sizes: Sequence[int], largest: int) -> list[range]:
-    """Divide consecutive parameters into batches that are updated together. Return one range of
-    parameter numbers for each batch.
+    """Divide consecutive parameters into batches that are updated together. Return one range for
+    each batch: the indices of its parameters in `sizes`.
 
-    sizes    elements of each parameter
-    largest  elements of the model's largest parameter
+    sizes    number of elements of each parameter
+    largest  number of elements of the model's largest parameter
 
     A batch has at most max(ELEMENTS, largest) elements. Example: sizes 20000, 20000, 40000 with
     largest 40000 give range(0, 2) and range(2, 3).
@@ -56,11 +56,12 @@ def update_batches(sizes: Sequence[int], largest: int) -> list[range]:
 
 
 class MultiTensor(PerParameter):
-    """Wraps a fresh elementwise optimizer (see ELEMENTWISE) and updates parameters in batches. The
-    options are those of PerParameter.
+    """Wraps a fresh elementwise optimizer (AdamW, SGD or Lion) and updates parameters in batches.
+    The constructor takes the arguments of PerParameter.
 
     The wrapped optimizer uses torch's foreach kernels if it has them. An update in backward
-    (`attach`) is not possible: it exists so that only one gradient is in memory at a time.
+    (`attach`) is not possible, because it frees each gradient before the next one exists, and a
+    batch needs several gradients.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -121,13 +122,12 @@ class MultiTensor(PerParameter):
 
     def _widen_weights(self, here: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
         """Return a flat fp32 copy of 16-bit weights, and views of this copy, one for each weight,
-        with fp32 gradients.
+        with fp32 gradients. If the update does not need fp32 copies, return None and the weights
+        unchanged.
 
         here     the weights on the device
-        carried  the rounding error of each weight from its last update (kahan), which is added to
-                 the copy; other values are not read
-
-        Weights that are not widened are returned unchanged, with None instead of the copy.
+        carried  with kahan rounding, the rounding error of each weight from its last update, which
+                 is added to the copy; other values are not read
         """
         if not self._is_widened(here[0]):
             return None, here
@@ -143,13 +143,14 @@ class MultiTensor(PerParameter):
         return flat, weights
 
     def _widen_states(self, before: list[dict[str, Any]], weights: list[Tensor]) -> tuple[list[dict[str, Any]], Wide]:
-        """Convert fetched states to what the wrapped optimizer needs: dequantized, in the type of
-        the weights.
+        """Dequantize states and convert them to the type of the weights, as the wrapped optimizer
+        needs them.
 
-        before  the fetched states of each weight, by name
+        before   for each weight, a dict from the name of a state to its saved value on the device
+        weights  the weights to update, in fp32 if they are widened
 
-        Returns the converted states of each weight, and the flat buffers that contain them. A state
-        that already has the type of the weight is returned unchanged and has no buffer.
+        Returns the same dicts with the converted states, and the flat buffers that contain these. A
+        state that already has the type of the weight is returned unchanged and has no buffer.
         """
         states: list[dict[str, Any]] = [{} for _ in before]
         wide: Wide = {}
@@ -191,11 +192,11 @@ class MultiTensor(PerParameter):
         wide: Wide,
         backups: list[dict[str, Any]],
     ) -> None:
-        """Narrow the updated states and save them, in the tensors of the last update if these
-        exist.
+        """Narrow the updated states to the width in which they are saved, and save them. Tensors in
+        which the states were saved before are overwritten.
 
-        before   the states before the update
-        updated  the states after the update, in fp32
+        before   for each parameter, its saved states by name, as they were before the update
+        updated  the same after the update, in fp32. The dicts are emptied
         wide     the buffers that `_widen_states` returned
         backups  copies of the state before the update, one dict for each parameter, as `_backup`
                  returned them; they undo the update if the step is skipped
@@ -223,12 +224,13 @@ class MultiTensor(PerParameter):
             self.state[parameter] = states
 
     def _into_own_tensors(self, values: dict[int, Any], old: dict[int, Any]) -> dict[int, Any]:
-        """Copy states out of the flat buffers of a batch into tensors of their own, and return
-        these.
+        """Copy the narrowed values of one state out of the flat buffers of a batch. Return a dict
+        from the number of a parameter to the tensor (or the codes and scales) with its copy.
 
-        values  the narrowed states, by number of the parameter
-        old     the same states before the update. Their tensors are overwritten if they are on the
-                device
+        values  maps the number of a parameter in the batch to the new value of its state
+        old     maps the numbers of the narrowed states to their values before the update. If there
+                is no state store, these tensors are overwritten with the new values and returned.
+                With a state store, codes and scales are not copied, because the store copies them
         """
         into: list[Tensor] = []
         source: list[Tensor] = []
@@ -258,9 +260,10 @@ class MultiTensor(PerParameter):
         return kept
 
     def _quantize(self, name: str, flat: Tensor, like: list[Tensor]) -> Iterable[dict[str, Tensor]]:
-        """Quantize the states that lie one after another in `flat`. Return the codes and scales of
-        each.
+        """Quantize several states that lie one after another in `flat`. Return a dict with the keys
+        "codes" and "scale" for each state, in order.
 
+        name  the name of all these states, such as exp_avg
         like  one tensor for each state, with the size of the state
         """
         assert self._blocks is not None
@@ -270,7 +273,7 @@ class MultiTensor(PerParameter):
         return [{"codes": code, "scale": scale} for code, scale in zip(codes, scales, strict=True)]
 
     def _is_narrowed(self, value: Any) -> bool:
-        """Whether a state is saved in fewer bits than the fp32 of the update."""
+        """Return whether a state is saved in fewer bits than the fp32 of the update."""
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return False
         return self._blocks is None or self._blocks.can_quantize(value)
@@ -346,7 +349,7 @@ def _with_layout_of(weight: Tensor, view: Tensor) -> Tensor:
 
 
 def _fills(flat: Tensor, views: list[Tensor]) -> bool:
-    """Whether the views cover all of `flat` and are contiguous."""
+    """Return whether the views of `flat` cover all of it and are contiguous."""
     return all(view.is_contiguous() for view in views) and sum(view.numel() for view in views) == flat.numel()
 
 

@@ -29,9 +29,9 @@ class LAMB(OneByOne):
     decay_vectors  whether `weight_decay` also applies to parameters with fewer than two dims
 
     Parameters with fewer than two dims (norms, biases) take Adam's step without the trust ratio
-    and, unless `decay_vectors`, without weight decay, as in the authors' code. The ratio is 1 if the weight or its update is
-    zero, so that weights that start at zero can move. State: 8 bytes for each element of an fp32
-    parameter.
+    and, unless `decay_vectors`, without weight decay, as in the authors' code. The ratio is 1 if
+    the weight or its update is zero, so that weights that start at zero can move. State: 8 bytes
+    for each element of an fp32 parameter.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class LAMB(OneByOne):
 
 
 def _trust_ratio(weight: Tensor, update: Tensor, clamp: tuple[float, float]) -> Tensor:
-    """Return phi(|weight|) / |update| as a scalar tensor; 1 if either norm is zero. The host does
-    not wait for the value."""
+    """Return LAMB's trust ratio as a scalar tensor: the norm of `weight`, clamped to the range
+    `clamp`, divided by the norm of `update`. It is 1 if either of these is zero. The host does not
+    wait for the value."""
     weight_norm, update_norm = full_norms(weight, weight, update)
     weight_norm = weight_norm.clamp(*clamp)
     usable = (weight_norm > 0) & (update_norm > 0)

@@ -29,9 +29,9 @@ class LARS(OneByOne):
     decay_vectors  whether `weight_decay` also applies to parameters with fewer than two dims
 
     The momentum v includes the learning rate, as in the paper. Parameters with fewer than two dims
-    (norms, biases) take plain momentum SGD, without the layer's rate and, unless `decay_vectors`,
-    without weight decay. The rate is 1 if the weight or its gradient is zero. State: 4 bytes for each element of an fp32
-    parameter.
+    (norms, biases) are updated by plain momentum SGD, with rate = 1 and, unless `decay_vectors`,
+    without weight decay. The rate is also 1 if the weight or its gradient is zero. State: 4 bytes
+    for each element of an fp32 parameter.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class LARS(OneByOne):
 
 
 def _local_rate(weight: Tensor, gradient: Tensor, trust: float, weight_decay: float) -> Tensor:
-    """Return trust * |w| / (|g| + weight_decay * |w|) as a scalar tensor; 1 if either norm is
-    zero."""
+    """Return LARS's rate of a layer as a scalar tensor: trust * |w| / (|g| + weight_decay * |w|),
+    where w is the weight and g its gradient. It is 1 if either norm is zero."""
     weight_norm, gradient_norm = full_norms(weight, weight, gradient)
     usable = (weight_norm > 0) & (gradient_norm > 0)
     rate = trust * weight_norm / (gradient_norm + weight_decay * weight_norm)

@@ -16,10 +16,11 @@ from tightfit.optim.one_by_one import Closure, loss_of
 
 
 class MuonWithAdamW(Optimizer):
-    """Updates the parameters of a torch Muon and of a torch AdamW as one optimizer.
+    """Combines a torch Muon and a torch AdamW into one optimizer, which updates the parameters of
+    both.
 
     The key `algorithm` of a parameter group ("muon" or "adamw") names the optimizer that updates
-    it.
+    the group.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
@@ -45,8 +46,8 @@ class MuonWithAdamW(Optimizer):
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable 2-D weights, except those of embeddings (found by module type) and of
-    the last nn.Linear, which is taken to be the output head."""
+    """Return the model's trainable 2-D weights, except those of embeddings and of the last
+    nn.Linear, which is assumed to be the output head."""
     modules = list(model.modules())
     outer = {p for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) for p in module.parameters()}
     linears = [module for module in modules if isinstance(module, nn.Linear)]

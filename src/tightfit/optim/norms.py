@@ -1,5 +1,5 @@
-"""Compute the norms of full parameters for LAMB and LARS. This device may hold only a shard of
-each."""
+"""Compute the norms of full parameters for LAMB and LARS, even if this device holds only a shard of
+each parameter."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ Sum = Callable[[Tensor], Tensor]  # sums over the devices that hold one paramete
 
 
 def mark_shard(weight: Tensor, total: Sum) -> None:
-    """Mark `weight` as a shard of a parameter.
+    """Mark `weight` as a shard of a parameter, so that `full_norms` sums over all shards.
 
-    total  all-reduces (sums) a vector over the devices that hold the parameter's shards
+    total  a function that returns the sum of a vector over the devices that hold the parameter's
+           shards (all-reduce)
     """
     weight.all_reduce_over_shards = total  # type: ignore[attr-defined]
 
 
 def copy_shard_mark(copy: Tensor, weight: Tensor) -> Tensor:
-    """Mark `copy` as a shard if `weight` is marked as a shard. Return `copy`."""
+    """Mark `copy` as a shard of a parameter, as `mark_shard` does, if `weight` is marked as one.
+    Return `copy`, which is a tensor that takes the place of `weight` during an update."""
     if hasattr(weight, "all_reduce_over_shards"):
         mark_shard(copy, weight.all_reduce_over_shards)
     return copy
 
 
 def full_norms(weight: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """Return the norms of full tensors, as scalar tensors.
+    """Return the norm of each of `tensors`, as a scalar tensor. If the tensors are shards, return
+    the norms of the full tensors.
 
-    weight   a parameter, or this device's shard of it
-    tensors  tensors that are sharded as `weight` is, such as the weight, its gradient and its
-             update
+    weight   a parameter, or this device's shard of it, which `mark_shard` has marked
+    tensors  tensors that are sharded in the same way as `weight`, such as the weight itself, its
+             gradient and its update
 
-    If `weight` is a shard, this is a collective operation of all devices that hold a shard of the
-    parameter. The host does not wait for the norms.
+    If `weight` is a shard, this is a collective operation: all devices that hold a shard of the
+    parameter must call it. The host does not wait for the norms.
     """
     found = [torch.linalg.vector_norm(tensor) for tensor in tensors]
     if hasattr(weight, "all_reduce_over_shards"):

@@ -1,4 +1,4 @@
-"""The base class of the optimizers here, which update one parameter after another."""
+"""The base class of the optimizers in this package that update one parameter after another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def loss_of(closure: Closure | None) -> float | None:
 
 class OneByOne(Optimizer):
     """An optimizer that updates one parameter after another. Subclasses implement
-    `update_parameter`."""
+    `update_parameter(weight, gradient, group)`, which updates one weight in place; `group` is its
+    parameter group with the options, such as `lr`."""
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> float | None:  # type: ignore[override]

@@ -43,13 +43,15 @@ _KERNEL_OPTIONS = ("fused", "foreach", "capturable")
 class StateStore(Protocol):
     """Stores optimizer states in a memory other than the device's, such as host memory.
 
-    put_state    store a state of a parameter, always at the same address; returns the stored tensor
+    put_state    store the state `name` of a parameter, always at the same address; returns the
+                 stored tensor
     fetch_ahead  begin to copy a stored tensor to the device, while the device computes
-    fetch        return the stored tensor on the device
-    next_update  call before each update. The device waits for the copies out of all updates before
-                 the last one
-    end_updates  call after the last update. The device waits for the copies out of all updates
-    settle       the host waits until all copies from the device have ended
+    fetch        return a copy of the stored tensor on the device
+    next_update  must be called before the update of each parameter. The device waits until the
+                 states of earlier updates are copied to the store, except those of the latest one
+    end_updates  must be called after the last update of a step. The device waits until the states
+                 of all updates are copied to the store
+    settle       make the host wait until all copies to the store have ended
     """
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor: ...
@@ -70,10 +72,11 @@ class WeightStore(Protocol):
 
     device       the device that updates the weights
     bring_ahead  start an asynchronous copy of a weight to the device, before it is updated
-    bring        return the weight and its gradient on the device, for the update
-    take_back    copy the updated weight back to the store
-
-    The other methods are those of StateStore.
+    bring        return the weight on the device, with its gradient in `grad`, for the update
+    take_back    copy the updated weight `here` on the device back to the store
+    next_update  must be called before the update of each parameter
+    end_updates  must be called after the last update of a step
+    settle       make the host wait until all copies to the store have ended
     """
 
     device: torch.device
@@ -92,8 +95,9 @@ class WeightStore(Protocol):
 
 
 class PerParameter(Optimizer):
-    """Wraps a fresh optimizer and updates one parameter at a time.
+    """Wraps an optimizer and updates one parameter at a time.
 
+    optimizer     a new optimizer, without states
     states        width of the states between updates; the update itself is in fp32. With 8-bit and
                   4-bit, a state stays fp32 if it has fewer than 4096 elements, or if its size is
                   not a multiple of the quantization block (256 elements in 8 bits, 128 in 4).
@@ -102,12 +106,13 @@ class PerParameter(Optimizer):
                   tensor carries the rounding error to the next update); or stochastic (bf16 only:
                   up or down, with the probability that keeps the mean)
     seed          the seed of the stochastic rounding
-    fp32_updates  16-bit weights have fp32 states and updates, whatever `states` and `rounding` are
+    fp32_updates  whether 16-bit weights are updated in fp32 with fp32 states even if `states` is
+                  "fp32" and `rounding` is nearest. Any other `states` or `rounding` implies it
     state_store   the memory that holds the states; None keeps them on the device
     weight_store  the memory that holds the weights or their gradients; None if both are on the
                   device
-    undoes        whether `leave_out` may be used, which skips a step by a flag that only the device
-                  knows
+    undoes        whether `leave_out` may be called, which skips a step if a flag on the device is
+                  true
 
     Learning rates and the other options are read from `param_groups` at each update. An update
     needs memory for the fp32 copy, the gradient and the fp32 states of one parameter, in addition
@@ -187,10 +192,11 @@ class PerParameter(Optimizer):
         return loss
 
     def can_leave_out(self) -> bool:
-        """Whether `leave_out` may be called now.
+        """Return whether `leave_out`, which skips the next step, may be called now.
 
-        Every parameter with a gradient must have states already: the first update of a parameter
-        creates its states, which cannot be undone.
+        A skipped step is computed and then undone: weights and states are restored from copies. The
+        first update of a parameter cannot be undone, because it creates the parameter's states. So
+        every parameter with a gradient must have states already.
         """
         return self.undoes and all(one in self.state for one in self._parameters() if one.grad is not None)
 
@@ -198,27 +204,32 @@ class PerParameter(Optimizer):
         """Skip the next step if `found_inf` is true: it then changes neither weights nor states.
 
         found_inf  bool scalar on the device
-        asks       returns the same value on the host
+        asks       a function that returns the same value on the host; it may wait for the device
 
         The host does not wait for `found_inf`. Each update is made, and if `found_inf` is true, the
-        device restores what the update has changed. This takes a copy of the weight and of its
-        saved states. Counters on the host, such as the step count, are corrected later: the
-        following step or `state_dict()` calls `asks` first.
+        device then restores the weight and its saved states from copies. Counters on the host, such
+        as the step count, are corrected later: the following step or `state_dict()` calls `asks`
+        and restores them if it returns True.
         """
         assert self.can_leave_out()
         self._restore_counters()
         self._skip_step, self._was_skipped = found_inf, asks
 
     def _restore_counters(self) -> None:
-        """Restore the counters on the host if the last step was skipped."""
+        """Restore the counters on the host, such as Adam's step count, if the last step was
+        skipped."""
         counters, self._host_counters = self._host_counters, []
         if counters and self._was_skipped is not None and self._was_skipped():
             for parameter, backup in counters:
                 self.state[parameter].update(backup)
 
     def _backup(self, parameter: Tensor, here: Tensor, states: dict[str, Any]) -> dict[str, Any]:
-        """Return copies of what an update may have to restore: the weight, under the name "", and
-        its saved states, under their names. Empty unless `leave_out` was called.
+        """Return copies of the tensors that must be restored if the step is skipped: a dict with
+        the weight under the key "", and each saved state under its name. The dict is empty unless
+        `leave_out` was called.
+
+        here    the weight on the device, which differs from `parameter` if weights are offloaded
+        states  the parameter's saved states by name, on the device
 
         States that are not on the device are counters. Their copies are added to `_host_counters`
         instead.
@@ -231,9 +242,8 @@ class PerParameter(Optimizer):
         return {"": here.detach().clone(), **kept}
 
     def _restore_if_skipped(self, value: Any, backup: Any) -> Any:
-        """Return `value`, overwritten in place with `backup` if the step is skipped.
-
-        A `backup` of None means that there is nothing to restore.
+        """Overwrite `value` in place with `backup` if the step is skipped, and return it. `backup`
+        is a copy of `value` before the update; None leaves `value` unchanged.
         """
         if self._skip_step is None or backup is None:
             return value
@@ -242,8 +252,9 @@ class PerParameter(Optimizer):
         return value.copy_(torch.where(self._skip_step, backup, value))
 
     def _batches_of(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
-        """Return the batches of parameters that are updated together, in the order of updates, each
-        with `group`. Here a batch is one parameter. Parameters without a gradient are left out."""
+        """Return a list of (parameters, group) in the order of updates. The parameters of one entry
+        are updated together; in this class, each entry has one parameter. Parameters without a
+        gradient are left out."""
         return [([parameter], group) for parameter in group["params"] if parameter.grad is not None]
 
     def _update_batch(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -317,8 +328,8 @@ class PerParameter(Optimizer):
             self._weight_store.take_back(parameter, here)
 
     def _is_widened(self, parameter: Tensor) -> bool:
-        """Whether the wrapped optimizer updates an fp32 copy of the parameter instead of the
-        parameter."""
+        """Return whether the wrapped optimizer updates an fp32 copy of the parameter instead of the
+        parameter itself."""
         return parameter.dtype.itemsize < 4 and self._fp32_updates
 
     def _widen_weight(self, parameter: Tensor, carried: Any) -> Tensor:
@@ -330,12 +341,15 @@ class PerParameter(Optimizer):
         return weight.add_(carried) if isinstance(carried, Tensor) else weight
 
     def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, backup: dict[str, Any]) -> None:
-        """Round the fp32 `weight` to the 16-bit type of `parameter` and write it to `here`, the
-        parameter's copy on the device (or the parameter itself, if it is on the device).
+        """Round the fp32 `weight` to the 16-bit type of `parameter`, and write the result to
+        `here`.
 
-        carried  what the last rounding left: the number of roundings (stochastic); not read
-                 otherwise
-        backup   the copies that `_backup` returned
+        here     the parameter's copy on the device, or the parameter itself if it is on the device
+        weight   the updated weight; with kahan, it is overwritten with the rounding error
+        carried  with stochastic rounding, the number of earlier roundings of this parameter (None:
+                 0); not read otherwise
+        backup   copies of the state before the update, as `_backup` returned them; they undo the
+                 update if the step is skipped
         """
         if self._generator is not None:
             assert here.dtype is torch.bfloat16
@@ -351,8 +365,11 @@ class PerParameter(Optimizer):
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _narrow(self, name: str, value: Any) -> Any:
-        """Return a state in the width in which it is saved. Counters (numbers, tensors without
-        dims) are returned unchanged."""
+        """Return an updated state in the form in which it is saved: in fp32 or bf16, or quantized
+        to 8 or 4 bits. Counters (numbers, tensors without dims) are returned unchanged.
+
+        name  the state's name, such as exp_avg
+        """
         if not isinstance(value, Tensor) or value.dim() == 0 or self._states == "fp32":
             return value
         if self._blocks is None:
@@ -360,8 +377,8 @@ class PerParameter(Optimizer):
         return self._blocks.quantize(name, value) if self._blocks.can_quantize(value) else value
 
     def _put(self, parameter: Tensor, name: str, value: Any) -> Any:
-        """Store a narrowed state in the state store and return the stored tensor. Without a state
-        store, and for counters, return the state itself."""
+        """Store the state `name` of a parameter in the state store, and return the stored tensor.
+        Without a state store, and for counters, return `value` itself."""
         if self._state_store is None:
             return value
         if isinstance(value, dict):
@@ -375,8 +392,12 @@ class PerParameter(Optimizer):
         )
 
     def _widen(self, name: str, value: Any, weight: Tensor) -> Any:
-        """Return a fetched state as the wrapped optimizer needs it: dequantized, in the type of the
-        weight. Counters are returned unchanged."""
+        """Return a saved state as the wrapped optimizer needs it: dequantized, in the type of
+        `weight`. Counters are returned unchanged.
+
+        name   the state's name, such as exp_avg
+        value  the saved state, on the device
+        """
         if isinstance(value, dict):
             assert self._blocks is not None
             return self._blocks.dequantize(name, value, weight)
@@ -397,11 +418,11 @@ class PerParameter(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that any PerParameter or a plain optimizer returned.
+        """Load a state dict that a PerParameter or a plain torch optimizer returned.
 
         If the state dict comes from a PerParameter with the same options, training continues
-        exactly. States of another width are converted. A state dict contains plain tensors and
-        numbers; a quantized state is a dict {"codes": ..., "scale": ...}.
+        exactly. States that were saved in another width are converted. A state is a tensor, a
+        number, or, if quantized, a dict {"codes": ..., "scale": ...}.
         """
         super().load_state_dict({**with_kernel_options_of(self, state_dict), "state": {}})
         self._host_counters.clear()
@@ -447,7 +468,7 @@ class PerParameter(Optimizer):
 
 
 def _is_on_device_of(value: Any, scalar: Tensor) -> bool:
-    """Whether a state is a tensor, or a dict of tensors, on the device of `scalar`."""
+    """Return whether a state is a tensor, or a dict of tensors, on the device of `scalar`."""
     one = next(iter(value.values())) if isinstance(value, dict) else value
     return isinstance(one, Tensor) and one.device == scalar.device
 
@@ -473,8 +494,14 @@ def round_stochastically_(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def add_noise_(values: Tensor, noise: Tensor) -> Tensor:
-    """Add `noise`, one int32 in [0, 2**16) for each fp32 value, to the bits of `values`, in place,
-    and clear the lower 16 bits."""
+    """Round fp32 `values`, in place, up or down to a bf16 value, and return them.
+
+    noise  an int32 in [0, 2**16) for each value. It is added to the bits of the value, and then the
+           lower 16 bits, which bf16 does not have, are cleared
+
+    Example: the lower 16 bits of 1.0 + 2**-9 are 2**14. It is rounded up, to 1.0 + 2**-7, if the
+    noise is at least 2**16 - 2**14, and otherwise down to 1.0.
+    """
     values.view(torch.int32).add_(noise).bitwise_and_(-(1 << 16))
     return values
 
@@ -483,8 +510,8 @@ def rounding_seed(seed: int, number: int, count: int) -> int:
     """Return the seed of the noise for a parameter's next rounding.
 
     seed    the job's seed
-    number  the parameter's number in the optimizer
-    count   how often the parameter was rounded before
+    number  the parameter's index among the optimizer's parameters
+    count   number of earlier roundings of this parameter
 
     The noise depends on nothing else, so neither a resume nor the order of the updates changes it.
     """
@@ -492,18 +519,22 @@ def rounding_seed(seed: int, number: int, count: int) -> int:
 
 
 def dequantize_state(name: str, packed: dict[str, Tensor], parameter: Tensor) -> Tensor:
-    """Return the fp32 state of `parameter`, dequantized from 8 or 4 bits, with the parameter's
-    shape."""
+    """Return a state of `parameter` in fp32, with the parameter's shape.
+
+    name    the state's name, such as exp_avg
+    packed  the state in 8 or 4 bits: {"codes": ..., "scale": ...}
+    """
     device = packed["codes"].device  # not the parameter's device if the parameter is offloaded
     like = torch.empty_like(parameter, dtype=torch.float32, device=device, requires_grad=False)
     return BlockQuantizer(bits_of(packed, parameter), device).dequantize(name, packed, like)
 
 
 def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Convert a PerParameter's state dict so that a plain optimizer can load it.
+    """Return a PerParameter's state dict in a form that a plain optimizer can load. A plain
+    optimizer's own state dict stays as it is.
 
-    It is a pre-hook for the plain optimizer's `load_state_dict`. It dequantizes states, and drops
-    the states that a rounding mode added.
+    This function is a pre-hook for the plain optimizer's `load_state_dict`. It dequantizes states,
+    and drops the states that a rounding mode added.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     carried = set(ROUNDING_STATES.values())

@@ -27,15 +27,18 @@ def learning_rate(train: Train, total_steps: int | None, full: float | None = No
     """Return a function from the step (counted from 0) to the learning rate.
 
     total_steps  number of steps of the training; None if it is endless
-    full         the full learning rate; None: the job's. An optimizer of the user's own sets it
+    full         the full learning rate of an optimizer that the user's own function creates; None:
+                 the job's `train.learning_rate`. Both are scaled by `scale_learning_rate`
 
     The rate warms up linearly, then follows constant | linear | cosine | warmup-stable-decay. Step
     `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of
     the full rate) at step `total_steps`, one step after the last, so that no step is taken at a
     rate of zero.
 
-    If the job's schedule is a function of the user, this function decides instead: see
-    `functions.py`. Raises InputError if the schedule needs `total_steps` and it is None, or if the warm-up is
+    If the job's schedule is a function of the user's own, it determines all rates instead: see
+    `functions.py`.
+
+    Raises InputError if the schedule needs `total_steps` and it is None, or if the warm-up is
     longer than the training. Source: cosine, Loshchilov & Hutter 2017, arXiv:1608.03983;
     warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395.
     """
@@ -54,8 +57,8 @@ def learning_rate(train: Train, total_steps: int | None, full: float | None = No
 
 
 def _remaining_share(train: Train, step: int, total_steps: int | None) -> float:
-    """Return which share of the way from the full to the final rate remains at `step`: 1 before the
-    decay, 0 at the end of the training and after it."""
+    """Return how much of the decay from the full to the final learning rate is still to come at
+    `step`: 1.0 before the decay begins, 0.0 at the end of the training and after it."""
     if train.schedule == "constant" or total_steps is None:
         return 1.0
     start = train.warmup

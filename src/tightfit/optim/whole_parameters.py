@@ -22,17 +22,21 @@ _FACTORS = ("row_var", "col_var")
 
 
 def has_parameter_shape(name: str, value: Any, shape: torch.Size) -> bool:
-    """Whether a state has the shape of its parameter, so that it is sharded like the parameter.
-    False for Adafactor's factors and for counters (tensors without dims)."""
+    """Return whether the state `value` has the shape of its parameter, so that it is sharded like
+    the parameter. Return False for Adafactor's factors and for counters (tensors without dims).
+
+    name   the state's name, such as momentum_buffer
+    shape  the parameter's shape
+    """
     return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
 
 
 class UnshardingOptimizer(OneByOne):
-    """Wraps a fresh optimizer and updates one parameter at a time, unsharded during its update.
+    """Wraps a new optimizer and updates one parameter at a time, unsharded during its update.
 
-    unshard  (weight, tensor sharded as the weight is) -> the full tensor, on every device
-             (all-gather)
-    shard    (weight, full tensor) -> this device's shard
+    unshard  a function (weight, shard) -> full tensor. It all-gathers `shard`, which is sharded in
+             the same way as `weight`, on every device
+    shard    a function (weight, full tensor) -> this device's shard of the tensor
 
     States with the shape of their parameter are sharded; others (factors, counters) are replicated.
     A step is a collective operation: every device computes the same update. An update needs memory

@@ -1,3 +1,3 @@
-"""What the methods that use several processes are made of: gradient buckets, sharding, pipelines,
-rings and servers.
+"""The parts of the methods that use several processes: gradient buckets, sharding, pipelines, rings
+and parameter servers.
 """

@@ -47,25 +47,26 @@ MIN_BYTES_PER_DEVICE = 2**20
 
 
 def bucket_bytes(devices: int) -> int:
-    """Return the largest size of a bucket, in bytes, for this number of devices.
+    """Return the largest size of a bucket, in bytes, for a number of devices.
 
     A collective over a ring of n devices takes about n steps, and each step sends 1/n of the
-    bucket. So that a step sends at least 1 MiB, buckets have 64 MiB on 64 devices. Up to 25 devices
-    they have 25 MiB.
+    bucket. A bucket of n MiB makes each step send 1 MiB, which takes much longer than the latency
+    of the network. So the result is n MiB, but at least 25 MiB: 25 MiB for up to 25 devices, and 64
+    MiB for 64 devices.
     """
     return max(BUCKET_BYTES, devices * MIN_BYTES_PER_DEVICE)
 
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients are reduced together.
+    """Parameters whose gradients are reduced together, in one flat buffer.
 
     parameters  the parameters, in the order in which backward computes their gradients
-    buffer      the flat buffer of the gradients, from the first gradient until the end of the
-                reduction (`ReduceScatteredGradients`) or of the step (`AllReducedGradients`); else
-                None
+    buffer      the flat buffer of the gradients. It is allocated for the first gradient.
+                `ReduceScatteredGradients` frees it when the reduction is complete,
+                `AllReducedGradients` at the end of the step. Otherwise None
     ready       indices of the parameters whose gradients are in the buffer
-    work        the reduction in flight; None if there is none
+    work        the handle of the reduction in flight; None if there is none
     """
 
     parameters: list[nn.Parameter] = field(default_factory=list)
@@ -75,15 +76,17 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether the gradients of all parameters of the bucket are in the buffer."""
+        """Return whether the gradients of all parameters of the bucket are in the buffer."""
         return len(self.ready) == len(self.parameters)
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]:
-    """Divide parameters into buckets, last parameter first, as backward computes their gradients.
+    """Divide parameters into buckets, and return the buckets in the order in which backward fills
+    them.
 
-    Each bucket has parameters of one dtype and one device. A parameter larger than `limit` gets a
-    bucket of its own.
+    Backward computes the last parameter's gradient first, so the parameters are taken from last to
+    first. All parameters of a bucket have the same dtype and the same device. A parameter that is
+    larger than `limit` gets a bucket of its own.
 
     parameters  the parameters, in the order in which the forward uses them
     limit       the largest size of a bucket in bytes
@@ -102,19 +105,21 @@ def make_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]
 
 
 class Reducer:
-    """Collects the gradients of `parameters` in buckets, and begins the reduction of each bucket
-    when it is full. Buckets are reduced in order.
+    """Collects the gradients of parameters in buckets during backward, and begins the reduction of
+    a bucket as soon as it is full. Buckets are reduced in order.
 
+    The functions below decide what a buffer looks like and which collective reduces it.
+
+    parameters  the parameters, in the order in which the forward uses them
     devices     the number of devices that take part in the reduction
-    allocate    a function of a bucket that returns a new buffer for it. Called before the first
-                gradient is written
-    write       a function of (bucket, index, gradient) that writes the gradient of the bucket's
-                parameter `index` into the buffer. The gradient is None if this device's backward
-                has computed none for the parameter
-    send        a function of a bucket that begins the reduction and sets `bucket.work`
-    on_reduced  a function of a bucket, called when its reduction is complete
-    in_flight   how many reductions stay in flight after a new one has begun: the older ones are
-                waited for. None: no reduction is waited for before `finish`
+    allocate    bucket -> a new buffer for the bucket. Called before the first gradient is written
+    write       called with (bucket, index, gradient) to write the gradient of the bucket's
+                parameter number `index` into the buffer. The gradient is None if this device's
+                backward has computed none for the parameter
+    send        called with a bucket to begin its reduction; must set `bucket.work`
+    on_reduced  called with a bucket when its reduction is complete
+    in_flight   how many reductions may stay in flight when a new one has begun. Older reductions
+                are waited for. None: `finish` waits for all of them
     """
 
     def __init__(
@@ -139,8 +144,8 @@ class Reducer:
     def begin(self, reduces: bool) -> None:
         """Prepare for a micro-batch. Call this before its forward.
 
-        reduces  whether the gradients that the micro-batch's backward completes are reduced. False:
-                 they accumulate in `.grad`
+        reduces  whether this micro-batch's backward puts gradients into buckets and reduces them.
+                 False: gradients accumulate in `.grad`, for a reduction in a later micro-batch
         """
         self._sending = reduces
 
@@ -174,10 +179,11 @@ class Reducer:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce the remaining buckets, and wait for the reductions of all buckets.
+        """Reduce the buckets that are not full yet, and wait for the reductions of all buckets.
+        Call this after the backward of a micro-batch that reduces.
 
-        For a parameter that got no gradient in this backward, the gradient that earlier
-        micro-batches have accumulated is reduced, or None.
+        A parameter may have got no gradient in this backward. Then the gradient that earlier
+        micro-batches have accumulated in its `.grad` is reduced, or None if there is none.
         """
         for bucket in self.buckets[self._next :]:
             for place, parameter in enumerate(bucket.parameters):
@@ -193,16 +199,16 @@ class Reducer:
 
 
 class AllReducedGradients:
-    """All-reduces gradients. Afterwards the `.grad` of each parameter is a view of a bucket's
-    buffer.
+    """All-reduces the gradients of parameters in buckets, while backward computes. After `finish`,
+    the `.grad` of each parameter is the sum over the devices, a view of its bucket's buffer.
 
-    After the gradients, each buffer has one number for each parameter: how many devices computed
-    the parameter's gradient. If no device did, the parameter has no gradient, as on one device.
+    At the end of each buffer is one more number for each parameter: on how many devices it has a
+    gradient. If it has none on any device, its `.grad` is None, as in training on one device.
 
     parameters  the parameters whose gradients are reduced
     group       the process group of the devices that take part
-    narrow      the dtype in which gradients of a wider dtype are sent (`compressed_gradients`).
-                None: gradients are sent in their own dtype
+    narrow      the dtype to which gradients of a wider dtype are cast before they are sent
+                (`compressed_gradients`). None: gradients are sent in their own dtype
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, narrow: torch.dtype | None = None):
@@ -240,8 +246,8 @@ class AllReducedGradients:
             bucket.work = _CastBack(dist.all_reduce(narrowed, group=self.group, async_op=True), narrowed, wide)
 
     def finish(self) -> None:
-        """Wait for all reductions and set each `.grad`. Call this after the last backward of a
-        step.
+        """Wait for all reductions, and set the `.grad` of each parameter. Call this after the last
+        backward of a step.
         """
         self._reducer.finish()
         for bucket in self._reducer.buckets:
@@ -260,11 +266,11 @@ class AllReducedGradients:
 
 @dataclass
 class _CastBack:
-    """An all-reduce in flight that sends a copy of the buffer in a narrower dtype. `wait` waits for
-    it and copies the result back into the buffer.
+    """The handle of an all-reduce that sends a copy of a buffer in a narrower dtype. `wait` waits
+    for the all-reduce, and copies the result back into the buffer.
 
-    work      the all-reduce
-    narrowed  the copy that is reduced
+    work      the handle of the all-reduce
+    narrowed  the narrow copy that is all-reduced
     buffer    the bucket's buffer
     """
 
@@ -278,27 +284,27 @@ class _CastBack:
 
 
 class ReduceScatteredGradients:
-    """Reduce-scatters gradients: each device gets the summed gradients of its shards, in the
-    `.grad` of each of `shards`.
+    """Reduce-scatters the gradients of parameters in buckets, while backward computes. Each device
+    gets the summed gradients of its own shards only (ZeRO-1 and ZeRO-2).
 
     The dict `shards` maps each parameter to this device's shard of it along dimension 0, divided as
-    a DTensor's Shard(0) divides. The optimizer updates these shards. They are views of the
-    parameters, so their updates change the model. `WeightGathers` then all-gathers the updated
-    shards.
+    a DTensor's Shard(0) divides. The summed gradients are stored in the `.grad` of these shards.
+    The optimizer updates the shards. They are views of the parameters, so the updates change the
+    model. `WeightGathers` then all-gathers the updated shards.
 
     Example: a parameter of shape (10, 3) over 4 devices has ceil(10 / 4) = 3 rows in each shard but
     the last: rows 0-2, 3-5, 6-8 and 9. A bucket's buffer has one row for each device. In each row
     the parameter takes 3 x 3 = 9 elements. In the row of device 3, six of the nine elements are
     padding (zeros). A parameter of 5 rows has shards of 2, 2, 1 and 0 rows.
 
-    After the gradients, each row of a buffer has one number for each parameter: how many devices
-    computed the parameter's gradient. If no device did in the whole step, the parameter has no
-    gradient, as on one device.
+    At the end of each row of a buffer is one more number for each parameter: on how many devices it
+    has a gradient. If it has none on any device in the whole step, the `.grad` of its shards is
+    None, as in training on one device.
 
     parameters  the parameters whose gradients are reduced
     group       the process group of the devices over which the parameters are sharded
-    replicas    the process group of the devices that hold the same shards. None: there are no
-                replicas
+    replicas    the process group of the devices that hold the same shards, whose gradients are then
+                all-reduced. None: there are no replicas
     """
 
     def __init__(
@@ -323,16 +329,19 @@ class ReduceScatteredGradients:
         self.begin = self._reducer.begin
 
     def shard_rows(self, parameter: Tensor) -> int:
-        """Return the number of rows (along dimension 0) of each shard of a parameter. The last
+        """Return the number of rows (along dimension 0) in a shard of the parameter. The last
         shards may have fewer rows, or none.
         """
         return -(-_height(parameter) // self.count)
 
     def offsets(self, parameters: Sequence[Tensor], *more: int) -> list[int]:
-        """Return offsets, in elements, in a row of a buffer: of each parameter's shard, of each
-        additional field, and of the row's end.
+        """Return where each part of a buffer's row begins, and where the row ends, as offsets in
+        elements.
 
-        more  the number of elements of each additional field after the shards
+        A row first has a shard of each parameter, and then additional fields.
+
+        parameters  the parameters whose shards are in the row
+        more        the number of elements of each additional field
 
         Example: two parameters of shape (10, 3) over 4 devices, and a field of 2 elements:
         offsets([p, q], 2) gives [0, 9, 18, 20].
@@ -340,8 +349,8 @@ class ReduceScatteredGradients:
         return _offsets([*(self.shard_rows(p) * _width(p) for p in parameters), *more])
 
     def shard_range(self, parameter: Tensor, rank: int) -> tuple[int, int]:
-        """Return (begin, end), the rows along dimension 0 of the shard of device `rank`. `end` is
-        exclusive.
+        """Return (begin, end): the rows (along dimension 0) of the parameter that are in the shard
+        of device `rank`. `end` is exclusive.
         """
         rows, height = self.shard_rows(parameter), _height(parameter)
         return min(rank * rows, height), min((rank + 1) * rows, height)
@@ -383,8 +392,8 @@ class ReduceScatteredGradients:
 
     @torch.no_grad()
     def _on_reduced(self, bucket: Bucket) -> None:
-        """Add the bucket's reduced gradients to the `.grad` of the shards, or set it if it is None.
-        Free the bucket's buffer.
+        """Add the reduced gradients of a bucket to the `.grad` of the shards, or make them the
+        `.grad` if it is None. Free the bucket's buffer.
         """
         bucket.buffer = None
         part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
@@ -399,12 +408,17 @@ class ReduceScatteredGradients:
             self._counts[id(bucket)] = counts.clone()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets of a micro-batch, and wait for all its reductions."""
+        """Reduce the buckets that are not full yet, and wait for all reductions. Call this after
+        the backward of each micro-batch that reduces.
+        """
         self._reducer.finish()
 
     def complete(self) -> None:
-        """All-reduce the shards' gradients over the replicas, and set to None the gradients that no
-        device has computed. Call this once a step, after the last backward.
+        """Complete the gradients of a step. Call this once, after the step's last backward and
+        `finish`.
+
+        The shards' gradients are all-reduced over the replicas. The `.grad` of a shard is set to
+        None if no device has computed the parameter's gradient in this step.
         """
         self._sum_replicas()
         for bucket in self._reducer.buckets:
@@ -416,11 +430,13 @@ class ReduceScatteredGradients:
 
     @property
     def has_reduced(self) -> bool:
-        """Whether gradients were reduced since the last `complete`. All devices have the same answer."""
+        """Return whether gradients were reduced since the last `complete`. The answer is the same
+        on all devices.
+        """
         return bool(self._counts)
 
     def forget(self) -> None:
-        """Drop the gradients of all micro-batches since the last `complete`."""
+        """Drop all gradients that were reduced since the last `complete`."""
         for share in self.shards.values():
             share.grad = None
         self._made.clear()
@@ -439,8 +455,8 @@ class ReduceScatteredGradients:
 
 
 def _completed_twice(parameter: Tensor) -> InputError:
-    """Return the error for a backward that computes a parameter's gradient twice, as a backward
-    within a backward does.
+    """Return the error to raise when one backward completes a parameter's gradient twice. This
+    happens if the model runs a backward within the backward.
     """
     return InputError(
         "plan: several devices",
@@ -451,13 +467,15 @@ def _completed_twice(parameter: Tensor) -> InputError:
 
 
 def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
-    """Return those indices of `missing` at which no device computed a gradient.
+    """Return the indices of the parameters for which no device has a gradient.
 
-    If `missing` is empty, `counts` is not read, so the host does not wait for the device. A dry run
-    assumes that the other devices do the same as this one, and returns all of `missing`.
+    counts   shape (number of parameters): on how many devices each parameter has a gradient
+    missing  the indices of the parameters for which this device has no gradient. Only these are
+             checked
 
-    counts   shape (number of parameters): how many devices computed each parameter's gradient
-    missing  the indices of the parameters for which this device computed no gradient
+    If `missing` is empty, `counts` is not read, so the host does not wait for the GPU. A dry run
+    assumes that the other devices have the same gradients as this one, and returns all of
+    `missing`.
     """
     if not missing or active_fake_mode() is not None:
         return missing
@@ -468,9 +486,11 @@ def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
 @contextmanager
 def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], object]) -> Iterator[None]:
     """Inside this context, each weight has a gradient: zeros if this device has computed none.
-    After it, the gradients that no device has computed are None again. All devices must enter the
-    context with the same weights.
 
+    After the context, a gradient that no device has computed is None again. All devices must enter
+    the context with the same weights in the same order.
+
+    weights     the weights, at least one
     all_reduce  a function that all-reduces (sums) a tensor over the devices in place
     """
     missed = [place for place, weight in enumerate(weights) if weight.grad is None]
@@ -490,7 +510,9 @@ def _height(parameter: Tensor) -> int:
 
 
 def _width(parameter: Tensor) -> int:
-    """Return the number of elements in one row of a parameter; 0 if it has no rows."""
+    """Return the number of elements in one row (index of dimension 0) of a parameter; 0 if it has
+    no rows.
+    """
     height = _height(parameter)
     return parameter.numel() // height if height else 0
 
@@ -507,7 +529,7 @@ def _offsets(sizes: list[int]) -> list[int]:
 
 
 def _by_type(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Group tensors by dtype. Each list in the result has tensors of one dtype."""
+    """Divide tensors into lists by dtype: each list of the result has tensors of one dtype."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)

@@ -41,8 +41,8 @@ MIN_IN_PLACE_BYTES = 2**17
 
 
 def gathers_in_place(size: float, devices: int) -> bool:
-    """Whether a CPU receives a parameter directly in the parameter's memory. A smaller parameter is
-    received in a buffer with other parameters, and then copied.
+    """Return whether a CPU receives a parameter directly in the parameter's own memory. A smaller
+    parameter is received in a buffer, together with other parameters, and then copied.
 
     size     bytes of the full parameter
     devices  the number of devices over which it is sharded
@@ -52,16 +52,16 @@ def gathers_in_place(size: float, devices: int) -> bool:
 
 @dataclass(eq=False)
 class _Bucket:
-    """Parameters that are gathered together.
+    """Parameters whose shards are all-gathered together.
 
     parameters  the parameters
-    buffered    the parameters that are gathered through `buffer`. All other parameters are received
-                directly in their own memory
-    offsets     where each buffered parameter's shard begins in a row of the buffer, in elements,
-                and where the last shard ends
+    buffered    those of the parameters whose shards are received in `buffer` and then copied. The
+                shards of all others are received directly in the parameters' own memory
+    offsets     where the shard of each buffered parameter begins in a row of the buffer, in
+                elements, and where the last shard ends
     buffer      shape (devices, elements of a row), while a gather on a CPU is in flight; else None
-    works       the broadcasts in flight, on a CPU
-    event       a CUDA event, recorded when the parameters are complete; None on a CPU
+    works       the handles of the broadcasts in flight, on a CPU
+    event       a CUDA event that is recorded when the parameters are complete; None on a CPU
     pending     whether a gather has begun that `wait` has not waited for yet
     """
 
@@ -75,13 +75,13 @@ class _Bucket:
 
 
 class WeightGathers:
-    """All-gathers the shards that each device has updated.
+    """All-gathers parameters after an update, in which each device has updated its own shards only.
 
-    rows      how the parameters are sharded
+    rows      the object that divides the parameters into shards
     blocks    the model's blocks in forward order. Each block waits for its own weights when it is
-              called. If this is empty, `begin` waits for all weights
+              called. If this is empty, `begin` itself waits for all weights
     group     the process group of the devices over which the parameters are sharded
-    in_place  True: broadcast large shards one by one directly into the parameters, which is faster
+    in_place  True: broadcast large shards one by one, directly into the parameters, which is faster
               on gloo. False: all-gather the shards of a bucket through a buffer. On a GPU the
               buckets are gathered one after another on a separate stream, and reuse the same memory
     device    this process's device
@@ -124,8 +124,9 @@ class WeightGathers:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Begin to send this device's updated shards, and to receive the shards of the other
-        devices. Call this after an update.
+        """Begin to all-gather the shards that the devices have updated. Call this after an update.
+
+        If the model has no blocks that wait for their own weights, this also waits for all gathers.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -143,10 +144,12 @@ class WeightGathers:
             self.wait()
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Wait until these parameters (None: all) have their updated values.
+        """Wait until parameters have their updated values.
 
-        On a GPU the host does not wait. The kernels that are launched on the current stream after
-        this call wait.
+        On a GPU the host does not wait: kernels that are launched on the current stream after this
+        call wait.
+
+        parameters  the parameters to wait for; None: all
         """
         if not self._pending:
             return
@@ -158,10 +161,12 @@ class WeightGathers:
                 self._pending -= 1
 
     def with_waits(self, loss_sum: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
-        """Return a function that waits for weights and then runs `loss_sum`.
+        """Return a function that waits for updated weights and then runs `loss_sum`.
 
-        In training it waits for the weights outside of blocks, because each block waits for its own
-        weights. In evaluation it waits for all weights.
+        In training the function waits for the weights outside of the blocks only, because each
+        block waits for its own weights when it is called. In evaluation it waits for all weights.
+
+        loss_sum  a function from a micro-batch to its summed loss
         """
 
         def computed(batch: Batch) -> Tensor:
@@ -187,10 +192,10 @@ class WeightGathers:
         return computed
 
     def _wait_before_calls(self, block: nn.Module, own: list[nn.Parameter]) -> None:
-        """Make each call of `block` wait for the block's weights first.
+        """Make each call of `block` first wait for the block's weights.
 
-        The wait is not a forward hook: the hooks of a compiled block are compiled with the block,
-        and a wait would break its graph. Copies of the model do not wait.
+        This is not done by a forward hook: the hooks of a compiled block are compiled with the
+        block, and a wait would break its graph. Calls of a copy of the block do not wait.
 
         own  the block's parameters
         """
@@ -206,16 +211,19 @@ class WeightGathers:
         replace_call(block, arrived_first)
 
     def _gather(self, bucket: _Bucket) -> None:
-        """All-gather a bucket through a buffer, and wait for it. On a GPU only the current stream
-        waits.
+        """All-gather a bucket through a buffer, and copy the result into the parameters. On a GPU
+        the current stream waits for this, not the host.
         """
         buffer = self._pack(bucket)
         all_gather(buffer, self.group)
         self._unpack(bucket, buffer)
 
     def _begin_broadcasts(self, bucket: _Bucket) -> None:
-        """Begin broadcasts from each device: one of its row of the buffer, and one of its shard of
-        each parameter that is received directly in the parameter's memory.
+        """Begin the broadcasts that all-gather a bucket, on a CPU. Store their handles in the
+        bucket's `works`.
+
+        Each device broadcasts its row of the buffer. It also broadcasts its shard of each parameter
+        that is received directly in the parameter's own memory.
         """
         pieces = []
         if bucket.buffered:
@@ -235,7 +243,9 @@ class WeightGathers:
 
     @torch.no_grad()
     def _end(self, bucket: _Bucket) -> None:
-        """Wait for a bucket's gather, and copy its buffer, if it has one, into the parameters."""
+        """Wait for the gather of a bucket. If it used a buffer, copy the buffer into the
+        parameters.
+        """
         # A run with real weights may be called under a FakeTensorMode, for example to count FLOPs.
         # The copies below must run outside of that mode, which would drop them.
         with nullcontext() if self._are_fake else without_dispatch_modes():
@@ -251,8 +261,8 @@ class WeightGathers:
         torch.autograd.graph.increment_version(bucket.parameters)
 
     def _pack(self, bucket: _Bucket) -> Tensor:
-        """Return a new buffer with one row for each device. This device's row holds its updated
-        shards, and the other rows are uninitialized.
+        """Return a new buffer for a gather, with one row for each device. This device's row holds
+        its updated shards; the other rows are uninitialized.
         """
         like = bucket.parameters[0]
         buffer = torch.empty(self.sharding.count, bucket.offsets[-1], dtype=like.dtype, device=like.device)
@@ -263,7 +273,7 @@ class WeightGathers:
         return buffer
 
     def _unpack(self, bucket: _Bucket, buffer: Tensor) -> None:
-        """Copy all devices' shards from the buffer into the parameters."""
+        """Copy the shards of all devices from a buffer into the bucket's parameters."""
         for place, parameter in enumerate(bucket.buffered):
             slots = buffer[:, bucket.offsets[place] : bucket.offsets[place + 1]]
             if slots.numel() == parameter.numel():
@@ -277,11 +287,15 @@ class WeightGathers:
 
 
 class _ReadTracker(TorchDispatchMode):
-    """Finds, in the first training forward, the blocks whose weights the model reads outside of
-    blocks or before it calls the block. An example is a weight that is tied to the output head.
-    Later forwards wait for the weights of these blocks at their start.
+    """Finds, in the first training forward, the blocks with a weight that is read too early: before
+    the block is called, or by code outside of the block's call. An example is a weight that is tied
+    to the output head.
 
-    The tracker leaves compiled blocks alone: torch compiles nothing under a dispatch mode.
+    A block waits for its weights only when it is called, which is too late for such reads. So later
+    forwards wait for these weights at their start.
+
+    The tracker is a dispatch mode that sees each operation's arguments. Compiled blocks run outside
+    of it, because torch compiles nothing under a dispatch mode.
 
     owned  block -> the block's parameters
     """
@@ -308,7 +322,10 @@ class _ReadTracker(TorchDispatchMode):
 
     @contextmanager
     def within(self, block: nn.Module, is_compiled: bool) -> Iterator[None]:
-        """The context in which a block is called. A compiled block runs outside of this mode.
+        """The context in which `block` is called. Reads of the block's weights inside this context
+        are not too early.
+
+        A compiled block is called with this dispatch mode switched off.
 
         is_compiled  whether the block was compiled
         """
@@ -325,15 +342,19 @@ class _ReadTracker(TorchDispatchMode):
             self._depth -= 1
 
     def found(self) -> list[nn.Parameter]:
-        """Return the parameters of all blocks whose weights were read early: see the class."""
+        """Return the parameters of all blocks of which a weight was read before or outside of the
+        block's call.
+        """
         return [parameter for block, own in self._owned.items() if block in self._read_early for parameter in own]
 
 
 class WaitForWeights:
-    """A hook of the model that waits for all weights before a forward outside of training and
-    before `state_dict`. In a copy of the model, the hook does nothing.
+    """A hook of the model that waits until all weights have their updated values. It runs before
+    `state_dict`, and before a forward outside of training.
 
-    gathers  the gathers in flight; None: there is nothing to wait for
+    In a copy of the model, the hook does nothing.
+
+    gathers  the object whose gathers it waits for; None: there is nothing to wait for
     """
 
     def __init__(self, gathers: WeightGathers | None = None) -> None:

@@ -1,5 +1,6 @@
-"""List the plans from which a search chooses: those that the job and the RULES permit. They differ
-in the options that trade memory for time."""
+"""List the plans among which a search chooses. All are permitted by the job and by RULES (the table
+of combinations of plan fields that cannot work). They differ in the options that trade memory for
+time."""
 
 from __future__ import annotations
 
@@ -19,13 +20,16 @@ from tightfit.runtime.method import candidates as methods_candidates
 
 
 def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[list[Plan]]:
-    """Yield the legal plans that differ from `start` in the options that trade memory for time.
+    """Yield the permitted plans that differ from `start` in options that trade memory for time,
+    such as the micro-batch, recompute and sharding.
 
-    Each list that is yielded has plans that differ only in the micro-batch, sorted from the largest
-    micro-batch to the smallest.
+    The plans come in lists. The plans of one list differ only in the micro-batch, and the one with
+    the largest micro-batch is first.
 
-    start  the plan with all defaults
-    pins   plan fields that the user fixed: they are not varied
+    estimator  estimates plans of the job on the machine; used to find out whether bf16 parameters
+               are worth trying
+    start      the plan with all defaults
+    pins       plan fields that the user fixed, with their values: they are not varied
     """
     job, options = estimator.job, _options(estimator, start, pins)
     micro_batches = options.pop("micro_batch")
@@ -39,12 +43,15 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
 
 def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """Return the data-parallel layouts to try, as plan fields (dp_replicate, dp_shard, zero). A
-    layout uses all devices that tp, pp and cp do not use.
+    """Return the data-parallel layouts to try, each as a dict of the plan fields dp_replicate,
+    dp_shard and zero. A layout uses all devices that tp, pp and cp do not use.
 
-    The layouts are those of `start`, plain replicas, and each ZeRO stage over all devices or over
-    the devices of one node (hybrid sharding). With a pipeline, ZeRO-3 is left out, because it would
-    gather the parameters for every micro-batch.
+    start  the plan with the tp, pp and cp to use; its own layout is tried, too
+    pins   plan fields that the user fixed: layouts with other values are left out
+
+    The other layouts are plain replicas, and each ZeRO stage over all devices or over the devices
+    of one node (hybrid sharding). With a pipeline, ZeRO-3 is left out, because it would gather the
+    parameters for every micro-batch.
 
     Example: 2 nodes of 8 devices give 16 replicas; ZeRO-1, -2 and -3 over 16 devices; and ZeRO-1,
     -2 and -3 over 8 devices with 2 replicas.
@@ -65,8 +72,12 @@ def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -
 
 
 def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the values to try for each plan field: those that the methods propose, or only the
-    value of `start` if the field is pinned."""
+    """Return plan field -> values to try. They are the values that the methods (techniques such as
+    recompute) propose, or only the value of `start` if the user pinned the field.
+
+    start  the plan with all defaults
+    pins   plan fields that the user fixed, with their values
+    """
     narrow_pays = lambda: "precision" not in pins and _narrow_parameters_pay(estimator, start)  # noqa: E731
     facts = SearchFacts(estimator.profiler.is_complex, narrow_pays)
     options = methods_candidates(METHODS, start, estimator.job, facts)
@@ -74,8 +85,8 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
 
 
 def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
-    """Return whether bf16 parameters may be the better choice: `start` does not fit, or its step is
-    predicted to be faster with bf16 parameters."""
+    """Return whether bf16 parameters are worth trying. They are if `start`, whose parameters are in
+    fp32, does not fit in memory, or if its step is predicted to be faster with bf16 parameters."""
     wide = estimator.estimate(start)
     if not wide.fits:
         return True
@@ -84,17 +95,19 @@ def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
 
 
 def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
-    """Return `plan` with the rounding that the job allows for bf16 parameters, unless the rounding
-    is pinned or the parameters are not in bf16."""
+    """Return `plan` with the rounding of weight updates that the job allows for bf16 parameters.
+    Return it unchanged if the user pinned the rounding (it is in `pins`) or if the parameters are
+    not in bf16."""
     if plan.precision == "bf16-true" and "rounding" not in pins:
         plan = plan.replace(rounding=rounding_of(job))
     return plan
 
 
 def is_legal(plan: Plan, job: Job, device: str) -> bool:
-    """Return whether the job allows the plan and the plan keeps all RULES.
+    """Return whether the job gives every permission that the plan needs and the plan keeps all
+    RULES.
 
-    device  kind of device: cpu or cuda
+    device  kind of device: "cpu" or "cuda"
     """
     return needed_permissions(plan) <= job.allowed and all(rule.holds(plan, job, device) for rule in RULES)
 

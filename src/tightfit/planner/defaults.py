@@ -1,7 +1,9 @@
-"""Complete a plan: choose defaults for the fields that the user did not pin, each with a reason.
+"""Complete a plan: choose defaults for the fields that the user did not fix ("pin"), each with a
+reason.
 
-The defaults need no prediction. They keep the job's permissions and the RULES. `search` starts from
-the completed plan; `tightfit train` without a search uses it directly.
+Choosing the defaults needs no prediction of memory or time. The defaults use nothing that the job
+forbids, and they keep the RULES. `search` starts from the completed plan; `tightfit train` without
+a search uses it directly.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ ALLOCATOR: Literal["tuned"] = "tuned"
 
 
 def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
-    """Return the plan with the fields of `pins` and defaults for the other fields, and the reason
-    for each default, by field.
+    """Return (plan, reasons): the plan with the user's values and with defaults for the other
+    fields, and the reason for each default, as a dict from field name to text.
 
-    Raises InputError if the pins break a rule or cannot be combined.
+    pins  plan fields that the user fixed, with their values
+
+    Raises InputError if a value is invalid or the completed plan breaks a rule of RULES.
     """
     from tightfit.methods import METHODS, loss
     from tightfit.runtime.method import defaults
@@ -57,9 +61,10 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
 
 def data_parallel_degrees(machine: Machine, pins: dict[str, Any]) -> dict[str, Any]:
     """Return the data-parallel fields (dp_replicate, dp_shard, zero) with which a plan uses all
-    devices of a machine. Pinned fields are kept.
+    devices of a machine. Return {} for a single device.
 
-    The plan has replicas, unless `zero` or `dp_shard` is pinned. Returns {} for a single device.
+    Values that the user fixed in `pins` (field -> value) are kept. The plan has replicas, unless
+    `zero` or `dp_shard` is pinned.
 
     Example: 8 devices with pins {"tp": 2, "zero": 2} give zero=2, dp_shard=4, dp_replicate=1.
     """
@@ -78,23 +83,25 @@ def data_parallel_degrees(machine: Machine, pins: dict[str, Any]) -> dict[str, A
 
 
 def _model_supports_field(job: Job, field: str, plan: Plan) -> bool:
-    """Return whether the model supports the value of `field` in `plan`. Only attention and
-    chunked_loss are checked, because every model supports the other fields that have a default."""
+    """Return whether the job's model supports the value that `plan` has for `field`, the name of a
+    plan field. Only attention and chunked_loss are checked, because every model supports the
+    defaults of the other fields."""
     return field not in ("chunked_loss", "attention") or model_supports(job, plan)
 
 
 def model_supports(job: Job, plan: Plan) -> bool:
-    """Return whether a transformers model supports the plan's attention and loss, by a forward of
-    two tokens on fake tensors.
+    """Return whether the job's transformers model supports the plan's attention and loss. To find
+    out, run a forward of two tokens on fake tensors.
 
-    If the forward fails with the reference plan too, it tells nothing, and True is returned. Raises
-    InputError if the model cannot be created.
+    If the forward fails with the reference plan `Plan()` too, the failure has another cause, and
+    True is returned. Raises InputError if the model cannot be created.
     """
     return _runs_with(job, plan) or not _runs_with(job, Plan())
 
 
 def _runs_with(job: Job, plan: Plan) -> bool:
-    """Return whether a forward on fake tensors succeeds with the plan's attention and loss."""
+    """Return whether a forward of two tokens on fake tensors succeeds with the plan's attention and
+    loss. Return False, too, if the model ignores the plan's attention."""
     import torch
 
     from tightfit._torch.fake import FakeTensorMode
@@ -134,7 +141,8 @@ def _runs_with(job: Job, plan: Plan) -> bool:
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Silence the loggers with these names inside this context, in which a trial may fail."""
+    """Return a context manager that silences the loggers with these names, for a forward that is
+    expected to fail with some models."""
     loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:

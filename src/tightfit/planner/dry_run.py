@@ -1,9 +1,10 @@
 """Dry run: execute training steps on fake tensors, with the engine that would train.
 
-The dry run builds the same run as training does and takes steps with it, while a tracker adds up
-the bytes of all live storages. Fake tensors have shapes and no memory, so nothing is allocated.
+The dry run builds the model, the optimizer and everything that the plan adds to them as training
+does. It then takes steps on batches of zeros, while a tracker adds up the bytes of all live
+storages. Fake tensors have shapes and no memory, so nothing is allocated.
 
-Only `loop_dry_run.py` uses the engine, too.
+In this package, only this module and `loop_dry_run.py` use the engine.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ MICRO_BATCHES = 2
 
 
 def _micro_batch_count(plan: Plan) -> int | None:
-    """Return the number of micro-batches per step of a dry run; None: all of the plan's.
+    """Return the number of micro-batches that a dry run executes in each step; None for all
+    micro-batches of the plan's step.
 
     Without a pipeline, 2 run. With a pipeline, as many run as are needed to reach the steady state.
     Example: 1f1b over 4 ranks with 1 stage each has at most 4 micro-batches in flight, so a dry run
@@ -54,10 +56,16 @@ def _micro_batch_count(plan: Plan) -> int | None:
 
 @dataclass(frozen=True)
 class DryRunData:
-    """The `Data` of a dry run: micro-batches of zeros with the shapes of the job's samples.
+    """Provides the micro-batches of a dry run: zeros with the shapes of the job's samples. It takes
+    the place of the `Data` that reads real samples.
 
     batch     an example batch: the micro-batches have its fields, dtypes and lengths
-    labelled  the number of labels that are not ignored, for a plan with a chunked loss; else None
+    job       gives the number of samples in a batch
+    plan      gives the size and number of the micro-batches
+    labelled  the number of labels that the loss does not ignore; only set for a plan with a chunked
+              loss
+    ragged, damaged, tokenizer  attributes that the engine reads from every `Data`; a dry run has no
+              ragged batches, damaged samples or tokenizer
     """
 
     batch: Batch
@@ -99,7 +107,8 @@ class DryRunData:
 def without_device_options(plan: Plan) -> Plan:
     """Return the plan without the options that need a real device or would change this process:
     tf32, pinned memory, non-blocking copies, allocator settings and materialization on the device.
-    Offloading goes to disk instead of to the host."""
+    If the plan offloads tensors, the returned plan offloads them to disk instead of to host
+    memory."""
     single = plan.replace(precision="fp32") if plan.precision == "tf32" else plan
     return single.replace(pin_memory=False, non_blocking=False, allocator="default", materialize="host").replace(
         **({"offload_to": "disk"} if plan.offload else {})
@@ -115,15 +124,18 @@ DRY_RUN_MACHINE = Machine(
 
 
 def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -> Peak:
-    """Return the peak of the second step, by row. The first step creates the optimizer states.
+    """Return the peak memory of a training step on fake tensors: its total bytes and its bytes by
+    row. A row is a use of memory, such as parameters or activations.
+
+    The peak is that of the second step, because the first step creates the optimizer states.
 
     job            what to train
     plan           how to train it
-    device         kind of device, cpu or cuda; fake tensors behave as on a device of this kind
+    device         kind of device, "cpu" or "cuda"; fake tensors behave as on a device of this kind
     pipeline_rank  the pipeline rank whose peak is returned; 0 without a pipeline
 
-    A compiled region runs as the kernels that the compiler is expected to generate: see
-    `runtime/fake_compiler.py`.
+    A region that the plan compiles runs as the kernels that the compiler is expected to generate:
+    see `runtime/fake_compiler.py`.
 
     Raises Untraceable if the model needs the values of tensors. Raises InputError if the engine
     refuses the plan.
@@ -161,10 +173,11 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
 
 
 def _first_step(run: Run, micro_batches: list[Batch]) -> None:
-    """Take the first step, which creates the optimizer states and compiles.
+    """Take the first step of a dry run. It creates the optimizer states and compiles the model if
+    the plan says so.
 
-    If possible, only three blocks of each kind of repeated block run, to save time. The gradients
-    of the skipped blocks are then created as empty tensors.
+    If possible, only three blocks of each kind of repeated block run, to save time. Parameters of
+    the skipped blocks get empty tensors as gradients.
     """
     if run.reduction is not None or run.executor is not None or run.plan.update_in_backward:
         take_step(run, micro_batches, 0)
@@ -184,11 +197,16 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
 
 
 def _with_other_batches(peak: Peak, shapes: DryRunData, device: str, ahead: bool) -> Peak:
-    """Add to `peak` the inputs of micro-batches that are in device memory but did not run in the
-    dry run.
+    """Return `peak`, the peak that a dry run found, plus the bytes of inputs that only training has
+    in device memory. A dry run has fewer inputs in memory, because it runs only some of a step's
+    micro-batches.
 
-    On a CPU, the inputs of all micro-batches of a step are in memory. On a GPU, the inputs of the
-    current micro-batch are in memory and, if the plan copies it ahead (`ahead`), of the next one.
+    On a CPU, training has the inputs of all micro-batches of a step in memory. On a GPU, it has
+    only those of the current micro-batch, and with `ahead` also those of the next one.
+
+    shapes  the micro-batches of the dry run
+    device  kind of device, "cpu" or "cuda"
+    ahead   whether the plan copies the next micro-batch to the device during the current one
     """
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)

@@ -1,8 +1,9 @@
 """Estimate what a plan costs in memory and time, without allocating a tensor.
 
-The estimate starts from the ledger that the profiler traced for the model. Every method that the
-plan enables then edits this ledger with its `cost` function. Once the model is traced, an estimate
-takes milliseconds. `search` ranks plans by their estimates.
+The estimate starts from the ledger that the profiler traced for the model: a list of buffers in
+bytes and of operations in FLOPs and bytes. Every method that the plan enables then edits this
+ledger with its `cost` function. Once the model is traced, an estimate takes milliseconds. `search`
+ranks plans by their estimates.
 """
 
 from __future__ import annotations
@@ -47,12 +48,13 @@ DEFAULT_STEPS = 1000  # assumed for a job without `train.steps`
 
 
 def workspace_bytes(architecture: str) -> int:
-    """Return the bytes of the cuBLAS and cuBLASLt workspaces (on ROCm: hipBLAS and hipBLASLt).
+    """Return the bytes of the workspaces that cuBLAS and cuBLASLt (on ROCm: hipBLAS and hipBLASLt)
+    use on one GPU.
 
     torch allocates them in its caching allocator at the first matrix product: two cuBLAS workspaces
     (one for the thread of forward, one for that of backward) and one of cuBLASLt.
 
-    architecture  such as "sm_90" or "gfx942"
+    architecture  the GPU's architecture, such as "sm_90" or "gfx942"
 
     Source: torch's CublasHandlePool.cpp.
     """
@@ -63,28 +65,32 @@ def workspace_bytes(architecture: str) -> int:
     return 2 * handle + 2**20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Estimate:
-    """What a plan costs on a machine, per device: bytes by row at the peak, and seconds per step.
+    """What a plan costs on a machine, per device: bytes by row at the peak, and seconds per step. A
+    row is a use of memory, such as "parameters", "activations" or "runtime".
 
-    ledger              the ledger of a device; in a pipeline, of the rank with the highest peak
+    job, plan, machine  what is trained, how, and on which devices
+    ledger              the ledger (buffers and operations of a step) of a device; in a pipeline, of
+                        the rank with the highest peak
     peak                the instant of a step with the most memory: its phase and its bytes by row
     limit_bytes         device memory that the plan may use
     time                seconds of one step, by kind of work
     compile_s           seconds that torch.compile takes before the first step
-    samples_per_s, tokens_per_s  of all devices together; tokens_per_s is None if the job's samples
-                        are not counted in tokens
-    dry_run_bytes       the peak that a dry run on fake tensors found, plus the estimate's runtime
-                        and allocator rows; None before the dry run
+    samples_per_s       throughput of all devices together
+    tokens_per_s        the same in tokens; None if the job's samples are not counted in tokens
+    dry_run_bytes       the peak that a dry run on fake tensors found, plus the bytes of the
+                        estimate's runtime and allocator rows; None before the dry run
     includes_allocator  whether the peak includes what the allocator reserves beyond the tensors
     not_confirmed       why the dry run failed, so that the estimate is not confirmed; "" if no dry
                         run failed
+    rejected_because    why a search rejected the plan; "" for the chosen plan
+    schedule            in a pipeline: when each rank runs each action; else empty
     host                bytes of one host's memory by purpose, summed over the processes of its
                         devices; on a CPU, without the memory that counts as device memory
     disk                bytes of files on a host by purpose: offloaded tensors, checkpoints
-    limits              for each limited resource (host memory, disk): the bytes that may be used
-    schedule            in a pipeline: when each rank runs each action; else empty
-    rejected_because    why a search rejected the plan; "" for the chosen plan
+    limits              the bytes that may be used of "host memory" and of "disk"; a resource
+                        without a limit has no entry
     """
 
     job: Job
@@ -108,15 +114,16 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> float:
-        """Device bytes at the peak of a step, or at the peak outside of steps (materialize,
-        checkpoint), whichever is larger."""
+        """Device bytes at the peak of a step, or at the peak outside of steps (while the model is
+        created or a checkpoint is saved), whichever is larger. The peak of a step is that of the
+        dry run, if there was one."""
         step = self.peak.total if self.dry_run_bytes is None else max(self.dry_run_bytes, self.peak.rows["runtime"])
         return max(step, *self.ledger.peaks_outside_steps().values())
 
     @property
     def peak_phase(self) -> str:
-        """The phase in which the peak occurs: forward, backward, optimizer, materialize or
-        checkpoint."""
+        """The phase in which `peak_bytes` occurs: forward, backward, optimizer, materialize
+        (creating the model) or checkpoint (saving one)."""
         outside = self.ledger.peaks_outside_steps()
         name = max(outside, key=lambda phase: outside[phase])
         return name if outside[name] == self.peak_bytes else self.peak.phase
@@ -127,17 +134,17 @@ class Estimate:
 
     @property
     def margin_bytes(self) -> float:
-        """The safety margin: bytes of device memory that must stay free. They are 3 % of the peak
-        without the runtime row."""
+        """The safety margin: bytes of device memory that must stay free beside `peak_bytes`. They
+        are 3 % of the peak without its runtime row, which is known and needs no margin."""
         return MARGIN * (self.peak_bytes - self.peak.rows["runtime"])
 
     def shortages(self) -> dict[str, tuple[float, float]]:
-        """Return the resources that are too small for the plan: name -> (needed bytes, available
-        bytes).
+        """Return the resources that are too small for the plan, as a dict: name -> (needed bytes,
+        available bytes). The dict is empty if the plan fits.
 
-        The names are "memory" (of a device), "host memory" and "disk". The dict is empty if the
-        plan fits. It also has "memory" if only the safety margin is missing, which the needed bytes
-        do not contain.
+        The names are "memory" (of a device), "host memory" and "disk". "memory" is also listed if
+        the peak fits but leaves less free than the safety margin. The needed bytes do not contain
+        the margin.
         """
         found = {}
         if self.peak_bytes + self.margin_bytes > self.limit_bytes:
@@ -149,44 +156,48 @@ class Estimate:
 
     @property
     def fullness(self) -> float:
-        """The largest ratio of needed to available bytes, of device memory, host memory and disk.
-        It is at most 1 if the plan fits."""
+        """The largest ratio of needed to available bytes, of device memory (with the safety
+        margin), host memory and disk. It is at most 1 if the plan fits."""
         needed = {"host memory": self.host_bytes, "disk": sum(self.disk.values())}
         shares = [(self.peak_bytes + self.margin_bytes) / self.limit_bytes]
         return max(shares + [needed[name] / limit for name, limit in self.limits.items()])
 
     @property
     def host_bytes(self) -> float:
-        """Bytes of one host's memory. On a CPU, this includes the memory of its devices."""
+        """Bytes of one host's memory that the plan needs. On a CPU, they include the peak of each
+        device."""
         devices = self.machine.devices_per_node * self.peak_bytes if self.machine.device == "cpu" else 0.0
         return devices + sum(self.host.values())
 
     @property
     def total_s(self) -> float:
-        """Seconds to finish the job, compile time included. A job without `train.steps` counts as
-        1,000 steps."""
+        """Seconds to finish the job: the compile time and all steps. A job without `train.steps`
+        counts as 1,000 steps."""
         return self.compile_s + self.time.step_s * (self.job.train.steps or DEFAULT_STEPS)
 
     @property
     def changes_math(self) -> list[str]:
-        """The permissions that the plan needs because it changes the job's mathematics, sorted."""
+        """The permissions (words of the job's `allow`, such as "bf16") that the plan needs because
+        it changes the job's mathematics. They are sorted."""
         return sorted(needed_permissions(self.plan))
 
     @cached_property
     def phases(self) -> dict[str, float]:
-        """Device bytes at the peak of each phase, evaluation included."""
+        """The peak of each phase in device bytes: phase -> bytes. Evaluation is one of the
+        phases."""
         return self.ledger.peaks()
 
     @cached_property
     def mfu(self) -> float | None:
-        """MFU: the model FLOP/s divided by the device's published dense peak. None if no peak is
-        published. `Ledger.model_flops` says which FLOPs count."""
+        """MFU (model FLOPs utilization): the model FLOP/s divided by the device's published peak
+        for dense matrices in the plan's precision. None if no peak is published.
+        `Ledger.model_flops` says which FLOPs count."""
         return self._utilization(self.machine.peak(self.plan.precision))
 
     @cached_property
     def matrix_utilization(self) -> float | None:
-        """The model FLOP/s divided by the rate that large matrix products achieve on the device.
-        None if that rate is unknown."""
+        """The model FLOP/s divided by the FLOP/s that large matrix products achieve on the device
+        in the plan's precision. None if that rate is unknown."""
         return self._utilization(self.machine.rate(self.plan.precision))
 
     def _utilization(self, flops_per_s: float | None) -> float | None:
@@ -203,8 +214,9 @@ class Estimate:
 
     @property
     def workspace_bytes(self) -> int:
-        """The part of the runtime row that is allocated by torch's caching allocator and so appears
-        in torch's memory statistics: the workspaces of cuBLAS. 0 on a CPU."""
+        """The bytes of cuBLAS workspaces; 0 on a CPU. They are part of the runtime row. Unlike the
+        rest of this row, they appear in torch's memory statistics, because torch's caching
+        allocator allocates them."""
         return 0 if self.machine.device == "cpu" else workspace_bytes(self.machine.architecture)
 
     @property
@@ -224,9 +236,15 @@ class Estimate:
             hints.append("float8 is none: float8 needs the package torchao")
         return hints
 
+    def __repr__(self) -> str:
+        """Return one line with the main figures: the ledger alone would fill pages."""
+        verdict = "" if self.fits else " (does not fit)"
+        figures = f"{format_bytes(self.peak_bytes)}{verdict}, {format_seconds(self.time.step_s)} a step"
+        return f"Estimate({figures}, {self.plan})"
+
     def explain(self) -> str:
-        """Return the plan, its memory by row at the peak and its time by kind of operation, as
-        text."""
+        """Return three or four lines of text: the plan, its memory by row at the peak, its time by
+        kind of operation, and why it was rejected, if it was."""
         rows = sorted(self.peak.rows.items(), key=lambda row: -row[1])
         lines = [
             str(self.plan),
@@ -240,8 +258,9 @@ class Estimate:
         return "\n".join(lines)
 
     def content(self) -> dict[str, Any]:
-        """Return the estimate as `tightfit explain --json` prints it: bytes and seconds, per
-        device."""
+        """Return the estimate as the dict that `tightfit explain --json` prints for a plan. Sizes
+        are in bytes per device, except those of "host_memory" and "disk", which are per host. Times
+        are in seconds."""
         time = self.time
         return {
             "plan": self.plan.content(),
@@ -273,23 +292,24 @@ class Estimate:
 
 
 def estimated_ledger(profiler: Profiler, plan: Plan, machine: Machine, pipeline_rank: int = 0) -> Ledger:
-    """Return the ledger of a plan: the traced base ledger, edited by every method that the plan
-    enables.
+    """Return the ledger of a plan: the base ledger that was traced for the model, edited by every
+    method that the plan enables.
 
+    profiler       traces the model, and returns the base ledger
     pipeline_rank  the pipeline rank whose ledger is returned; 0 without a pipeline
 
     Raises InputError if the model cannot be traced or a method does not support it.
 
-    Example: ZeRO-1 over 8 devices. The base ledger of a model with 1 GiB of fp32 parameters holds
-    2 GiB of Adam states. `zero.cost` divides the states by 8 (0.25 GiB) and adds the messages of
-    the reduced gradients and the gathered parameters, each with its bytes and bandwidth.
+    Example: ZeRO-1 over 8 devices. The base ledger of a model with 1 GiB of fp32 parameters holds 2
+    GiB of Adam states. `zero.cost` divides the states by 8 (0.25 GiB) and adds the messages of the
+    reduced gradients and the gathered parameters, each with its bytes and bandwidth.
     """
     return apply_costs(replace(profiler.ledger(plan), device=pipeline_rank), plan, machine)
 
 
 def apply_costs(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
-    """Return a base ledger edited by the `cost` of each method that the plan enables, in the order
-    of METHODS."""
+    """Return `ledger`, the traced base ledger, edited by the `cost` of each method that `plan`
+    enables. The methods run in the order of METHODS."""
     for method in METHODS:
         if method.enabled(plan):
             ledger = method.cost(ledger, plan, machine)
@@ -308,11 +328,11 @@ class Estimator:
     """
 
     def __init__(self, job: Job, machine: Machine, profiler: Profiler | None = None) -> None:
-        """Create an estimator, which traces the model when a plan first needs it.
+        """Create an estimator. It traces the model only when a plan first needs the trace.
 
-        profiler  that of an earlier estimator, to share its traces. The earlier job may differ from
-                  `job` only in permissions, limits and plan. The earlier machine may differ in
-                  everything but the kind of device. None: a new profiler
+        profiler  the profiler of an earlier estimator, to share its traces; None: a new profiler.
+                  The job of the earlier estimator may differ from `job` only in permissions, limits
+                  and plan. Its machine may differ in everything but the kind of device
         """
         self.job, self.machine = job, machine
         self.profiler, self.cost_model = profiler or Profiler(job, machine.device), CostModel(machine)
@@ -324,8 +344,9 @@ class Estimator:
         )
 
     def estimate(self, plan: Plan) -> Estimate:
-        """Return the estimate of `plan`, without the allocator's bytes (see `include_allocator`).
-        Raises InputError if the model cannot be traced."""
+        """Return the estimate of `plan`, without the bytes that the allocator reserves beyond the
+        tensors: `include_allocator` adds these. Raises InputError if the model cannot be traced or
+        a method of the plan does not support it."""
         ledgers = self._ledgers(plan)
         time, slots = self._time(plan, ledgers)
         peaks = {device: ledger.peak() for device, ledger in ledgers.items()}
@@ -362,13 +383,13 @@ class Estimator:
         return other
 
     def peak_with_blocks(self, plan: Plan, count: int) -> float:
-        """Return the peak bytes of a step if the model had only `count` blocks, without the runtime
-        and allocator rows."""
+        """Return the peak bytes of a step with `plan` if the model had only `count` blocks, without
+        the runtime and allocator rows."""
         return apply_costs(with_depth(self.profiler.ledger(plan), count), plan, self.machine).peak().total
 
     def step_lower_bound_s(self, plan: Plan) -> float:
-        """Return a lower bound on the seconds of a step for all plans with the tp, pp and cp of
-        `plan`.
+        """Return a lower bound on the seconds of a step. It holds for all plans with the tp, pp and
+        cp of `plan`, whatever their data parallelism and micro-batch.
 
         The bound counts no communication between data-parallel replicas, and divides the
         optimizer's time by their number. It counts no launches and no message latency, because
@@ -384,8 +405,9 @@ class Estimator:
         return time.step_s - time.launch_s - time.optimizer_s * (1 - 1 / plan.data_parallel)
 
     def _ledgers(self, plan: Plan) -> dict[int, Ledger]:
-        """Return the ledger of each estimated pipeline rank, by rank. Without a pipeline, the only
-        rank is 0."""
+        """Return pipeline rank -> ledger of `plan` on this rank. In a long pipeline, only a few
+        ranks have a ledger, because most ranks are alike. Without a pipeline, the only rank is
+        0."""
         ledgers = {}
         for device in _estimated_ranks(plan.pp):
             ledger = estimated_ledger(self.profiler, plan, self.machine, device)
@@ -394,17 +416,20 @@ class Estimator:
         return ledgers
 
     def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
-        """Return (time of a step, simulated schedule). The schedule is empty without a pipeline."""
+        """Return (time of a step, simulated schedule of the pipeline). The schedule is an empty
+        list without a pipeline. `ledgers` holds the plan's ledger of each estimated pipeline
+        rank."""
         if plan.pp > 1:
             return self.cost_model.pipeline_time(ledgers)
         return self.cost_model.step_time(ledgers[0]), []
 
     def _limits(self) -> dict[str, float]:
-        """Return the bytes of host memory and of disk that may be used; an unlimited resource has
-        no entry.
+        """Return the bytes that may be used of "host memory" and of "disk"; an unlimited resource
+        has no entry.
 
         The limits are those of the job. If the job does not limit host memory, the limit is the
-        host's memory, except on a machine from the catalogue, whose host memory is a guess.
+        host's memory. A machine from the catalogue then has no limit, because its host memory is a
+        guess.
         """
         limits, host = self.job.limits, self.machine.host_memory_bytes
         found = {
@@ -414,10 +439,12 @@ class Estimator:
         return {name: float(size) for name, size in found.items() if size}
 
     def _host_rows(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
-        """Return the bytes of host memory by purpose, summed over all processes on a host.
+        """Return the bytes of host memory by purpose, such as "processes", summed over all
+        processes on a host. `ledger` is that of one device.
 
-        The rows are what training holds all the time. Of what is allocated only before the first
-        step or between steps, such as a checkpoint, only the largest is added.
+        Some memory is needed only before the first step or between steps, such as that of a
+        checkpoint while it is written. Only the largest of these needs is in the result, because
+        they do not occur at the same time.
         """
         processes = min(self.machine.devices_per_node, plan.devices)
         rows = {name: processes * size for name, size in ledger.host.items() if size}
@@ -430,25 +457,27 @@ class Estimator:
         return {**rows, most: passing[most]}
 
     def _disk_rows(self, plan: Plan, ledger: Ledger) -> dict[str, float]:
-        """Return the bytes of files on a host by purpose: offloaded tensors and checkpoints.
+        """Return the bytes of files on a host by purpose: offloaded tensors, and "checkpoints".
+        `ledger` is that of one device.
 
-        While a checkpoint is written, `keep_checkpoints` + 1 checkpoints exist.
+        `keep_checkpoints` + 1 checkpoints are counted, because an old checkpoint is deleted only
+        after the new one is written.
         """
         processes = min(self.machine.devices_per_node, plan.devices)
         rows = {name: processes * size for name, size in ledger.disk.items()}
         return {**rows, "checkpoints": (self.job.train.keep_checkpoints + 1) * sum(self._checkpoint_bytes(plan))}
 
     def _checkpoint_bytes(self, plan: Plan) -> tuple[float, float]:
-        """Return (bytes of all parameters, bytes of all optimizer states) in a checkpoint. Both are
-        0 if the job saves no checkpoints."""
+        """Return (bytes of all parameters, bytes of all optimizer states) in a checkpoint of the
+        entire model. Both are 0 if the job saves no checkpoints."""
         if self.job.train.checkpoint_every == "never":
             return 0.0, 0.0
         parameters = sum(parameter.bytes for parameter in self.profiler.parameters(plan)) * plan.tp
         return parameters, sum(update.state_bytes for update in self.profiler.updates(plan).values()) * plan.tp
 
     def _checkpoint_buffer_bytes(self, plan: Plan) -> float:
-        """Return the bytes of a checkpoint's files that a process holds in host memory while it
-        writes them.
+        """Return the bytes of host memory that a process needs, while it saves a checkpoint, for
+        the tensors that it is writing to files.
 
         Tensors on a GPU are copied to host memory first. On a CPU, only sharded tensors are copied.
         """
@@ -460,7 +489,8 @@ class Estimator:
         return min(sum(copied), FILES_IN_MEMORY * file_bytes(max(copied) / plan.pp, plan.devices // plan.pp))
 
     def memory_lower_bound(self, plan: Plan) -> float:
-        """Return a lower bound on the plan's device bytes, whatever its micro-batch and recompute.
+        """Return a lower bound on the bytes of device memory that `plan` needs, whatever its
+        micro-batch and recompute.
 
         The bound is the bytes of parameters, optimizer states and gradients, sharded and offloaded
         as in the plan, plus the runtime row.
@@ -480,19 +510,19 @@ class Estimator:
 
     @cached_property
     def _runtime_after_tracing(self) -> float:
-        """Bytes of the runtime row on a CPU, read after the model was traced. The value is cached,
-        so that all compared plans have the same."""
+        """Bytes of the runtime row (memory of the process that belongs to no tensor) on a CPU. It
+        is the memory of this process after the model was traced, plus that of kernel libraries. It
+        is read only once, so that all compared plans have the same value."""
         return float(max(self.runtime_bytes, psutil.Process().memory_info().rss) + KERNELS_BYTES)
 
     def include_allocator(self, estimate: Estimate) -> Estimate:
         """Return the estimate with an allocator row: the bytes that the allocator reserves beyond
-        the tensors. On a CPU, also update the runtime row.
+        the tensors. On a CPU, the runtime row is updated, too. An estimate that includes the
+        allocator already is returned unchanged.
 
         The allocator is simulated (`allocators/`), which takes too long for every plan of a search.
-        The runtime row of a CPU is the memory of this process, which grows while it traces models.
-        It is therefore read as late as possible.
-
-        An estimate that includes the allocator already is returned unchanged.
+        The runtime row of a CPU is the memory of this process, which grows while it traces models,
+        so it is read as late as possible.
         """
         if estimate.includes_allocator:
             return estimate
@@ -517,7 +547,7 @@ class Estimator:
 
 
 def _estimated_ranks(devices: int) -> list[int]:
-    """Return the pipeline ranks that are estimated.
+    """Return which pipeline ranks are estimated, of a pipeline over `devices` ranks.
 
     Up to 4 ranks are all estimated. Of a longer pipeline, these are the first two ranks, a middle
     one and the last, because the middle ranks are alike.
@@ -530,7 +560,8 @@ def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
 
     machine  the devices; None: the machine that runs this process
 
-    Raises InputError if the model cannot be traced; the message says what to do instead.
+    Raises InputError if the model cannot be traced or a method of the plan does not support it; the
+    message says what to do instead.
     """
     estimator = Estimator(job, machine or Machine.detect())
     return estimator.include_allocator(estimator.estimate(plan))

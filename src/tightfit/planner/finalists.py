@@ -1,4 +1,5 @@
-"""Dry-run the fastest plans of a search until a plan fits, including what its allocator reserves.
+"""Dry-run the fastest plans of a search until one fits in device memory. The bytes that the
+allocator reserves beyond the tensors are counted, too.
 
 An estimate is a sum over a ledger. A dry run executes training steps on fake tensors with the
 engine that would train. It therefore confirms the estimate of the plan that `search` returns.
@@ -27,14 +28,14 @@ MAX_FAILED_DRY_RUNS = 3  # after this many failures, the model is the likely rea
 
 @dataclass
 class DryRunResults:
-    """The results of dry runs.
+    """Collects the results of the dry runs of a search.
 
-    chosen       the first plan that fits in its dry run; None if no plan does
-    too_large    plans that do not fit in a dry run, or would not fit with the allocator bytes that
-                 were found for a similar plan
-    refused      plans that the engine cannot run, each with the engine's error
-    unconfirmed  plans whose estimate fits and whose dry run failed, in the order in which they were
-                 tried. A failed dry run says nothing about memory.
+    chosen       the estimate of the first plan that fits in its dry run; None if no plan does
+    too_large    the plans that do not fit, each with its estimate. They did not fit in a dry run,
+                 or they would not fit if they needed as many allocator bytes as a similar plan
+    refused      the plans that the engine cannot run, each with the engine's error
+    unconfirmed  the plans whose estimate fits and whose dry run failed, in the order in which they
+                 were tried. A failed dry run says nothing about memory
     """
 
     chosen: Estimate | None = None
@@ -43,14 +44,16 @@ class DryRunResults:
     unconfirmed: dict[Plan, Estimate] = field(default_factory=dict)
 
     def latest(self, one: Estimate) -> Estimate:
-        """Return the newest estimate of the plan of `one`: that of its dry run, or `one` if it had
-        none. For a refused plan, return `one` with the engine's reason in `rejected_because`."""
+        """Return the newest estimate of the plan of the estimate `one`: the one after its dry run,
+        or `one` itself if it had none. If the engine refused the plan, return `one` with the
+        engine's reason in `rejected_because`."""
         if one.plan in self.refused:
             return replace(one, rejected_because=f"the engine refuses it: {self.refused[one.plan].found}")
         return self.unconfirmed.get(one.plan) or self.too_large.get(one.plan, one)
 
     def add(self, other: DryRunResults) -> None:
-        """Add the results of dry runs of other plans to these results."""
+        """Add the results in `other`, of dry runs of other plans, to these results. A plan that is
+        already chosen stays chosen."""
         self.chosen = self.chosen or other.chosen
         self.too_large |= other.too_large
         self.refused |= other.refused
@@ -58,14 +61,18 @@ class DryRunResults:
 
 
 def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> DryRunResults:
-    """Dry-run plans in the given order until one fits, with the bytes that the allocator reserves.
+    """Dry-run plans in the given order until one fits. The bytes that the allocator reserves beyond
+    the tensors are counted, too. Return the results of all these dry runs; `chosen` is the plan
+    that fits.
 
-    fitting  estimates of the plans that fit, the fastest first
+    estimator  adds the allocator's bytes to an estimate
+    fitting    estimates of plans that fit without the allocator's bytes, the fastest first
+    job        the job that the plans train
 
     Plans with the same precision, rounding and optimizer states need about the same allocator
-    bytes. Once a plan turned out not to fit, later plans of its kind that would not fit with its
-    allocator bytes are postponed. They are dry-run after all other plans, the one with the smallest
-    peak first.
+    bytes. Once such a plan turned out not to fit, later plans of its kind that would not fit with
+    its allocator bytes are postponed. They are dry-run after all other plans, the one with the
+    smallest peak first.
 
     Example: a plan of 70 GiB needs 78 GiB with its allocator, 8 GiB more, and 75 GiB are available.
     A later plan of the same kind with 68 GiB is postponed, because it may need 76 GiB.
@@ -95,10 +102,12 @@ def first_that_nearly_fits(
     until a plan fits. An estimate is slightly too large if it would fit with 10 % less memory,
     because estimates may exceed their dry runs by that much.
 
-    found   estimates of all plans
-    finals  results of the dry runs so far
+    estimator  adds the allocator's bytes to an estimate
+    found      estimates of all plans of the search
+    finals     results of the dry runs so far
+    job        the job that the plans train
 
-    Returns the results of these dry runs only.
+    Returns the results of the new dry runs only, which are at most 6.
     """
     more = DryRunResults()
     seen = {one.plan: finals.latest(one) for one in found}
@@ -110,8 +119,8 @@ def first_that_nearly_fits(
 
 
 def _nearly_fits(one: Estimate) -> bool:
-    """Return whether a dry run may show that the plan fits: only device memory is too small, by at
-    most MAX_OVERESTIMATE, and the plan had no dry run yet."""
+    """Return whether a dry run may still show that the plan of the estimate `one` fits: the plan
+    had no dry run yet, and only device memory is too small, by at most 10 %."""
     needed = (one.peak_bytes + one.margin_bytes - one.peak.rows["runtime"]) / (1 + MAX_OVERESTIMATE) + one.peak.rows[
         "runtime"
     ]
@@ -120,7 +129,8 @@ def _nearly_fits(one: Estimate) -> bool:
 
 
 def has_dry_run(one: Estimate) -> bool:
-    """Return whether the plan gets a dry run. If not, its estimate decides whether the plan fits.
+    """Return whether the search dry-runs the plan of the estimate `one`. If not, the estimate alone
+    decides whether the plan fits.
 
     A deep model on several devices gets no dry run, because fully_shard takes a minute for a
     hundred blocks. A plan with CUDA graphs gets no dry run either, because fake tensors do not show
@@ -131,10 +141,12 @@ def has_dry_run(one: Estimate) -> bool:
 
 
 def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
-    """Dry-run the plan of `one` and record the result in `finals`. Return whether a plan has been
-    chosen.
+    """Dry-run the plan of the estimate `one` and record the result in `finals`. Return whether the
+    plan fits, so that it is the chosen one.
 
     nearly  whether the plan is tried although its estimate is slightly too large
+
+    After three failed dry runs, plans are no longer dry-run, and count as unconfirmed if they fit.
     """
     finals.too_large.pop(one.plan, None)
     failed = list(finals.unconfirmed.values())
@@ -160,17 +172,19 @@ def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, n
 
 
 def _with_allocator_row(one: Estimate, reserved: float) -> Estimate:
-    """Return the estimate with an allocator row of `reserved` bytes."""
+    """Return the estimate with an allocator row of `reserved` bytes: the bytes that the allocator
+    reserves beyond the tensors. The peak grows by as much."""
     rows = {**one.peak.rows, "allocator": reserved}
     return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), includes_allocator=True)
 
 
 def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -> Estimate:
-    """Return the estimate with the allocator's bytes and, if it then fits, the peak of its dry run.
+    """Return the estimate `one` with the bytes that the allocator reserves beyond the tensors and,
+    if it then fits, with the peak of its dry run.
 
-    nearly  dry-run the plan also if its estimate is slightly too large
+    nearly  whether to dry-run the plan also if its estimate is slightly too large
 
-    Raises InputError if the engine refuses the plan.
+    Raises Untraceable if the dry run fails, and InputError if the engine refuses the plan.
     """
     settled = estimator.include_allocator(one)
     if not has_dry_run(one) or not (settled.fits or (nearly and _nearly_fits(settled))):
@@ -183,7 +197,7 @@ def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -
 
 
 def _agrees_with_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> bool:
-    """Return whether a dry run of the model with only six blocks confirms the estimate.
+    """Return whether a dry run of the model with only six blocks confirms the estimate `one`.
 
     On one device, a deep model is dry-run with six blocks. If the dry run's peak matches the
     estimate for six blocks within 0.1 %, the estimate for the full depth is accepted, because every

@@ -1,8 +1,8 @@
 """Fit four efficiencies of a machine to timed training runs. Nothing else is fitted.
 
 An efficiency is the share of a measured or published rate that entire training steps reach. There
-is one for matrix products, one for memory, one for launches and one for links. Each starts at 1. A
-penalty keeps it near 1, so that a fit to few runs changes little.
+is one for matrix products, one for memory, one for launches and one for links. The fit begins with
+1 for each. A penalty keeps each near 1, so that a fit to few runs changes little.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MAX_ROUNDS = 60  # the most changes that the search makes for each step size
 
 @dataclass(frozen=True)
 class TimedRun:
-    """A timed training run.
+    """A training run whose steps were timed.
 
-    ledger   the ledger of the run's plan
+    ledger   the ledger of the run's plan, from which its time is predicted
     seconds  the measured seconds per step
-    machine  the machine with as many devices as the run used
+    machine  the machine, with as many devices as the run used
     """
 
     ledger: Ledger
@@ -41,10 +41,13 @@ class TimedRun:
 
 
 def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
-    """Return `machine` with the efficiencies that fit the measured seconds best. They are found by
-    coordinate descent on their logarithms.
+    """Return `machine` with the four efficiencies with which the predicted seconds per step are
+    closest to the measured ones. An efficiency is the share of one of the machine's rates that
+    entire training steps reach.
 
     seen  the timed runs, at least one
+
+    The efficiencies are found by coordinate descent on their logarithms.
     """
     best = dict.fromkeys(EFFICIENCIES, 0.0)
     error = _objective(seen, best)
@@ -65,10 +68,12 @@ def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
 
 
 def fit_machine(machine: Machine, records: Sequence[Record]) -> Machine:
-    """Return `machine` with the efficiencies that fit the recorded runs on this machine best.
+    """Return `machine` with the efficiencies that fit the recorded runs on this machine best. An
+    efficiency is the share of one of the machine's rates that entire training steps reach.
 
-    Records of other machines are ignored, and so are runs with a pipeline, whose bubble tells
-    nothing about rates. If no record is left, the machine is returned unchanged.
+    records  recorded runs. Runs on other machines are ignored, and so are runs with a pipeline,
+             whose idle time says nothing about rates. If no run is left, the machine is returned
+             unchanged
 
     Raises InputError if a job cannot be traced.
     """

@@ -1,5 +1,5 @@
-"""Predict the ladder of a job: it begins with the plain training loop, and each rung adds one more
-method to the rung below. Also predict each method alone.
+"""Predict the ladder of a job. Its first rung is the plain training loop, and each further rung is
+a plan with one more method than the rung below. Also predict each method alone.
 
 The rungs follow from METHODS: they use the values that a method proposes for its plan fields
 (`defaults`, `candidates`, VARIANTS), as far as the job's `allow`, the RULES and the machine permit.
@@ -39,10 +39,11 @@ NOTICED = 0.005  # a smaller share of time or memory counts as no change
 
 @dataclass(frozen=True)
 class Option:
-    """A way to use a method, such as `recompute: full`.
+    """A way to use a method, such as `recompute: full`. `str` gives its plan fields, such as
+    "recompute=full".
 
     method  the method's name
-    field   the plan field whose rung this is an option for
+    field   the plan field whose rung this option belongs to
     fields  the plan fields that this option sets, with their values
     """
 
@@ -63,7 +64,7 @@ class Rung:
 
     option    what this rung adds to the rung below; None for the plain loop
     estimate  the estimate of this rung's plan
-    plain     the estimate of the plain loop
+    plain     the estimate of the plain loop: the reference plan `Plan()`
     """
 
     option: Option | None
@@ -72,12 +73,14 @@ class Rung:
 
     @property
     def memory_ratio(self) -> float:
-        """The bytes of this rung's training divided by those of the plain loop."""
+        """The bytes that this rung's plan needs for training divided by those of the plain loop.
+        Example: 0.5 is half the memory."""
         return training_bytes(self.estimate) / training_bytes(self.plain)
 
     @property
     def time_ratio(self) -> float:
-        """The seconds of a step divided by those of the plain loop."""
+        """The seconds of a step with this rung's plan divided by those of the plain loop. Example:
+        0.5 is twice as fast."""
         return self.estimate.time.step_s / self.plain.time.step_s
 
     @property
@@ -87,7 +90,8 @@ class Rung:
         return verdict(self.time_ratio, self.memory_ratio)
 
     def content(self) -> dict[str, Any]:
-        """Return the rung as `tightfit ladder --json` prints it."""
+        """Return the rung as the dict that `tightfit ladder --json` prints. Its sizes are in
+        bytes."""
         return {
             "method": "plain loop" if self.option is None else self.option.method,
             "adds": {} if self.option is None else self.option.fields,
@@ -109,9 +113,10 @@ class Rung:
 class Ladder:
     """The predicted ladder of a job.
 
-    rungs     the plain loop, then the rungs; each has the methods of all rungs before it
-    alone     for each method: the plain loop with this method only
-    left_out  (method or option, why it has no rung)
+    rungs     the plain loop, then one rung for each method that pays; a rung's plan also has the
+              methods of all rungs before it
+    alone     for each method, a rung of the plain loop with this method only
+    left_out  pairs (method or option, why it has no rung)
     """
 
     rungs: list[Rung]
@@ -120,27 +125,33 @@ class Ladder:
 
 
 def verdict(time_ratio: float, memory_ratio: float) -> str:
-    """Return the name of a change of time and memory: "faster", "smaller" (less memory), "both" or
-    "neither". Changes below 0.5 % do not count."""
+    """Return a word for how a plan compares with another: "faster", "smaller" (less memory), "both"
+    or "neither". Changes below 0.5 % do not count.
+
+    time_ratio    its seconds per step divided by those of the other plan
+    memory_ratio  its bytes divided by those of the other plan
+    """
     faster, smaller = time_ratio < 1 - NOTICED, memory_ratio < 1 - NOTICED
     return "both" if faster and smaller else "faster" if faster else "smaller" if smaller else "neither"
 
 
 def training_bytes(estimate: Estimate) -> float:
-    """Return the bytes at the peak, without the row "runtime": the memory that a process needs
-    before it trains, such as the CUDA context."""
+    """Return the device bytes that training needs: the peak without the row "runtime", which is
+    memory that a process needs before it trains, such as the CUDA context. The cuBLAS workspaces
+    are a part of that row, but are counted."""
     return estimate.peak_bytes - estimate.peak.rows["runtime"] + estimate.workspace_bytes
 
 
 def tensor_bytes(estimate: Estimate) -> float:
-    """Return the predicted bytes of tensors, with the workspaces that libraries allocate through
-    torch."""
+    """Return the predicted device bytes of tensors at the peak, and of the workspaces that cuBLAS
+    allocates through torch. The bytes that the allocator reserves beyond them are not counted."""
     rows = estimate.peak.rows.items()
     return sum(size for row, size in rows if row not in ("runtime", "allocator")) + estimate.workspace_bytes
 
 
 def climb(job: Job, machine: Machine) -> Ladder:
-    """Predict the ladder of a job on one device of a machine.
+    """Predict the ladder of a job on one device of a machine: the plain training loop, then plans
+    with one more method each.
 
     If a method has several values, its rung uses the value with the smallest product of memory and
     time. A method that does not make this product smaller than the rung below gets no rung: its
@@ -149,7 +160,7 @@ def climb(job: Job, machine: Machine) -> Ladder:
     Example: a method that needs 0.92 of the memory and 1.63 times the time gets no rung, because
     0.92 * 1.63 = 1.5 is larger than 1.
 
-    Raises InputError if the job cannot be traced.
+    Raises InputError if the job's model cannot be traced.
     """
     machine = machine.replace(devices_per_node=1, nodes=1)
     estimator = Estimator(job, machine)
@@ -180,9 +191,11 @@ def climb(job: Job, machine: Machine) -> Ladder:
 
 
 def _best(estimator: Estimator, below: Rung, options: Sequence[Option]) -> tuple[Rung | None, str]:
-    """Return (rung, reason): of the rungs that add one of `options` to the rung `below`, the one
-    with the smallest product of memory and time. If no option is possible, the rung is None and the
-    reason says why."""
+    """Return (rung, reason). The rung adds one of `options` to the plan of the rung `below`: the
+    option with the smallest product of memory and time.
+
+    If no option is possible, the rung is None and the reason says why the first one is not.
+    """
     best: Rung | None = None
     why = ""
     for option in options:
@@ -203,8 +216,11 @@ def _best(estimator: Estimator, below: Rung, options: Sequence[Option]) -> tuple
 
 
 def _obstacle(estimator: Estimator, plan: Plan, option: Option) -> str:
-    """Return why a plan is not possible on the machine or not permitted by the job; "" if it is
-    possible and permitted."""
+    """Return why a plan is not possible on the machine, of no use there, or not permitted by the
+    job; "" if there is no such reason.
+
+    plan  the plan of the rung below, with the fields of `option`
+    """
     job, machine = estimator.job, estimator.machine
     refused = sorted(needed_permissions(plan) - job.allowed)
     if refused:
@@ -224,8 +240,9 @@ def _obstacle(estimator: Estimator, plan: Plan, option: Option) -> str:
 
 
 def options_of(estimator: Estimator) -> Iterator[list[Option]]:
-    """Yield the options of each rung, the rungs in the order of ORDER. Options that need several
-    devices are left out."""
+    """Yield, for each rung of the ladder, the list of options to choose from: the ways to use one
+    method. The rungs come in the order of ORDER, a constant of this module. Options that need
+    several devices are left out."""
     found: dict[str, list[Option]] = {}
     for method in METHODS:
         for option in _options(method, estimator):
@@ -237,10 +254,12 @@ def options_of(estimator: Estimator) -> Iterator[list[Option]]:
 
 
 def _options(method: ModuleType, estimator: Estimator) -> Iterator[Option]:
-    """Yield the options of a method for this job and machine, without the reference plan's values.
+    """Yield the options of a method (a module of METHODS): the ways to use it for the estimator's
+    job and machine. Values that the reference plan `Plan()` already has are left out.
 
-    They are what the method proposes (`defaults`, `candidates`), then its VARIANTS. The numbers in
-    VARIANTS are chosen for tests, so a number is used only if nothing is proposed for its field.
+    The options are what the method proposes (`defaults`, `candidates`), then its VARIANTS: the plan
+    fields with which tests use the method. The numbers in VARIANTS are chosen for tests, so a
+    number is used only if nothing is proposed for its field.
     """
     proposed = _proposed(method, estimator)
     seen: list[dict[str, Any]] = []
@@ -258,11 +277,10 @@ def _options(method: ModuleType, estimator: Estimator) -> Iterator[Option]:
 
 
 def _proposed(method: ModuleType, estimator: Estimator) -> list[dict[str, Any]]:
-    """Return what a method proposes, each proposal as plan fields.
+    """Return the values that a method proposes, as a list of dicts from plan field to value.
 
-    The proposals are the method's candidates, its defaults and, for offload, the combinations of
-    offloaded tensors that search tries. Defaults of fields that work only together form one
-    proposal.
+    They are the method's candidates, its defaults and, for offload, the combinations of offloaded
+    tensors that search tries. Defaults of fields that work only together are in one dict.
     """
     job, machine = estimator.job, estimator.machine
     found: list[dict[str, Any]] = []
@@ -287,7 +305,8 @@ def _proposed(method: ModuleType, estimator: Estimator) -> list[dict[str, Any]]:
 
 
 def _default_plans(method: ModuleType, job: Job, machine: Machine) -> Iterator[Plan]:
-    """Yield, for each default of the method, the reference plan with this default."""
+    """Yield one plan for each default that the method proposes: the reference plan `Plan()` with
+    only this default."""
     for field, value, _ in method.defaults(job, machine) if hasattr(method, "defaults") else ():
         yield Plan().replace(**{field: value})
 

@@ -1,4 +1,5 @@
-"""Find the plan that needs the least memory, of all plans that the machine and the job allow.
+"""Find the leanest plan: the one that needs the least memory, of all plans that the machine and the
+job allow.
 
 `search` looks for the fastest plan and skips many plans. Before it refuses a job, it calls
 `leanest`, which combines all options that save memory. The bytes of parameters, optimizer states
@@ -33,13 +34,13 @@ MAX_WITH_ALLOCATOR = 6  # the most plans that are compared with their allocators
 
 
 def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fitting: bool = False) -> Estimate | None:
-    """Return the estimate of the plan with the smallest ratio of needed to available memory.
+    """Return the estimate of the plan with the smallest ratio of needed to available memory. Return
+    None if the model supports none of the plans.
 
     start         the plan that is varied; all plans that are tried have its tp, pp and cp
     pins          plan fields that the user fixed: they are not varied
-    only_fitting  return None if parameters, optimizer states and gradients alone do not fit
-
-    Also returns None if the model supports none of the plans.
+    only_fitting  also return None if no plan can fit, because parameters, optimizer states and
+                  gradients alone need more than the device's memory
     """
     start = start.replace(float8=pins.get("float8", "none"))  # float8 needs memory for its casts
     plans = list(_combinations(estimator, start, pins))
@@ -65,7 +66,8 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
 
 
 def _fullness(one: Estimate) -> tuple[float, float]:
-    """Sort key: the plan that needs the smallest share of its available memory first."""
+    """Return a sort key that puts the plan that needs the smallest share of the available memory
+    first. Of plans with equal shares, the one with the smallest peak is first."""
     return one.fullness, one.peak_bytes
 
 
@@ -74,14 +76,16 @@ KERNELS = tuple(field for field in traced_fields(METHODS) if field not in STATES
 
 
 def _values(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return, for each plan field, the values that may need the least memory, as the methods
-    propose them."""
+    """Return the values to try for each plan field, by field name: those that the methods propose
+    because they may need the least memory."""
     facts = SearchFacts(estimator.profiler.is_complex, lambda: True)
     return leanest_values(METHODS, start, estimator.job, facts)
 
 
 def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return the values to try for the kernel fields and the micro-batch."""
+    """Return the values to try, by field name, for the micro-batch and for the plan fields that
+    choose kernels (KERNELS), such as attention. Each value of these fields needs a new trace of the
+    model."""
     values = _values(estimator, start)
     return {
         **{name: values[name] for name in KERNELS if name in values},
@@ -90,26 +94,38 @@ def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
 
 
 def _kernel_and_compile_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return `_kernel_options` and, if the machine can compile, the values of compile."""
+    """Return the values to try, by field name: those of `_kernel_options` (the micro-batch, and the
+    plan fields that choose kernels, such as attention), and those of compile. compile has the
+    values "none" and "block" if the machine can compile."""
     compiled = {"compile": ["none", "block"]} if can_compile(estimator.machine) else {}
     return {**_kernel_options(estimator, start), **compiled}
 
 
 def _untraced_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return the values to try for the fields that neither set dtypes nor need a new trace."""
+    """Return the values to try, by field name, for the fields that set no dtypes and need no new
+    trace of the model."""
     known = {*STATES, *KERNELS}
     return {name: values for name, values in _values(estimator, start).items() if name not in known}
 
 
 def _least(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> Estimate | None:
-    """Return the estimate of `start` with the combination of `options` that needs the least memory;
-    None if the model supports no combination."""
+    """Return the estimate of the variant of `start` that needs the least memory; None if the model
+    supports none.
+
+    options  a function that returns the values to try, by plan field; the variants combine these
+             values
+    pins     plan fields that the user fixed: they are not varied
+    """
     return min(_estimates(estimator, start, pins, options), key=_fullness, default=None)
 
 
 def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> list[Estimate]:
-    """Return an estimate of `start` with each combination of `options` that the model supports.
-    Pinned fields are not varied."""
+    """Return the estimates of the variants of `start` that the job permits and the model supports.
+
+    options  a function that returns the values to try, by plan field; each combination of these
+             values is a variant
+    pins     plan fields that the user fixed: they are not varied
+    """
     open_ = {name: values for name, values in options(estimator, start).items() if name not in pins}
     found: list[Estimate] = []
     for values in itertools.product(*open_.values()):
@@ -128,8 +144,9 @@ def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options:
 
 
 def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:
-    """Yield the plans that differ from `start` in where parameters, optimizer states and gradients
-    are stored (sharded, offloaded) and in their dtypes."""
+    """Yield the permitted plans that differ from `start` in the dtypes of parameters, optimizer
+    states and gradients, and in where these are stored (sharded, offloaded). Fields in `pins`
+    (field -> value) are not varied."""
     job, machine = estimator.job, estimator.machine
     values = _values(estimator, start)
     options = {name: [getattr(start, name)] if name in pins else values[name] for name in STATES}
@@ -147,11 +164,11 @@ def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> It
 
 
 def offloads(estimator: Estimator, pins: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return plan fields for each combination of tensors that can be offloaded, such as
+    """Return the ways to offload tensors that a search tries, each as plan fields, such as
     {"offload": ("states",), "offload_to": "host"}. The first item is {}: nothing is offloaded.
 
     On a CPU, tensors are offloaded to disk. Returns [{}] if the job does not allow offload, or if
-    the field is pinned.
+    the user has fixed the field `offload` (it is in `pins`).
     """
     if "offload" not in estimator.job.allowed or "offload" in pins:
         return [{}]

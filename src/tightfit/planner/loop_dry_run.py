@@ -1,8 +1,9 @@
-"""Predict the peak memory of a loop of the user's own: run its setup and two steps on fake tensors.
+"""Predict the peak memory of the user's own training loop: run its setup and two steps on fake
+tensors.
 
-`explain_loop` predicts, and `measure_loop` does the same on real tensors. Both count all storages
-from the beginning of the setup on, so that what the loop keeps beside the models, such as a moving
-average of the weights, is counted, too.
+`explain_loop` predicts the peak, and `measure_loop` measures it on real tensors. Both count all
+storages from the beginning of the setup on. They therefore also count what the loop itself keeps,
+such as a moving average of the weights.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ Setup = Callable[[Plan], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class LoopPeak:
-    """The peak of a step of a loop, predicted or measured. `str` gives a table of its rows.
+    """The peak memory of a step of the user's own training loop, predicted or measured. `str` gives
+    a table of its rows.
 
-    peak  live bytes at the instant of the largest total
+    peak  live bytes, by row, at the instant with the most live bytes
     plan  the plan of the loop
     """
 
@@ -41,7 +43,7 @@ class LoopPeak:
 
     @property
     def total(self) -> int:
-        """The live bytes of all rows."""
+        """The live bytes at the peak, summed over all rows."""
         return self.peak.total
 
     def __str__(self) -> str:
@@ -53,16 +55,18 @@ class LoopPeak:
 def explain_loop(
     setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor] = (), device: str = "cpu"
 ) -> LoopPeak:
-    """Predict the peak memory of a loop of the user's own. Nothing is allocated.
+    """Predict the peak memory of the user's own training loop. Nothing is allocated.
 
-    setup   a function of the plan that prepares the models and returns the step: a function that
-            runs one step of the loop. It creates everything that the loop keeps
-    plan    None: the reference plan
-    inputs  what the step is called with, such as a batch of one process. Only shapes are read
+    setup   a function that gets the plan, creates everything that the loop keeps, calls `prepare`
+            for each model, and returns a function that runs one step of the loop
+    plan    the plan of the loop; None: the reference plan `Plan()`
+    inputs  the arguments for the step function, such as the batch of one process. Only their shapes
+            and dtypes are used
     device  the kind of device that trains: "cpu" or "cuda"
 
     Returns the peak of the second step; the first one creates the optimizers' states. Raises
-    Untraceable if the setup or the step needs the values of tensors, and what `prepare` raises.
+    Untraceable if the setup or the step needs the values of tensors, and InputError if `prepare`
+    refuses the plan.
     """
     plan = plan or Plan()
     with fake_process_group(plan.devices), FakeTensorMode() as mode, FakeValues(), emulate_device(device):
@@ -73,9 +77,17 @@ def explain_loop(
 
 
 def measure_loop(setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor] = ()) -> LoopPeak:
-    """Measure the peak memory of the second step of a loop, as `explain_loop` predicts it. With
-    several processes, each measures its own. Raises InputError for a plan that compiles, because
-    the memory of a compiled region is not visible."""
+    """Measure the peak memory of the second step of the user's own training loop, which
+    `explain_loop` predicts. With several processes, each measures its own memory.
+
+    setup   a function that gets the plan, creates everything that the loop keeps, calls `prepare`
+            for each model, and returns a function that runs one step of the loop
+    plan    the plan of the loop; None: the reference plan `Plan()`
+    inputs  the arguments for the step function
+
+    Raises InputError for a plan that compiles, because the memory of a compiled region is not
+    visible.
+    """
     plan = plan or Plan()
     if plan.compile != "none":
         raise InputError(
@@ -85,8 +97,8 @@ def measure_loop(setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor
 
 
 def _watched(setup: Setup, plan: Plan, inputs: Sequence[Tensor]) -> Peak:
-    """Run the setup and two steps inside a tracker of storages, and return the second step's
-    peak."""
+    """Run the setup and two steps of the user's loop while all storages are tracked. Return the
+    peak of the second step."""
     tracker = StorageTracker([])
     tracker.assign(inputs, "activations")
     with tracker, _models_watched() as models:
@@ -107,7 +119,8 @@ def _watched(setup: Setup, plan: Plan, inputs: Sequence[Tensor]) -> Peak:
 
 @contextmanager
 def _models_watched() -> Iterator[list[Prepared]]:
-    """Inside this context, `prepare` adds each model to the list."""
+    """Return a context manager that gives a list. Inside the context, each call of `prepare` adds
+    its model to this list."""
     models: list[Prepared] = []
     token = WATCHED.set(models)
     try:

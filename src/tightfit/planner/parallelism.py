@@ -1,5 +1,5 @@
-"""List the combinations of tensor, pipeline and context parallelism that a search tries, each with
-a lower bound on the seconds per step."""
+"""List the combinations of tensor, pipeline and context parallelism that a search tries. Each has a
+lower bound on its seconds per step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubbl
 
 
 def limited_to_batch(machine: Machine, job: Job, pins: dict[str, Any]) -> Machine:
-    """Return the machine with at most as many devices as data parallelism can use: one for each
-    sample of a step, times the pinned degrees of tp, pp and cp.
+    """Return a copy of the machine with only as many devices as data parallelism can use: one for
+    each sample of a step, times the degrees of tp, pp and cp that the user fixed in `pins`.
 
-    Only model or sequence parallelism can use more devices. If the pins leave no such parallelism
-    open, the machine is returned unchanged.
+    The machine is returned unchanged if it does not have more devices than that. It is also
+    returned unchanged if no degrees of tp, pp and cp are left to try, because only these could use
+    the other devices.
 
     Example: 16 devices and a batch of 8 samples without pins give a machine with 8 devices.
     """
@@ -38,11 +39,12 @@ def limited_to_batch(machine: Machine, job: Job, pins: dict[str, Any]) -> Machin
 
 
 def parallelism_candidates(machine: Machine, pins: dict[str, Any]) -> list[dict[str, int]]:
-    """Return the degrees of tp, pp and cp to try, as plan fields such as {"tp": 2, "pp": 4}. All
-    degrees are powers of two, and pinned fields are left out.
+    """Return the degrees of tp, pp and cp to try, each as a dict of plan fields such as {"tp": 2,
+    "pp": 4}. All degrees are powers of two. Fields that the user pinned (the keys of `pins`) are
+    left out.
 
-    tp stays within a node, because nothing hides its all-reduces. Combinations with cp come last,
-    because cp is used only if nothing else fits.
+    tp stays within a node, because its all-reduces do not overlap with computation. Combinations
+    with cp come last, because cp is used only if nothing else fits.
     """
     count = machine.devices_per_node * machine.nodes
     left = count // math.prod(pins.get(name, 1) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp"))
@@ -57,8 +59,12 @@ def parallelism_candidates(machine: Machine, pins: dict[str, Any]) -> list[dict[
 
 
 def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[tuple[float, dict[str, int]]]:
-    """Return (lower bound on the seconds of a step, degrees) for each combination of degrees to
-    try. The smallest bound comes first; combinations with cp come last.
+    """Return a list of (lower bound on the seconds of a step, degrees of tp, pp and cp), one for
+    each combination of degrees to try. The smallest bound comes first, but combinations with cp
+    come last.
+
+    start  the plan to which the degrees are added
+    pins   plan fields that the user fixed: they are not varied
 
     The bound is the time of forward and backward for a device's share of the work. In a pipeline,
     the bubble is added, which lasts at least as long as one sample needs to pass all ranks. The
@@ -87,18 +93,19 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
 
 
 def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Return the pipeline schedules to try, as plan fields. If the schedule, its virtual stages or
-    the split is pinned, the only item is {}, which changes nothing."""
+    """Return the pipeline schedules to try, each as a dict of plan fields. If the user pinned the
+    schedule, its virtual stages or the split, the only item is {}, which changes nothing."""
     return ({},) if {"schedule", "virtual_stages", "split"} & pins.keys() else SCHEDULES
 
 
 def parallelism_fields(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int]
 ) -> dict[str, Any]:
-    """Return the plan fields for the given degrees, so that the plan uses all devices of the
-    machine.
+    """Return the plan fields that give `start` these degrees of parallelism, so that the plan uses
+    all devices of the machine.
 
     sizes  the degrees as plan fields, such as {"tp": 2, "pp": 4}
+    pins   plan fields that the user fixed: they are kept
 
     Example on 16 devices: {"tp": 2, "pp": 4} gives these two fields, a balanced split and
     dp_replicate=2. Raises InputError if the model does not support the degrees.
@@ -116,11 +123,11 @@ def parallelism_fields(
 
 
 def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """Return the plans to try, in order.
+    """Return the plans to try, in order. These are `start` with sequence parallelism and, for
+    models that do not support it, `start` itself.
 
-    If `start` uses tensor parallelism and does not fit, these are `start` with sequence parallelism
-    and `start` itself, for models that do not support sequence parallelism. Otherwise it is only
-    `start`.
+    Return only [start] if `start` has no tensor parallelism or fits without sequence parallelism,
+    or if the user pinned the field `sequence_parallel` (it is in `pins`).
     """
     smallest = start.replace(micro_batch=1) if start.pp > 1 else start
     if start.tp == 1 or "sequence_parallel" in pins or _fits(estimator, smallest):
@@ -129,19 +136,20 @@ def with_sequence_parallel(estimator: Estimator, start: Plan, pins: dict[str, An
 
 
 def _fits(estimator: Estimator, plan: Plan) -> bool:
-    """Return whether a plan fits. The plan is traced only if its parameters, gradients and
-    optimizer states alone fit."""
+    """Return whether the estimate of a plan fits. To save a trace, the plan is not estimated if its
+    parameters, gradients and optimizer states alone do not fit."""
     return estimator.memory_lower_bound(plan) <= estimator.limit_bytes and estimator.estimate(plan).fits
 
 
 def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: int) -> dict[str, Any]:
-    """Return the plan field `split` with which the slowest pipeline stage is as fast as possible.
+    """Return {"split": number of blocks of each pipeline stage}, chosen so that the slowest stage
+    is as fast as possible. Return {} if the user pinned the split (it is in `pins`).
 
-    pp  number of pipeline ranks
+    start  the plan without a pipeline
+    pp     number of pipeline ranks
 
     Example: 10 equal blocks on 4 ranks may give {"split": (3, 3, 3, 1)} if the output head takes
-    long. Returns {} if the split is pinned. Raises InputError if the model has fewer blocks than
-    stages.
+    long. Raises InputError if the model has fewer blocks than stages.
     """
     plan = start.replace(micro_batch=1)
     ledger, stages = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)

@@ -1,7 +1,7 @@
 """Explain why no plan fits.
 
-The error says what the leanest plan (the plan with the smallest peak) needs, what is available, and
-which changes would help, each with the memory that is then needed.
+The error says what the leanest plan (the plan that needs the least memory) needs and what is
+available. It lists changes that would help, each with the memory that is then needed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ UNPINNABLE = (  # plan fields that a remedy may suggest not to pin
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the job, the pins or the machine, and the estimate of the leanest plan after this
-    change.
+    """A change of the job, the pinned plan fields or the machine that reduces the needed memory.
 
     change  the change in words, such as "allow bf16" or "data.sequence_length: 512"
+    result  the estimate of the leanest plan after this change
     """
 
     change: str
@@ -48,7 +48,8 @@ class Remedy:
         return f"{self.change}: {format_bytes(_needed_bytes(self.result))}, {verdict}"
 
     def content(self) -> dict[str, Any]:
-        """Return the remedy as `tightfit explain --json` prints it; `needed` is in bytes."""
+        """Return the remedy as the dict that `tightfit explain --json` prints. `needed` is in bytes
+        of device memory, safety margin included."""
         return {
             "change": self.change,
             "needed": round(_needed_bytes(self.result)),
@@ -60,12 +61,14 @@ class Remedy:
 def does_not_fit(
     estimator: Estimator, estimates: list[Estimate], refused: dict[Plan, InputError], pins: dict[str, Any] | None
 ) -> DoesNotFit:
-    """Return the error for a job that does not fit.
+    """Return the error to raise for a job that does not fit. Its message names the leanest plan,
+    its shortages and the changes that would help.
 
-    estimates  estimates of the plans that do not fit
+    estimator  estimates the plans with these changes
+    estimates  estimates of the plans that do not fit, at least one
     refused    the plans that the engine cannot run, each with the engine's error
-    pins       plan fields that the user fixed; None if the user gave the plans to choose from: then
-               no other plan is suggested
+    pins       plan fields that the user fixed; None if the user gave the plans to choose from, so
+               that no other plan is suggested
     """
     least = estimator.include_allocator(min(estimates, key=lambda one: (one.fullness, one.peak_bytes)))
     remedies = [] if pins is None else _remedies(estimator, least, pins)
@@ -85,10 +88,12 @@ def does_not_fit(
 
 
 def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy]) -> dict[str, Any]:
-    """Return the content of the error as `tightfit explain --json` prints it.
+    """Return the error as the dict that `tightfit explain --json` prints: the machine, the plans,
+    the shortages and the remedies.
 
     least      the leanest plan's estimate
     estimates  estimates of all plans that do not fit
+    remedies   changes that would help
     """
     others = sorted((one for one in estimates if one.plan != least.plan), key=lambda one: one.fullness)
     return {
@@ -108,8 +113,8 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
 
 
 def describe_shortages(one: Estimate) -> str:
-    """Return one line with the needed and the available bytes of each resource that is too small,
-    such as "needs 31.4 GiB, 24.0 GiB are available". It is empty if the plan fits."""
+    """Return one line with the needed and the available bytes of each resource that is too small
+    for the plan, such as "needs 31.4 GiB, 24.0 GiB are available". Return "" if the plan fits."""
     said = []
     for name, (needed, there) in one.shortages().items():
         beside = "" if name == "memory" else f" of {name}"
@@ -119,7 +124,8 @@ def describe_shortages(one: Estimate) -> str:
 
 
 def _shortage_lines(least: Estimate) -> str:
-    """Return one line per resource that is too small: the needed and the available bytes."""
+    """Return one line of text for each resource that is too small for the leanest plan `least`: the
+    needed and the available bytes. The lines are joined to one string."""
     said = []
     for name, (needed, there) in least.shortages().items():
         beside = f" of {name}" if name != "memory" else ""
@@ -131,8 +137,9 @@ def _shortage_lines(least: Estimate) -> str:
 
 
 def _largest_rows(least: Estimate) -> list[str]:
-    """Return one line per resource that is too small, with the three largest rows of that
-    resource."""
+    """Return one line of text for each resource (device memory, host memory, disk) that is too
+    small for the plan of `least`. It names the three largest uses of the resource, each with its
+    bytes."""
     lacks, lines = least.shortages(), []
     for name, of in (("memory", least.peak.rows), ("host memory", least.host), ("disk", least.disk)):
         if name in lacks:
@@ -148,8 +155,12 @@ def _needed_bytes(one: Estimate) -> float:
 
 
 def _remedies(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> list[Remedy]:
-    """Return the changes that reduce the needed memory by more than 1 %. Changes with which the job
-    fits come first."""
+    """Return the changes of the job, the pins or the machine that reduce the needed memory by more
+    than 1 %. Changes with which the job fits come first.
+
+    least  the estimate of the leanest plan without any change
+    pins   plan fields that the user fixed
+    """
     found = [
         Remedy(change, result)
         for change, result in (
@@ -167,11 +178,10 @@ def _leanest_with_same_kernels(
     estimator: Estimator, least: Estimate, pins: dict[str, Any], only_fitting: bool = False
 ) -> Estimate | None:
     """Return the estimate of the leanest plan that has the same kernels (attention, loss, compile)
-    as `least`. These kernels need no new trace.
+    as `least`, so that no new trace is needed. Return None if no plan with these pins is possible.
 
+    pins          plan fields that the user fixed
     only_fitting  also return None if parameters, optimizer states and gradients alone do not fit
-
-    Returns None if no plan with these pins is possible.
     """
     kernels = {name: getattr(least.plan, name) for name in KERNELS}
     try:
@@ -183,9 +193,14 @@ def _leanest_with_same_kernels(
 
 
 def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """Yield (change, estimate) for each permission that the job does not give yet.
+    """Yield (change, estimate) for each permission that the job does not give yet, such as "bf16".
+    `change` says in words which permission to give, and `estimate` is that of the leanest plan with
+    it.
 
-    If no single permission makes the job fit, the last item gives all of these permissions.
+    If no single permission makes the job fit, the last item gives all missing permissions together.
+
+    least  the estimate of the leanest plan with the job's own permissions
+    pins   plan fields that the user fixed
     """
     job = estimator.job
     said = ["bf16"] if job.allow is None else list(job.allow)
@@ -204,8 +219,12 @@ def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any
 
 
 def _fewer_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """Yield (change, estimate) for each plan field that the user has fixed (`pins`) and that has
-    another value which needs less memory than `least`. `estimate` is that with the change."""
+    """Yield (change, estimate) for each plan field that the user fixed in `pins` and that would get
+    another value if it were not fixed. `change` names the field and both values, and `estimate` is
+    that of the leanest plan with the new value.
+
+    least  the estimate of the leanest plan with all pins
+    """
     for name in (name for name in UNPINNABLE if name in pins):
         open_ = {other: value for other, value in pins.items() if other != name}
         result = _leanest_with_same_kernels(estimator, least, open_)
@@ -218,7 +237,8 @@ def _yaml(value: Any) -> str:
 
 
 def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[str, Estimate]]:
-    """Yield (change, estimate) for the longest sequence length that fits, or nothing if none does.
+    """Yield (change, estimate) for the longest sequence length with which the leanest plan fits, or
+    nothing if none does. `change` names the length, and `estimate` is that of the plan with it.
 
     The lengths tried are half of the job's, a quarter and so on, down to 64 tokens. The longest one
     that fits is found by bisection.
@@ -251,11 +271,12 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
 
 
 def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:
-    """Yield (change, estimate) for the smallest number of devices with which the job fits.
+    """Yield (change, estimate) for the smallest number of devices with which the job fits, or
+    nothing. `change` names the devices, and `estimate` is that of the leanest plan on them.
 
     The function tries 2, 4, 8, ... times the machine's number of devices, up to 1024 devices or one
     device per sample of a step. It yields nothing if the job does not fit with any of these
-    numbers, or on a CPU.
+    numbers, on a CPU, or if device memory is large enough.
     """
     machine = estimator.machine
     if machine.device == "cpu" or "memory" not in least.shortages():
@@ -278,7 +299,7 @@ def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -
 
 
 def _larger_machine(least: Estimate) -> str:
-    """Return which memory would be enough, in words.
+    """Return in words which memory would be enough for the leanest plan `least`.
 
     - If `limits.memory` of the job is below the machine's memory, and the machine has enough: the
       limit that is needed.

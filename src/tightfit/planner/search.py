@@ -3,7 +3,7 @@
 The commands `tightfit plan`, `explain` and `train` call `search`, which works in this order:
 
 1. Choose the kernels (attention, loss, compile), one option at a time, because each needs a trace.
-2. Estimate the legal combinations of the options that trade memory for time.
+2. Estimate the permitted combinations of the options that trade memory for time.
 3. On several devices, estimate tensor, pipeline and context parallelism too.
 4. Rank the estimates by the time to finish the job.
 5. Dry-run the plans, the fastest first, with the engine that would train them, until a plan fits.
@@ -57,10 +57,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def _infrequent_gc() -> Iterator[None]:
-    """Run Python's cyclic garbage collector less often inside this context.
-
-    A trace makes millions of objects. Reference counting frees nearly all of them.
-    """
+    """Return a context manager inside which Python's cyclic garbage collector runs less often. It
+    saves time, because a trace makes millions of objects, and reference counting frees nearly all
+    of them."""
     before = gc.get_threshold()
     gc.set_threshold(*GC_THRESHOLDS)
     try:
@@ -77,19 +76,20 @@ def search(
     estimator: Estimator | None = None,
     choices: list[Plan] | None = None,
 ) -> list[Estimate]:
-    """Search for the fastest plan that fits and keeps `pins`.
+    """Search for the fastest plan that fits on the machine and has the plan fields in `pins`.
 
     job        what to train
     machine    the devices; None: the machine that runs this process
     pins       plan fields that the user fixed, such as {"precision": "fp32"}
-    estimator  that of an earlier search for the same job and machine, whose traces are reused
+    estimator  the estimator of an earlier search for the same job and machine, whose traces are
+               reused; None: a new one
     choices    the plans to choose from; None: all plans that the job and the machine allow
 
     Returns at most 12 estimates: the chosen plan first, then the closest alternatives, whose
     `rejected_because` says why they were not chosen.
 
-    Raises DoesNotFit if no plan fits; the error lists the largest ledger rows and the changes that
-    would help. Raises InputError if no plan with these pins is possible.
+    Raises DoesNotFit if no plan fits; the error lists the largest uses of memory and the changes
+    that would help. Raises InputError if no plan with these pins is possible.
     """
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
@@ -120,8 +120,9 @@ def search(
 
 
 def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
-    """Return the estimate of the one plan that `pins` describes, if `pins` sets every plan field.
-    Otherwise return the result of `search`."""
+    """Search for the fastest plan, as `search` does, and return the estimates. If `pins` (field ->
+    value) sets every plan field, there is nothing to search: return only the estimate of this
+    plan."""
     if set(pins) >= set(Plan.field_names()):
         return [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
     return search(estimator.job, estimator.machine, pins, estimator)
@@ -131,6 +132,8 @@ def _estimate_possible_plans(
     estimator: Estimator, job: Job, machine: Machine, pins: dict[str, Any]
 ) -> tuple[list[Estimate], Plan]:
     """Estimate all plans that the job and the machine allow and that may be the fastest.
+
+    pins  plan fields that the user fixed: they are not varied
 
     Returns (estimates, lean plan). If none of the estimates fits, the search continues from the
     lean plan: the default plan with the kernels that need the least memory.
@@ -158,8 +161,11 @@ def _estimate_possible_plans(
 
 
 def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate]) -> None:
-    """Dry-run plans whose estimates fit, the fastest first, until one fits in its dry run too. Add
-    the results to `finals`."""
+    """Dry-run the plans whose estimates fit, the fastest first, until one fits in its dry run too.
+    Add the results to `finals`.
+
+    found  estimates of all plans so far; those that do not fit are skipped
+    """
     fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_by_time)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
 
@@ -167,13 +173,14 @@ def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Es
 def _fallback_estimates(
     estimator: Estimator, start: Plan, pins: dict[str, Any], found: list[Estimate], finals: DryRunResults
 ) -> list[Estimate]:
-    """Estimate plans that the search tries only if no other plan fits.
+    """Return estimates of plans that the search tries only if no other plan fits:
 
-    - Plans without compile, if dry runs of compiled plans failed.
-    - The plan that needs the least memory of all.
-    - Variants of that leanest plan, which differ in the options that trade memory for time.
+    - plans without compile, if dry runs of compiled plans failed;
+    - the plan that needs the least memory of all;
+    - variants of that leanest plan, which differ in the options that trade memory for time.
 
     start   the plan with the kernels that need the least memory
+    pins    plan fields that the user fixed: they are not varied
     found   all estimates so far
     finals  the results of the dry runs so far
     """
@@ -197,7 +204,8 @@ def _fallback_estimates(
 
 
 def _closest_first(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
-    """Sort the rejected plans so that those closest to the chosen plan come first.
+    """Return the estimates of the rejected plans (`others`) sorted so that those closest to the
+    chosen plan come first.
 
     Two kinds of plans alternate: plans that fit but are slower, the fastest first; and plans that
     are faster but do not fit, the one with the smallest peak first. All other plans follow, the
@@ -215,10 +223,12 @@ def _closest_first(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
 def _with_leaner_kernels(
     estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
 ) -> list[Estimate]:
-    """Estimate the variants of `start` with `estimate_candidates`. If the fastest of them does not
-    fit, also estimate them with other kernels, which need less memory and are slower.
+    """Return estimates of the variants of `start` that may be the fastest. If the fastest of them
+    does not fit, also estimate the variants with other kernels, which need less memory and are
+    slower.
 
-    leaner  plan fields of these other kernels
+    pins    plan fields that the user fixed: the variants keep them
+    leaner  the plan fields that select these other kernels, such as {"chunked_loss": 1024}
     """
     found = estimate_candidates(estimator, start, pins)
     if leaner and not (found and estimator.include_allocator(min(found, key=_by_time)).fits):
@@ -227,14 +237,16 @@ def _with_leaner_kernels(
 
 
 def _by_time(one: Estimate) -> tuple[float, float]:
-    """Sort key: the fastest plan first; of equally fast plans, the one with the smallest peak."""
+    """Return a sort key that puts the fastest plan first and, of equally fast plans, the one with
+    the smallest peak."""
     return one.total_s, one.peak_bytes
 
 
 def estimate_candidates(
     estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf
 ) -> list[Estimate]:
-    """Estimate the variants of `start` that may be the fastest, and skip those that cannot be:
+    """Return estimates of the variants of `start` that may be the fastest. Variants that cannot be
+    the fastest are skipped:
 
     - Without a pipeline, a micro-batch smaller than the largest that fits is not faster.
     - An option that only saves memory is tried only if it permits a larger micro-batch.
@@ -242,7 +254,7 @@ def estimate_candidates(
       therefore never faster than a lower stage that fits.
     - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
       Of such plans with the same precision and optimizer states, only one is estimated, so that the
-      user sees why such plans were rejected. If no plan fits, it is the leanest of them.
+      user sees why they were rejected. If no plan fits, the leanest of them is estimated.
 
     start   the plan from which the variants differ in the options that trade memory for time
     pins    plan fields that the user fixed: the variants keep them
@@ -303,10 +315,13 @@ def estimate_candidates(
 
 
 def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
-    """Return `start` with enough loader workers to prepare a step's samples in half of a step.
+    """Return `start` with enough loader workers (processes that prepare samples) to prepare a
+    step's samples in half of the step's time. If the step hardly waits for samples, `start` is
+    returned unchanged.
 
     The plan gets no workers on a CPU, where they would compete with the model for the cores. A
-    dataset of the user's own gets no workers either, because it may not be picklable.
+    dataset of the user's own gets no workers either, because it may not be picklable. If the user
+    pinned the number of workers (it is in `pins`), it is kept.
     """
     job = estimator.job
     if estimator.machine.device == "cpu" or "loader_workers" in pins or not isinstance(job.data, DataSpec):
@@ -318,17 +333,20 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
     machine = estimator.machine
     named = machine.host_memory_bytes.source == "published"  # the host of a catalogue machine is unknown
     most = MAX_WORKERS if named else min(MAX_WORKERS, machine.cores // machine.devices_per_node)
+    if job.data.streaming:
+        most = min(most, 1)  # only one worker can read a stream
     return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
 
 
 def _largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
     """Return the largest micro-batch that fits even if the allocator reserves 15 % more than the
-    tensors need; 0 if none does.
+    tensors need; 0 if none does. Options that only save memory are then tried only with larger
+    micro-batches.
 
-    If a smaller micro-batch that fits is faster, return the job's full batch instead: larger
-    micro-batches are then not useful.
+    If a smaller micro-batch that fits is faster, larger micro-batches do not help. Return the job's
+    full batch in this case.
 
-    seen   estimates of plans that differ only in the micro-batch
+    seen   estimates of plans without such options. They differ only in the micro-batch
     batch  the job's samples per step
     """
     fitting = [one for one in seen if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
@@ -339,7 +357,8 @@ def _largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
 
 
 def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
-    """Find the largest micro-batch that fits by bisection, and return all estimates on the way.
+    """Find the largest micro-batch that fits by bisection. Return all estimates that the bisection
+    made.
 
     plans  plans that differ only in the micro-batch, from the largest to the smallest
     """
@@ -356,10 +375,13 @@ def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimat
 
 
 def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
-    """Estimate pipeline plans that differ only in the micro-batch, the smallest first.
+    """Return estimates of pipeline plans that differ only in the micro-batch, the smallest first.
+    The estimates end with the first plan that
 
-    Stops at a micro-batch that does not fit or is slower than the one before it, or if no larger
-    micro-batch can take less than `best_s` seconds per step.
+    - does not fit,
+    - is slower than the plan before it,
+    - or after which no larger micro-batch can be faster than both this plan and `best_s` seconds
+      per step.
 
     plans  sorted from the largest micro-batch to the smallest
     """
@@ -374,8 +396,8 @@ def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) ->
 
 
 def _doubled_lower_bound_s(one: Estimate) -> float:
-    """Return a lower bound on the seconds of a step if a pipeline's micro-batches were twice as
-    large.
+    """Return a lower bound on the seconds of a step that the pipeline plan of the estimate `one`
+    would take with micro-batches twice as large.
 
     The bubble grows by the factor by which each micro-batch takes longer. Larger micro-batches save
     at most
@@ -402,12 +424,14 @@ def _doubled_lower_bound_s(one: Estimate) -> float:
 def _estimate_parallelism(
     estimator: Estimator, start: Plan, pins: dict[str, Any], known: list[Estimate]
 ) -> list[Estimate]:
-    """Estimate plans with tensor, pipeline or context parallelism.
+    """Return estimates of plans with tensor, pipeline or context parallelism.
 
     The plans are tried in the order of a lower bound on their seconds per step, the smallest first.
     The search stops when no remaining plan can be faster than the best plan so far.
 
-    known  estimates of plans without model or sequence parallelism
+    start  the plan to which the parallelism is added
+    pins   plan fields that the user fixed: they are not varied
+    known  estimates of plans without this parallelism
     """
     found: list[Estimate] = []
     # from this tp degree on, tensor-parallel communication takes too long, also in a pipeline
@@ -428,10 +452,13 @@ def _estimate_parallelism(
 def _estimate_degrees(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
-    """Estimate plans with the given degrees of parallelism. A pipeline is tried with each schedule.
+    """Return estimates of plans with the given degrees of parallelism. A pipeline is tried with
+    each schedule.
 
+    start   the plan to which the degrees are added
+    pins    plan fields that the user fixed: they are not varied
     sizes   the degrees as plan fields, such as {"tp": 2, "pp": 4}
-    best_s  seconds of a step to beat
+    best_s  seconds of a step that a plan has to beat
 
     Returns an empty list if the model does not support the degrees, or if a step would take longer
     than `best_s` even with unlimited memory.
@@ -451,8 +478,15 @@ def _estimate_degrees(
 def _estimate_degrees_and_schedule(
     estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], best_s: float
 ) -> list[Estimate]:
-    """Do what `_estimate_degrees` does, for one pipeline schedule. Raises InputError if the model
-    does not support the degrees."""
+    """Return estimates of plans with the given degrees of parallelism and the pipeline schedule of
+    `start`. The list is empty if a step would take longer than `best_s` seconds even with unlimited
+    memory.
+
+    pins   plan fields that the user fixed: they are not varied
+    sizes  the degrees as plan fields, such as {"tp": 2, "pp": 4}
+
+    Raises InputError if the model does not support the degrees.
+    """
     fields = parallelism_fields(estimator, start, pins, sizes)
     start = start.replace(**fields)
     pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
@@ -465,10 +499,13 @@ def _estimate_degrees_and_schedule(
 
 
 def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
-    """Estimate plans with the parallelism and the precision of `start`.
+    """Return estimates of plans with the parallelism and the precision of `start`.
 
     If no plan of the search has fitted so far (`best_s` is infinite), and none of these plans fits
     either, try them with bf16 parameters (bf16-true) as well.
+
+    pins    plan fields that the user fixed: they are not varied
+    best_s  seconds of a step that a plan has to beat; infinite if no plan has fitted so far
     """
     if "precision" in pins or estimator.profiler.is_complex:
         return estimate_candidates(estimator, start, pins, best_s)
@@ -480,8 +517,9 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
 
 
 def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Result:
-    """Return `find(plan)` for the first plan that the model supports. Raises InputError if the
-    model supports none of the plans."""
+    """Call `find` with one plan after the other until a call raises no InputError, and return its
+    result. An InputError means that the model does not support the plan. If all calls raise one,
+    the last one is raised."""
     for plan in plans[:-1]:
         try:
             return find(plan)
@@ -491,11 +529,14 @@ def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Resul
 
 
 def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """Switch off each kernel option of `start` without which the job is predicted to finish sooner.
+    """Choose the kernels (attention, loss, compile, precision) with which the job is predicted to
+    finish first. Each kernel option of `start` is changed only if the job is then faster.
 
-    Returns (plan, leaner): the plan with the fastest kernels, and the fields of `start` that were
-    changed although they need less memory, such as {"chunked_loss": 1024}. The search falls back on
-    `leaner` if memory is short.
+    pins  plan fields that the user fixed: they are not changed
+
+    Returns (plan, leaner): the plan with the fastest kernels, and plan fields that would need less
+    memory, such as {"chunked_loss": 1024}. These are values of `start` that were changed because
+    others are faster. If memory is short, the search tries them again.
 
     Compile is decided late and only once, because traces with compile take longest. It is not tried
     if the job is so short that compiling takes longer than it could save.
@@ -517,17 +558,18 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
 
 
 def _faster(estimator: Estimator, best: Estimate, plan: Plan) -> Estimate:
-    """Estimate `plan`, and return the faster one of this estimate and `best`."""
+    """Estimate `plan`, and return this estimate or `best`, whichever finishes the job sooner."""
     other = estimator.estimate(plan)
     return other if other.total_s < best.total_s else best
 
 
 def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return changes of kernel options that may make `best` faster, each as plan fields, such as
-    {"attention": "sdpa"}.
+    """Return changes of kernel options that may make `best` faster, each as a dict of plan fields,
+    such as {"attention": "sdpa"}.
 
     start  the plan with the default kernels
     best   the estimate of `start` without compile, or with the pinned value of compile
+    pins   plan fields that the user fixed: they are not changed
     """
     tried: list[dict[str, Any]] = []
     if "attention" not in pins and start.attention != "sdpa":
@@ -535,16 +577,17 @@ def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dic
     distributed = start.tp * start.pp * start.cp > 1
     if "chunked_loss" not in pins and start.chunked_loss is not None and not distributed:
         tried.append({"chunked_loss": None})
-    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < _max_compile_saving_s(best):
+    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < max_compile_saving_s(best):
         tried.append({"compile": start.compile})
     return tried
 
 
 def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """Return `plan` once with each float8 recipe that speeds up the machine's matrix products.
+    """Return a list of plans: `plan` with each float8 recipe (such as "rowwise") that speeds up the
+    machine's matrix products.
 
-    Returns an empty list if the job does not allow float8, if float8 is pinned, or if the package
-    torchao is not installed.
+    The list is empty if the job does not allow float8, if the user pinned float8 (it is in `pins`),
+    or if the package torchao is not installed.
     """
     if "float8" in pins or "float8" not in estimator.job.allowed or not float8.is_installed():
         return []
@@ -555,8 +598,8 @@ def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[P
 
 
 def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
-    """Return whether the precision `wider` (fp32 or tf32) may be faster than the plan's mixed
-    precision.
+    """Return whether the precision `wider` ("fp32" or "tf32") may be faster than the mixed
+    precision of the plan of the estimate `one`. Return False if that plan has no mixed precision.
 
     A wider precision needs no autocast casts. It may be faster if the casts take longer than the
     narrower matrix products save.
@@ -569,18 +612,20 @@ def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> boo
     return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
 
 
-def _max_compile_saving_s(one: Estimate) -> float:
-    """Return an upper bound on the seconds that compile can save in the entire job.
+def max_compile_saving_s(one: Estimate) -> float:
+    """Return an upper bound on the seconds that compile can save in the entire job, whose estimate
+    without compile is `one`.
 
-    It is the time of everything except matrix products, the optimizer update, loading samples and
-    communication.
+    The bound is the time of everything except matrix products, the optimizer update, loading
+    samples and communication.
     """
     time = one.time
     return (time.memory_s + time.launch_s + time.allocation_s) * (one.total_s - one.compile_s) / time.step_s
 
 
 def _rejection_reason(one: Estimate, chosen: Estimate) -> str:
-    """Say in one line why `one` was not chosen: it failed, does not fit, or is slower."""
+    """Return one line of text that says why the plan of `one` was not chosen: it failed, does not
+    fit, or is slower than `chosen`."""
     if one.rejected_because:
         return one.rejected_because
     if not one.fits:

@@ -102,7 +102,7 @@ EXPOSED_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of one optimizer step on one device, by what they are spent on.
+    """Seconds of one optimizer step on one device, split by what they are spent on.
 
     compute_s        matrix products, convolutions and attention in forward and backward
     memory_s         all other operations in forward and backward; memory bandwidth limits them
@@ -112,7 +112,8 @@ class Time:
     input_s          waiting for samples
     communication_s  communication that does not overlap with computation
     bubble_s         idle time of a pipeline rank
-    rows             (phase, kind of operation, seconds, number of operations), the longest first
+    rows             the same work in detail, with its communication before any overlap: (phase,
+                     kind of operation, seconds, number of operations), the longest first
     """
 
     compute_s: float = 0.0
@@ -143,9 +144,10 @@ Rows = dict[tuple[str, str], tuple[float, float]]  # (phase, kind) -> (seconds w
 
 
 class CostModel:
-    """Predicts seconds of segments, steps and pipelines on one machine.
+    """Predicts how many seconds a step, a part of a step or a pipeline takes on one machine.
 
-    The time of each timeline is cached, because a model's blocks share their timelines.
+    The time of each recorded list of operations (a `Timeline`) is computed only once, because a
+    model's equal blocks share it.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -158,8 +160,8 @@ class CostModel:
         self._operations: dict[tuple[Operation, int], float] = {}
 
     def step_time(self, ledger: Ledger) -> Time:
-        """Predict the time of one optimizer step on the device that `ledger` describes. The bubble
-        of a pipeline is not included."""
+        """Return the predicted time of one optimizer step on the device that `ledger` describes.
+        The idle time of a pipeline (its bubble) is not included."""
         rows: dict[tuple[str, str], tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for segment in ledger.training:
             for kind, (seconds, count) in self._timeline_rows(segment.timeline, ledger.micro_batch).items():
@@ -190,17 +192,19 @@ class CostModel:
         return message.bytes / (message.bytes_per_s * self.link_share) + message.latency_s
 
     def _transfer_s(self, stage: RankProgram, tensors: tuple[BatchLinear, ...], samples: int) -> float:
-        """Return the seconds to send tensors from one pipeline stage to the next, each tensor as a
-        message of its own.
+        """Return the seconds to send the tensors of one micro-batch from a pipeline stage to the
+        next, each tensor as a message of its own.
 
-        tensors  the bytes of each tensor
-        samples  samples of a micro-batch
+        stage    gives the bandwidth and latency of the link between the stages
+        tensors  the bytes of each tensor, as functions of the number of samples
+        samples  number of samples of a micro-batch
         """
         size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
         return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
 
     def _exposed_communication_s(self, ledger: Ledger, time: Time) -> float:
-        """Return the seconds of communication that are exposed: no computation overlaps with them.
+        """Return the seconds of a step's communication that are exposed: no computation overlaps
+        with them.
 
         - Gradient reductions overlap with the backward of one micro-batch, which is two thirds of
           its work.
@@ -215,6 +219,9 @@ class CostModel:
 
         At least 5 % of each overlapped message is exposed, except of the all-gather of updated
         parameters.
+
+        ledger  lists the messages; `at_start` and `during` are fields of a message
+        time    the step's time without communication
 
         Example: backward takes 60 ms and the gradient reduction 80 ms. Then 20 ms are exposed. Of a
         reduction of 40 ms, 2 ms (5 %) are exposed.
@@ -244,8 +251,8 @@ class CostModel:
         return shown
 
     def segments_s(self, segments: Iterable[Segment], samples: int) -> float:
-        """Return the seconds of `segments` for a micro-batch with `samples` samples, launches
-        included."""
+        """Return the seconds that `segments` (recorded parts of a step, such as the forward of one
+        block) take for a micro-batch of `samples` samples, operation launches included."""
         busy = started = 0.0
         for segment in segments:
             for seconds, count in self._timeline_rows(segment.timeline, samples).values():
@@ -253,12 +260,11 @@ class CostModel:
         return max(busy, started) if self.machine.device == "cuda" else busy + started
 
     def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
-        """Predict the time of a pipeline's step by simulating its schedule.
+        """Predict the time of a pipeline's step by simulating its schedule. Return (time of the
+        busiest rank with its idle time, simulated schedule of all ranks).
 
-        ledgers  the ledgers by pipeline rank. A rank without a ledger takes as long as the nearest
+        ledgers  pipeline rank -> its ledger. A rank without a ledger takes as long as the nearest
                  rank before it that has one
-
-        Returns (time of the busiest rank with its bubble, simulated schedule of all ranks).
         """
         seconds: dict[tuple[int, str], float] = {}
         table = next(iter(ledgers.values())).rank_program.schedule  # type: ignore[union-attr]
@@ -303,9 +309,9 @@ class CostModel:
 
     def _stage_times(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
         """Return stage -> {kind of action: seconds for one micro-batch}, for all stages of the
-        pipeline rank `device`.
+        pipeline rank `device`. `ledger` is that of this rank or of one like it.
 
-        The kinds are F (forward), B (backward) and W (weight gradients), as in
+        The kinds are "F" (forward), "B" (backward) and "W" (weight gradients), as in
         `cost/pipeline_schedule.py`. W takes 0 s if the schedule does not split the backward.
         """
         assert ledger.rank_program is not None
@@ -322,8 +328,9 @@ class CostModel:
         return found
 
     def _linear_s(self, segments: Iterable[Segment], samples: int) -> float:
-        """Return the seconds of the matrix products with weights in a forward. The gradients of
-        these weights take about as long."""
+        """Return the seconds of the matrix products with weights in the forward that `segments`
+        record, for a micro-batch of `samples` samples. Computing the gradients of these weights
+        takes about as long."""
         return sum(
             self.operation_s(operation, samples) * operation.count.at(samples)
             for segment in segments
@@ -332,7 +339,11 @@ class CostModel:
         )
 
     def _time_from_rows(self, rows: Rows, allocation_s: float) -> Time:
-        """Return the time of a step without input, communication and bubble."""
+        """Return the time of a step without waiting for samples, communication and pipeline bubble.
+
+        rows          (phase, kind of operation) -> (seconds without launches, number of operations)
+        allocation_s  seconds of page faults in the step
+        """
         sums: dict[str, float] = defaultdict(float)
         table = []
         for (phase, kind), (seconds, count) in rows.items():
@@ -356,7 +367,8 @@ class CostModel:
         )
 
     def _timeline_rows(self, timeline: Timeline, samples: int) -> dict[str, tuple[float, float]]:
-        """Return kind of operation -> (seconds without launches, number of launches)."""
+        """Return the time of a recorded list of operations for a micro-batch of `samples` samples,
+        as a dict: kind of operation -> (seconds without launches, number of launches)."""
         key = timeline, samples
         if key not in self._timelines:
             found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
@@ -372,8 +384,8 @@ class CostModel:
         return self._timelines[key]
 
     def operation_s(self, operation: Operation, samples: int) -> float:
-        """Return the seconds of one operation without its launch, at the machine's rate for its
-        kind, dtype and size."""
+        """Return the seconds of one operation in a micro-batch of `samples` samples, without its
+        launch. They follow from the machine's rate for the operation's kind, dtype and size."""
         kind = KIND.get(operation.name, "elementwise")
         flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:
@@ -386,8 +398,8 @@ class CostModel:
     def _allocation_s(self, ledger: Ledger) -> float:
         """Return the seconds of page faults in a step on a CPU; 0 on a GPU.
 
-        glibc returns freed memory to the operating system, which fills pages with zeros when the
-        memory is allocated and used again.
+        glibc returns freed memory to the operating system. When a process uses that memory again, a
+        page fault occurs for each page, and the system fills the page with zeros.
         """
         if self.machine.device != "cpu":
             return 0.0
@@ -397,8 +409,8 @@ class CostModel:
 
 
 def _work_s(time: Time) -> dict[str, float]:
-    """Return the seconds of a step's work, by the names that `Message.during` has: all forwards
-    ("forward"), all backwards ("backward") and the optimizer update ("update")."""
+    """Return the seconds of a step's work: {"forward": all forwards, "backward": all backwards,
+    "update": the optimizer update}. These keys are the values of `Message.during`."""
     sums: dict[str, float] = defaultdict(float)
     for phase, _, seconds, _ in time.rows:
         sums[phase] += seconds
@@ -411,20 +423,25 @@ def _work_s(time: Time) -> dict[str, float]:
 def _input_s(ledger: Ledger, work_s: float) -> float:
     """Return the seconds that a step waits for its samples.
 
-    The training loop waits for everything that it prepares itself. If loader workers prepare the
-    samples ahead, the loop waits only for the time by which they take longer than the step's work.
+    The training loop waits for all the work on samples that it does itself. If loader workers
+    prepare the samples ahead, the loop waits only for the time by which they take longer than the
+    step's work.
 
-    work_s  seconds of the step's work
+    ledger  names the work on samples, with its seconds per step, and which of it is done ahead
+    work_s  seconds of the step's other work
     """
     own = sum(seconds for name, seconds in ledger.seconds.items() if name not in ledger.ahead)
     return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
 
 
 def _product_size(operation: Operation, samples: int, flops: float) -> float:
-    """Return the size by which the machine's rate for a matrix product is looked up.
+    """Return the size of an operation by which the machine's rate for it is looked up.
 
-    It is the cube root of rows x columns x depth of a single product, also for batched products.
-    For operations without `sizes` (convolutions) it is `flops`.
+    For matrix products, it is the cube root of rows x columns x depth of a single product, also for
+    batched products. For operations without `sizes` (convolutions) it is `flops`, the operation's
+    FLOPs.
+
+    samples  number of samples of a micro-batch, on which rows and columns depend
     """
     if not operation.sizes:
         return flops

@@ -1,5 +1,5 @@
-"""Show how each method of a plan changes memory and time. The first row is the reference plan: one
-device, fp32, all activations saved. Each further row adds one method."""
+"""Show how each method of a plan changes memory and time, as a table. The first row is the
+reference plan: one device, fp32, all activations saved. Each further row adds one method."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from tightfit.runtime.method import name_of
 
 @dataclass(frozen=True)
 class WaterfallRow:
-    """A row of the waterfall: one more method, and the estimate with this method and all methods
-    before it.
+    """A row of the waterfall: one more method, and the estimate of the plan with this method and
+    the methods of all rows before it.
 
+    method      the method's name in words, such as "+ recompute"
     changes     the plan fields that the method sets, such as "recompute=full"; "" in the first row
     peak_bytes  bytes of a device at the peak
     step_s      seconds per step
@@ -29,7 +30,7 @@ class WaterfallRow:
 
 
 def waterfall(estimator: Estimator, plan: Plan) -> list[WaterfallRow]:
-    """Return the rows from the reference plan to `plan`.
+    """Return the rows that lead from the reference plan to `plan`, one method after the other.
 
     Methods that distribute the job over devices come first, then all other methods. Both groups are
     in the order of METHODS. Methods that the plan does not use are left out.

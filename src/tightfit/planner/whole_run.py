@@ -1,6 +1,6 @@
 """Predict what a complete training run takes: its steps, hours, samples or tokens, and its cost.
 
-The hours are those of the steps and of compiling. Evaluations, checkpoints and the preparation of
+The hours are those of all steps and of compiling. Evaluations, checkpoints and the preparation of
 the data before training are not counted.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tightfit.data import Order, UserStream, open_samples
+from tightfit.data import Order, SampleStream, open_samples
+from tightfit.data.source_files import needs_copies
 from tightfit.data.text import Columns, open_text
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
@@ -41,8 +42,8 @@ def length_of(job: Job) -> Length:
 
     The number is `train.steps` if the job sets it. Otherwise it follows from `train.epochs` and the
     number of samples in the data. If text is packed into sequences, its tokens are estimated from
-    its bytes, because counting them takes long. If the number of samples is unknown, the number of
-    steps is the one that a search assumes, 1,000.
+    its bytes, because counting them takes long. If the number of samples is unknown, 1,000 steps
+    are assumed.
     """
     train = job.train
     if train.steps is not None:
@@ -58,23 +59,26 @@ def length_of(job: Job) -> Length:
 
 
 def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
-    """Return (number of training samples in the data, the number in words, such as "about 320
-    samples"). Return None if the data is not available or would have to be read completely."""
+    """Return (number of training samples in the data, this number in words, such as "about 320
+    samples"). Return None if the data is empty or not on this machine, or if it would have to be
+    read completely."""
     spec, about = job.data, ""
     share = spec.held_out if isinstance(spec, DataSpec) else 0.0
     try:
         if isinstance(spec, DataSpec) and spec.synthetic is not None:
             count = spec.samples
-        elif isinstance(spec, DataSpec) and (spec.text or spec.jsonl):
-            if spec.packing == "padded" or spec.format:
+        elif isinstance(spec, DataSpec) and spec.streaming:
+            return None
+        elif isinstance(spec, DataSpec) and all(part.text or part.jsonl for part in spec.parts()):
+            if spec.packing == "padded" or any(part.format or needs_copies(part) for part in spec.parts()):
                 return None
-            size = open_text(spec, Columns(spec.field)).size_bytes
-            count, about = size // BYTES_PER_TOKEN // spec.sequence_length, "about "
+            sizes = [open_text(part, Columns(part.field)).size_bytes for part in spec.parts()]
+            count, about = sum(size // BYTES_PER_TOKEN // spec.sequence_length for size in sizes), "about "
         elif isinstance(spec, DataSpec) and spec.python is None and spec.images is None:
             return None
         else:
             source = open_samples(job)
-            if isinstance(source, UserStream):
+            if isinstance(source, SampleStream):
                 return None
             count = len(source)
     except InputError:  # the data is not on this machine
@@ -87,10 +91,12 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
 class WholeRun:
     """What a training run takes with a plan, from its first step to its last.
 
-    steps, steps_basis  `steps` and `basis` of the Length
-    seconds, hours      duration of the steps and of compiling
+    steps, steps_basis  number of optimizer steps, and how it was found, such as "2 epochs of 45
+                        samples"; "" if the job sets `train.steps`
+    seconds, hours      duration of all steps and of compiling, in two units
     device_hours        hours times the number of devices
-    samples, tokens     how many the model is trained on; tokens is None if it is no language model
+    samples, tokens     how many samples and tokens the model is trained on; tokens is None if it is
+                        no language model
     price               price of one device per hour, in any currency; None if it was not given
     cost                price times device hours; None without a price
     """
@@ -101,12 +107,12 @@ class WholeRun:
     hours: float
     device_hours: float
     samples: int
-    tokens: float | None
+    tokens: int | None
     price: float | None
     cost: float | None
 
     def content(self) -> dict[str, Any]:
-        """Return the content that `--json` prints."""
+        """Return the dict that `--json` prints: each field by its name."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -121,10 +127,11 @@ class WholeRun:
 
 
 def whole_run(job: Job, predicted: Mapping[str, Any], length: Length, price: float | None = None) -> WholeRun:
-    """Return what the complete training of `job` takes with a predicted plan.
+    """Return how long the complete training of `job` takes with a plan, and what it costs.
 
-    predicted  what `Estimate.content` returns; only `plan`, `time` and `tokens_per_s` are read
-    length     how long the job trains: see `length_of`
+    predicted  the plan's estimate, as `Estimate.content` returns it; only `plan`, `time` and
+               `tokens_per_s` are read
+    length     how many steps the job trains: see `length_of`
     price      price of one device per hour; None: no cost is computed
     """
     step_s, compile_s = predicted["time"]["step_s"], predicted["time"]["compile_s"]
@@ -139,14 +146,15 @@ def whole_run(job: Job, predicted: Mapping[str, Any], length: Length, price: flo
         hours=hours,
         device_hours=device_hours,
         samples=length.steps * job.train.batch,
-        tokens=None if tokens_per_s is None else tokens_per_s * step_s * length.steps,
+        tokens=None if tokens_per_s is None else round(tokens_per_s * step_s * length.steps),
         price=price,
         cost=None if price is None else price * device_hours,
     )
 
 
 def check_price(option: str, price: float | None) -> None:
-    """Raise InputError if `price` is negative, infinite or not a number. None is accepted.
+    """Raise InputError if `price`, the price of one device per hour, is negative, infinite or not a
+    number. None is accepted.
 
     option  the command line option that gave the price, for the message
     """
@@ -157,13 +165,14 @@ def check_price(option: str, price: float | None) -> None:
 
 
 def format_hours(hours: float, unit: str = "hours") -> str:
-    """Return hours as text with three digits, such as "0.0319 hours"; without decimals from 100."""
+    """Return hours as text with three significant digits and the unit, such as "0.0319 hours"; from
+    100 hours on, without decimals."""
     return f"{hours:,.0f} {unit}" if hours >= 100 else f"{hours:.3g} {unit}"
 
 
 def format_cost(cost: float) -> str:
     """Return a cost as text without a currency, such as "0.64" or "1,250". Costs of 1,000 or more
-    have no decimals."""
+    have no decimals, costs below 0.1 have two significant digits."""
     return f"{cost:,.0f}" if cost >= 1000 else f"{cost:.2f}" if cost >= 0.1 else f"{cost:.2g}"
 
 

@@ -1,1 +1,1 @@
-"""The output of the commands: progress, tables, pictures and the files of a run."""
+"""Everything that the commands show or write: progress, tables, pictures and the files of a run."""

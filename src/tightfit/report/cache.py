@@ -1,4 +1,4 @@
-"""`tightfit cache`: what is stored for later runs, and its removal."""
+"""Implements `tightfit cache`: shows what is stored for later runs, and removes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ CONTENTS = {
 
 
 def cache_command(clear: str | None, as_json: bool) -> None:
-    """Print what the cache holds, after removing the part named `clear` ("all" for everything).
+    """Print the parts of the cache with their sizes. If `clear` is given, first remove the part
+    with this name, or all parts for "all".
 
     Raises InputError if no part has that name.
     """
@@ -36,7 +37,8 @@ def cache_command(clear: str | None, as_json: bool) -> None:
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """For each part of the cache: its bytes on disk, its number of files, and what it is."""
+    """Return, for each part of the cache, {"bytes": size on disk, "files": number of files, "what":
+    description}, by the part's name."""
     found = {}
     for name, what in CONTENTS.items():
         files = [path for path in _folder(name).rglob("*") if path.is_file()]

@@ -1,5 +1,5 @@
-"""The commands that `cli.py` calls. They use the library's functions and print text, or JSON with
---json."""
+"""Implements the commands that `cli.py` calls: train, explain, verify and launch. They use the
+library's functions and print text, or JSON with --json."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 def quiet_libraries() -> None:
-    """Silence the log messages of other libraries. Print tightfit's warnings as one line each, on
-    rank 0 only.
+    """Silence the log messages of other libraries, and print each of tightfit's warnings as one
+    line, on rank 0 only.
 
-    This changes the logging and warnings of the process, so only commands call it.
+    This changes the logging and warnings of the whole process, so only commands call it.
     """
     warnings.showwarning = _show_in_a_line
     # WRAPPED_OPERATIONS warns about in-place writes under selective recomputation, which tightfit
@@ -85,12 +85,14 @@ def quiet_transformers(job: Job) -> None:
 
 
 def read_job(path: Path, plan: str | None, changes: list[str]) -> tuple[Job, dict[str, Any]]:
-    """Read a job file. Returns the job, and the plan fields that are fixed (pinned), by name.
-    Raises InputError.
+    """Read a job file. Return the job, and a dict of the plan fields that the user has fixed
+    (pinned).
 
     plan     a plan file, the word reference, or None for the plan section of the job file
-    changes  KEY=VALUE texts. plan.x=... changes one field of the plan, plan=... replaces the whole
-             plan
+    changes  KEY=VALUE texts that change the job. plan.x=... changes one field of the plan, plan=...
+             replaces the whole plan
+
+    Raises InputError if a file or a change is wrong.
     """
     is_field = {change: change.partition("=")[0].strip().startswith("plan.") for change in changes}
     job = Job.load(path, [change for change in changes if not is_field[change]])
@@ -186,13 +188,15 @@ def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, acceler
 def decide(
     job: Job, machine: Machine, pins: dict[str, Any], say: Callable[[str], None]
 ) -> tuple[dict[str, Any] | None, Plan, dict[str, str]]:
-    """Choose the fastest plan that fits and has the values of `pins`.
+    """Choose the fastest plan that fits the machine and has the pinned values.
 
-    Returns (the plan's prediction, the plan, the reason for each field that was chosen). If the
-    model cannot be traced, a message is printed, the prediction is None, and the other fields get
-    their defaults. Raises DoesNotFit and InputError.
+    pins  the plan fields that the user has fixed, by name
+    say   prints a line
 
-    say  prints a line
+    Returns (the plan's prediction, the plan, the reason for each field that was chosen). If no plan
+    can be predicted, for example because the model cannot be traced, the prediction is None, and
+    the fields that are not pinned get their defaults. Raises DoesNotFit if no plan fits, and
+    InputError if the pins break a rule or cannot be combined.
     """
     start, reasons = complete(job, machine, pins)
     from tightfit.planner.estimate import Estimator
@@ -212,7 +216,12 @@ def decide(
 
 
 def tensor_bytes_of(predicted: dict[str, Any]) -> float:
-    """Return the predicted bytes of tensors at the peak: all rows except runtime and allocator."""
+    """Return the predicted bytes of tensors at the peak: the sum over all kinds of memory except
+    runtime and allocator.
+
+    predicted  a plan's prediction; its "memory" has the bytes of each kind, such as parameters and
+               activations
+    """
     return sum(size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator"))
 
 
@@ -275,7 +284,13 @@ def explain_command(
 
 
 def _check_explain_options(machine: str | None, analyze: bool, picture: Path | None, timeline: Path | None) -> None:
-    """Raise InputError for options of explain that cannot work, before anything is predicted."""
+    """Raise InputError, before anything is predicted, for options of `tightfit explain` that cannot
+    work: `analyze` with another machine's name, or a file for a drawing with an unknown suffix.
+
+    machine   the name given with --machine; None: this machine
+    picture   the file for the drawing of the memory, or None
+    timeline  the file for the drawing of the pipeline, or None
+    """
     if analyze and machine is not None:
         raise InputError(
             "--analyze", f"runs on this machine, but --machine is {machine}", "leave out --analyze or --machine"
@@ -288,7 +303,9 @@ def _check_explain_options(machine: str | None, analyze: bool, picture: Path | N
 
 
 def _draw(estimate: Estimate, picture: Path | None, timeline: Path | None) -> None:
-    """Draw a plan's memory and the timeline of its pipeline. A file that is None is not drawn."""
+    """Draw a plan's memory into the file `picture`, and the timeline of its pipeline into the file
+    `timeline`. A file that is None is not drawn. Raises InputError if a timeline is asked for and
+    the plan has no pipeline."""
     if picture is not None:
         from tightfit.report.figures import draw_memory
 
@@ -309,8 +326,8 @@ def _bytes_of(option: str, text: str) -> int:
 
 
 def figures_for_training(name: str) -> Machine:
-    """Return the named machine's rates together with the devices, cores and memory that are
-    detected on this machine.
+    """Return a Machine with the rates (FLOP/s, bandwidths) of the machine called `name`, and with
+    the devices, cores and memory that are detected on this machine.
 
     Raises InputError if tightfit cannot train on the named machine, or if its kind of device (cpu,
     cuda) is not that of this machine.
@@ -330,8 +347,8 @@ def figures_for_training(name: str) -> Machine:
 
 
 def this_machine(say: Callable[[str], None]) -> Machine:
-    """Detect this machine. A CPU that was never calibrated gets a quick calibration of some
-    seconds.
+    """Detect and return this machine. A CPU that was never calibrated gets a quick calibration,
+    which takes some seconds.
 
     Prints a warning with the reason if the host shows a GPU that torch cannot use.
 
@@ -371,7 +388,12 @@ def check_out(out: Path, resume: bool) -> None:
 
 
 def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str, str]) -> None:
-    """Print the plan, the reasons for its fields, and the changes of numerics that it makes."""
+    """Print the plan, the reason for each field that tightfit chose, and the changes of numerics
+    that the plan makes.
+
+    say      prints a line
+    reasons  the reason for each chosen plan field, by name
+    """
     say("plan     " + (", ".join(f"{name}={value}" for name, value in plan.differences().items()) or "reference"))
     for name, reason in reasons.items():
         say(f"           {name}={getattr(plan, name)}: {reason}")
@@ -382,9 +404,11 @@ def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str
 
 
 def summary(record: dict[str, Any], out: Path) -> str:
-    """Return a few lines with a run's loss, speed and memory, predicted beside measured.
+    """Return a text of several lines with a run's loss, speed and memory. Predicted values are
+    shown beside measured ones.
 
     record  the content of record.json
+    out     the run's folder
     """
     peak, loss = record["peak_bytes"], [(step, value) for step, value in record["loss"] if value is not None]
     lines = []

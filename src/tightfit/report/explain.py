@@ -1,5 +1,5 @@
-"""The text that `tightfit explain` prints: the chosen plan, its memory and time row by row, and why
-other plans were not chosen."""
+"""Makes the text that `tightfit explain` prints: the chosen plan, its memory and time row by row,
+and why other plans were not chosen."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None, price: float | None = None) -> str:
-    """Return the text that `tightfit explain` prints.
+    """Return the text that `tightfit explain` prints for a job.
 
-    machine  default: this machine
-    plan     default: the fastest plan that fits the machine
-    price    of one device per hour; adds the cost of the whole training
+    machine  the machine to predict for; None: this machine
+    plan     the plan to explain; None: the fastest plan that fits the machine
+    price    price of one device per hour; with it, the text has the cost of the whole training
 
-    Raises DoesNotFit if no plan fits, InputError for a model that cannot be traced.
+    Raises DoesNotFit if no plan fits, and InputError if the model cannot be traced.
     """
     estimator = Estimator(job, machine or Machine.detect())
     estimates = search_or_estimate(estimator, {} if plan is None else plan.model_dump())
@@ -51,8 +51,14 @@ def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None, 
 
 
 def explained(estimates: list[Estimate], price: float | None = None) -> dict[str, Any]:
-    """Return the content that `tightfit explain --json` prints. Its `chosen` is 0, the place of the
-    chosen plan among `plans`, or None if the pinned plan does not fit."""
+    """Return the content that `tightfit explain --json` prints. The first of the estimates is that
+    of the chosen plan.
+
+    In the result, `plans` has one entry for each estimate. `chosen` is 0, the index of the chosen
+    plan in `plans`, or None if that plan does not fit.
+
+    price  price of one device per hour; None: no cost
+    """
     chosen = estimates[0]
     said = [one.rejected_because or ("" if one.fits else describe_shortages(one)) for one in estimates]
     plans = [{**one.content(), "rejected_because": why} for one, why in zip(estimates, said, strict=True)]
@@ -66,15 +72,22 @@ def explained(estimates: list[Estimate], price: float | None = None) -> dict[str
 
 
 def with_whole_runs(job: Job, plans: list[dict[str, Any]], price: float | None) -> list[dict[str, Any]]:
-    """Return the contents of estimates, each with a `run`: time and cost of the whole training."""
+    """Return copies of `plans`, each with a new entry `run`: the time and the cost of the whole
+    training.
+
+    plans  contents of estimates, as `Estimate.content` returns them
+    price  price of one device per hour; None: no cost
+    """
     length = length_of(job)
     return [{**one, "run": whole_run(job, one, length, price).content()} for one in plans]
 
 
 def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow], price: float | None = None) -> None:
-    """Print the explanation of the first estimate, and a table of the other estimates.
+    """Print the explanation of the first estimate, which is the chosen plan's, and a table of the
+    other estimates.
 
-    stages  the same plan, built up method by method
+    stages  estimates of the chosen plan as its methods are added one after another
+    price   price of one device per hour; with it, the cost of the whole training is printed
     """
     chosen = estimates[0]
     say = _say(console)
@@ -119,8 +132,8 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
 
 
 def _states(estimate: Estimate) -> str:
-    """Return the bytes of states per parameter, in total and part by part, because publications do
-    not all count the same parts."""
+    """Return, as text, the bytes per parameter of parameters, gradients and optimizer states: their
+    sum, and each part. The parts are listed because publications do not all count the same ones."""
     parts = estimate.bytes_per_parameter
     said = f"{sum(parts.values()):.3g} bytes a parameter: " + ", ".join(
         f"{row} {size:.3g}" for row, size in parts.items()
@@ -129,8 +142,8 @@ def _states(estimate: Estimate) -> str:
 
 
 def _trained(estimate: Estimate) -> str:
-    """Return how many weights are trained, if the job has adapters or most weights are frozen;
-    empty otherwise."""
+    """Return, as text, how many of the weights are trained. Returns an empty text if the job has no
+    adapters and more than half of the weights are trained."""
     lora = lora_of(estimate.job.model)
     total = sum(element_count(one.name, one.shape) for one in estimate.ledger.parameters if not one.buffer)
     count = sum(one.count for one in estimate.ledger.parameters if one.trainable)
@@ -140,8 +153,12 @@ def _trained(estimate: Estimate) -> str:
 
 
 def _made_up_for(chosen: Estimate, stages: list[WaterfallRow]) -> str:
-    """Return the number of steps after which faster steps have made up for the compile time; empty
-    if the plan does not compile or compiled steps are not faster."""
+    """Return, as text, after how many steps the faster compiled steps have saved as much time as
+    compiling took. Returns an empty text if the plan does not compile or if compiled steps are not
+    faster.
+
+    stages  estimates of the plan as its methods are added one after another
+    """
     for before, stage in itertools.pairwise(stages):
         if stage.method == "+ compile" and stage.step_s < before.step_s:
             return f" (made up for in {math.ceil(chosen.compile_s / (before.step_s - stage.step_s)):,} steps)"
@@ -166,8 +183,12 @@ def _verdict(estimate: Estimate) -> str:
 
 
 def _beside(rows: dict[str, float], limit: float | None) -> str:
-    """Return bytes in host memory or on disk as text: the total, the limit, and the bytes of each
-    purpose, largest first."""
+    """Return, as text, the bytes that a plan needs in host memory or on disk: their sum, the limit,
+    and the bytes of each purpose, largest first.
+
+    rows   bytes by purpose
+    limit  bytes that may be used; None: unknown
+    """
     said = ", ".join(
         f"{name} {format_bytes(size)}" for name, size in sorted(rows.items(), key=lambda row: -row[1]) if size
     )
@@ -175,8 +196,8 @@ def _beside(rows: dict[str, float], limit: float | None) -> str:
 
 
 def _groups(one: Estimate) -> list[str]:
-    """Return a line for each parameter group of the job: what it matches, and its learning rate and
-    weight decay."""
+    """Return one line of text for each parameter group of the job: its pattern, how many parameters
+    match it, and its learning rate and weight decay if it sets them."""
     train, lines = one.job.train, []
     trained = [parameter for parameter in one.ledger.parameters if parameter.trainable]
     for number, group in enumerate(train.groups):
@@ -192,7 +213,8 @@ def _groups(one: Estimate) -> list[str]:
 
 
 def _experts(one: Estimate) -> list[str]:
-    """Return, for each kind of mixture of experts, how its tokens are assumed to be spread."""
+    """Return one line of text for each kind of mixture-of-experts layer: how many experts each
+    token uses, and how evenly the prediction spreads the tokens over the experts."""
     imbalance = one.job.train.expert_imbalance
     spread = "evenly" if imbalance == 1 else f"with {imbalance:g} times the mean for the busiest expert"
     return [
@@ -202,7 +224,8 @@ def _experts(one: Estimate) -> list[str]:
 
 
 def _layers_in_float8(one: Estimate) -> str:
-    """Return how many linear layers of one device multiply in float8; empty if none does."""
+    """Return, as text, how many linear layers of one device multiply in float8; an empty text if
+    none does."""
     forward = [segment.timeline for segment in one.ledger.training if segment.phase == "forward"]
     count = sum(operation.name == "aten._scaled_mm" for timeline in forward for operation in timeline.operations)
     return f"; {count} linear layers multiply in float8" if count else ""
@@ -244,8 +267,8 @@ def _signed_bytes(size: float) -> str:
 
 
 def rows_table(estimate: Estimate) -> Table:
-    """Return a table of the ledger's rows at the peak and, beside them, the largest times of a
-    step."""
+    """Return a table with the bytes of each row of the ledger (parameters, gradients, ...) at the
+    peak and, beside them, the largest times of a step."""
     peak, time = estimate.peak, estimate.time
     table = _table(f"at the peak ({peak.phase}, {peak.part})", "bytes", "in a step", "time")
     bytes_rows = [(row, format_bytes(peak.rows[row])) for row in ROWS if peak.rows.get(row)]
@@ -260,8 +283,8 @@ def rows_table(estimate: Estimate) -> Table:
 
 
 def others_table(others: list[Estimate], chosen: Estimate) -> Table:
-    """Return a table of the other plans: the fields that differ from the chosen plan, and why each
-    plan was not chosen."""
+    """Return a table of the plans that were not chosen: the fields in which each one differs from
+    the chosen plan, its peak memory, its step time, and why it was not chosen."""
     table = _table("other plans, instead of this", "peak", "step", "why not")
     ours = chosen.plan.content()
     for one in others:
@@ -282,8 +305,8 @@ def _table(*columns: str) -> Table:
 
 
 def picture(estimate: Estimate) -> list[str]:
-    """Return the lines of a bar chart of memory over a step; each column is one instant of the
-    step."""
+    """Return the lines of a bar chart of memory over a step. Each column shows one instant of the
+    step; the last line names its phase."""
     instants = [(phase, sum(rows.values())) for phase, _, rows in estimate.ledger.instants()]
     columns = [instants[place * len(instants) // WIDTH] for place in range(WIDTH)]
     most = max(size for _, size in instants)
@@ -298,8 +321,12 @@ def picture(estimate: Estimate) -> list[str]:
 
 
 def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
-    """Print predicted beside measured bytes, row by row, then peak and step time with their
-    errors."""
+    """Print a table of predicted and measured bytes of tensors at the peak, row by row, then the
+    peak and the step time with the errors of their predictions.
+
+    estimate  the prediction
+    record    the measurement
+    """
     table = _table("", "predicted", "measured", "error")
     predicted, measured = logical_rows(estimate), record.peak_bytes.rows
     for row in [row for row in ROWS if predicted.get(row) or measured.get(row)]:
@@ -320,7 +347,8 @@ def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
 
 
 def slow_attention(record: Record) -> str:
-    """Return a warning if torch used no fused attention kernel on a GPU; empty otherwise."""
+    """Return a warning if the measured training ran on a GPU and torch used no fused kernel for the
+    attention; an empty text otherwise."""
     if record.attention != "math" or record.machine.device != "cuda":
         return ""
     return (
@@ -330,11 +358,11 @@ def slow_attention(record: Record) -> str:
 
 
 def logical_rows(estimate: Estimate) -> dict[str, float]:
-    """Return the predicted bytes of tensors at the peak, by row, without the rows runtime and
-    allocator.
+    """Return the predicted bytes of tensors at the peak, by row of the ledger (parameters,
+    gradients, ...). The rows runtime and allocator, which have no tensors, are left out.
 
-    On CUDA, torch allocates the workspaces of libraries such as cuBLAS and measures them as
-    temporaries, so they are added to that row.
+    On CUDA, torch allocates the workspaces of libraries such as cuBLAS, and measurements count them
+    as temporaries. So this function adds them to the row temporaries.
     """
     rows = {row: size for row, size in estimate.peak.rows.items() if row not in ("runtime", "allocator")}
     rows["temporaries"] = rows.get("temporaries", 0.0) + estimate.workspace_bytes

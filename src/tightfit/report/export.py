@@ -1,4 +1,5 @@
-"""`tightfit export` and `tightfit generate`: use the model of a run outside of its training."""
+"""Implements `tightfit export` and `tightfit generate`, which use the model of a run outside of its
+training."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of a run, as its newest checkpoint has it, on the CPU.
+    """The model of a run on the CPU, with the weights of the newest checkpoint.
 
-    model      the model, in the types of the checkpoint
+    model      the model, in the dtypes of the checkpoint
     tokenizer  the tokenizer of the run's data; None if the checkpoint has no tokenizer
     path       the folder of the checkpoint
     """
@@ -35,7 +36,8 @@ class TrainedModel:
 
 
 def load_trained(run: Path) -> TrainedModel:
-    """Load the model and the tokenizer from the newest checkpoint of a run's folder.
+    """Load the model and the tokenizer from the newest checkpoint in a run's folder, `run`. The
+    model is in evaluation mode, on the CPU.
 
     Raises InputError if the folder is not that of a run, if it has no checkpoint, or if the
     checkpoint does not fit the model.
@@ -73,12 +75,13 @@ def _load(model: nn.Module, saved: Reader, path: Path) -> None:
 
 
 def export(run: Path, folder: Path, merge: bool = False, dtype: str | None = None) -> str:
-    """Write a run's model into a new folder, as transformers or peft read it. Return what was
-    written, in words.
+    """Write a run's model into a new folder, in the format of transformers or, for adapters, of
+    peft. Return a sentence that says what was written where.
 
-    merge  add the adapters to the weights, and write a plain transformers model. Without it, only
-           the adapters of a model with adapters are written
-    dtype  fp32, bf16 or fp16; None: the type of the checkpoint
+    run    the run's folder; its newest checkpoint is exported
+    merge  for a model with adapters: True adds the adapters to the weights and writes a plain
+           transformers model; False writes the adapters alone
+    dtype  fp32, bf16 or fp16; None: the dtype of the checkpoint
 
     Raises InputError if the folder has files, for an unknown dtype, for `merge` without adapters,
     and for a model that is not from transformers.
@@ -117,7 +120,10 @@ def _state(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _save_plain(model: nn.Module, dtype: str | None, folder: Path) -> None:
-    """Write a transformers model; adapters are merged in fp32 first."""
+    """Write a transformers model into `folder`. Adapters are first added to the weights, in fp32.
+
+    dtype  fp32, bf16 or fp16; None: the dtype of the largest parameter
+    """
     kept = DTYPES[dtype] if dtype else _largest_type(model)
     plain: Any = merge_adapters(model.float()) if has_adapters(model) else model
     plain = plain.to(kept)
@@ -127,7 +133,7 @@ def _save_plain(model: nn.Module, dtype: str | None, folder: Path) -> None:
 
 
 def _largest_type(model: nn.Module) -> torch.dtype:
-    """Return the type of the largest parameter that is not part of a layer in 4 bits."""
+    """Return the dtype of the floating-point parameter with the most elements."""
     floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     return max(floating, key=lambda parameter: parameter.numel()).dtype
 
@@ -142,11 +148,15 @@ def generate(
 ) -> str:
     """Return the text with which a run's model continues a prompt.
 
+    run          the run's folder; its newest checkpoint is used
     tokens       the largest number of new tokens
     temperature  0 takes the most likely token each time; larger values draw more varied tokens
-    chat         put the prompt into the tokenizer's chat template, as a message of the user
+    chat         whether to put the prompt into the tokenizer's chat template, as a message of the
+                 user
+    seed         seed for drawing tokens
 
-    Raises InputError for a run without a tokenizer, or a model that does not generate text.
+    Raises InputError for a run without a tokenizer, for a model that does not generate text, and
+    for `chat` if the tokenizer has no chat template.
     """
     trained = load_trained(run)
     model: Any = merge_adapters(trained.model.float()) if has_adapters(trained.model) else trained.model

@@ -1,5 +1,5 @@
 """Draws pictures: memory over a step, a pipeline schedule over time, and a comparison of plans. The
-file's suffix decides between SVG, PNG and PDF."""
+file's suffix selects the format: SVG, PNG or PDF."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SHADES = (0.0, 0.16, 0.32, 0.48)  # opacity of the shade over a rank's first, s
 def check_picture(option: str, file: Path) -> None:
     """Raise InputError if the file's suffix is not .svg, .png or .pdf.
 
-    option  the command's option that names the file, such as --picture
+    option  the command's option that names the file, such as --picture; the error message shows it
     """
     if file.suffix not in FORMATS:
         asked = f"use {option} {file.with_suffix('.svg')} (or {' or '.join(FORMATS[1:])})"
@@ -49,7 +49,8 @@ def check_picture(option: str, file: Path) -> None:
 
 
 def draw_memory(estimate: Estimate, file: Path) -> None:
-    """Draw the memory over one step, row by row. The limit is drawn if it is below 1.6 times the
+    """Draw the memory over one step into a file, with one coloured area for each row of the ledger
+    (parameters, gradients, ...). A line shows the memory limit if it is less than 1.6 times the
     peak."""
     instants = list(estimate.ledger.instants())
     shown = [row for row in _COLOURS if any(rows.get(row) for _, _, rows in instants)]
@@ -77,9 +78,9 @@ def draw_memory(estimate: Estimate, file: Path) -> None:
 
 
 def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
-    """Write the names of the phases below the axis, with a tick where each phase begins.
+    """Write the names of the phases below the x axis, and set a tick where each phase begins.
 
-    phases  the phase (forward, backward, optimizer) of each instant
+    phases  for each instant on the x axis, its phase: forward, backward or optimizer
     """
     starts = [place for place, phase in enumerate(phases) if place == 0 or phases[place - 1] != phase]
     ends = [*starts[1:], len(phases) - 1]
@@ -95,8 +96,12 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
 
 
 def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> None:
-    """Draw the actions of each pipeline rank over time, each with the number of its micro-batch. If
-    a rank has several stages, later stages are darker."""
+    """Draw a pipeline schedule into a file: a row for each rank, with a bar for each of its actions
+    over time. Each bar has the number of its micro-batch. If a rank has several stages, the bars of
+    later stages are darker.
+
+    slots  the actions of all ranks, each with its start and end
+    """
     end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
     axes = _axes(11.0, 1.2 + 0.34 * devices, title)
     for slot in slots:
@@ -127,11 +132,11 @@ def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> N
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of horizontal bars, one for each row of a comparison.
+    """The values of one panel of horizontal bars, which has one bar for each row of a comparison.
 
-    values  length of each row's bar; None draws no bar
+    values  the length of each row's bar; None draws no bar
     form    formats a value as text
-    limits  a value to mark in each row; None draws no mark
+    limits  for each row, a value to mark on its bar; None draws no mark
     """
 
     title: str
@@ -143,8 +148,11 @@ class Panel:
 def draw_comparison(
     labels: Sequence[str], fits: Sequence[bool], panels: Sequence[Panel], title: str, file: Path
 ) -> None:
-    """Draw panels of bars side by side, with a row for each label. Rows whose `fits` is false are
-    grey."""
+    """Draw panels of horizontal bars side by side into a file. All panels have the same rows.
+
+    labels  the name of each row
+    fits    for each row, whether its plan fits; if not, its bars are grey
+    """
     figure = Figure((4.6 * len(panels) + 1.0, 1.1 + 0.34 * len(labels)), dpi=150)
     every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, panel in zip(every, panels, strict=True):

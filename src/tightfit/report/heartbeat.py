@@ -1,5 +1,5 @@
 """Prints a line every few seconds while a command plans or prepares data, so that the user sees
-that it works."""
+that the command works."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ SILENT_S = 8.0  # longest silence
 
 @contextmanager
 def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_S) -> Iterator[None]:
-    """Inside this context, print a line every `every_s` seconds: the package's latest log message,
-    or `what` before the first message, and the elapsed time.
+    """A context manager, inside which a line is printed every `every_s` seconds. The line has the
+    elapsed time and tightfit's latest log message; before the first message, it has the text
+    `what`.
 
     say  prints a line
     """
@@ -42,7 +43,10 @@ def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_
 
 
 class _Latest(logging.Handler):
-    """Stores the latest log message in `said`."""
+    """A logging handler that stores the latest log message in `said`.
+
+    said  the text before the first message
+    """
 
     def __init__(self, said: str) -> None:
         super().__init__(logging.INFO)

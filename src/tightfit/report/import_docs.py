@@ -73,16 +73,16 @@ def _section(importer: Importer) -> str:
 
 
 def _shared(importer: Importer) -> Importer | None:
-    """Return the importer with a smaller table most of whose keys are also in this importer's
-    table; None if there is none."""
+    """Return the importer with a smaller table whose keys are mostly in this importer's table, too;
+    None if there is none."""
     own = {id(key) for key in importer.keys}
     smaller = (one for one in IMPORTERS if len(one.keys) < len(importer.keys))
     return next((one for one in smaller if sum(id(key) in own for key in one.keys) > len(one.keys) / 2), None)
 
 
 def shown_keys(importer: Importer) -> list[Key]:
-    """Return the importer's keys that its section of the page lists: not the keys that it shares
-    with another importer, and not those of a DeepSpeed file inside another tool's file."""
+    """Return the keys that the importer's section of the page lists. Left out are keys that another
+    importer's section already lists, and keys of a DeepSpeed file inside another tool's file."""
     shared = _shared(importer)
     known = {id(key) for key in shared.keys} if shared else set()
     inside = ("deepspeed.", "deepspeed_config.deepspeed_config_file.")
@@ -101,7 +101,24 @@ def _field(key: Key) -> str:
 
 def _words(key: Key) -> str:
     words = key.reason or (key.convert.__doc__ if key.convert else "") or ""
-    return _sentence(" ".join(words.split())).replace("|", "\\|")
+    return _sentence(_for_users(" ".join(words.split()))).replace("|", "\\|")
+
+
+def _for_users(words: str) -> str:
+    """Return the text of a docstring without what only the code's reader needs: "Return the value as
+    a whole number" becomes "a whole number"."""
+    for name in (
+        " (Lacks, with the reason)",
+        "Lacks, with the reason: ",
+        " (ValueError)",
+        ", as an OptimizerChoice,",
+        ", as a ScheduleChoice,",
+        "Return the value as ",
+        "Return the value ",
+        "Return ",
+    ):
+        words = words.replace(name, "")
+    return words
 
 
 def _sentence(words: str) -> str:

@@ -1,4 +1,5 @@
-"""`tightfit import`: writes a job file and a plan file, and prints how each key was translated."""
+"""Implements `tightfit import`: writes a job file and a plan file, and prints how each key was
+translated."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ _WIDEST = 44  # a value in the table is cut to this number of characters
 
 
 def import_command(path: Path, tool: str | None, out: Path | None, devices: int | None, as_json: bool) -> None:
-    """Import a file and write job.yaml and plan.yaml. Raises InputError."""
+    """Import another tool's file, write job.yaml and plan.yaml, and print how each key was
+    translated.
+
+    path     the file to import
+    tool     the name of the tool; None: recognize it by the file's keys
+    out      the folder for the two files; None: imported/ and the file's name without its suffix
+    devices  the number of devices that train together, if the file does not say it
+
+    Raises InputError if the file cannot be imported, or if the folder has one of the two files or
+    cannot be written to.
+    """
     folder = out or Path("imported") / path.stem
     imported = import_file(path, tool, devices)
     texts = file_texts(imported, path)
@@ -34,7 +45,8 @@ def import_command(path: Path, tool: str | None, out: Path | None, devices: int 
 
 
 def table(rows: tuple[Row, ...]) -> list[str]:
-    """Return the lines of a table: each key, its value, and its outcome."""
+    """Return the lines of a table with a line for each key: the key, its value, and how it was
+    translated."""
     cells = [(row.key, _shown(row), _outcome(row)) for row in rows]
     widths = [max((len(row[column]) for row in cells), default=0) for column in (0, 1)]
     return [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {said}" for key, value, said in cells]

@@ -1,5 +1,6 @@
-"""`tightfit ladder`: shows how each method changes memory and time of a job. The rungs add one
-method after another to a plain training loop; a second table shows each method alone."""
+"""Implements `tightfit ladder`: shows how each method changes the memory and the time of a job. The
+rungs add one method after another to a plain training loop. A second table shows each method
+alone."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ def ladder_command(
 
 
 def measure(ladder: Ladder, job: Job, machine: Machine, say: Any) -> list[Measured]:
-    """Run a few steps of each rung, one rung after another, each in its own process. Returns what
-    was measured, in the order of the rungs.
+    """Run a few steps with the plan of each rung, one rung after another, each in its own process.
+    Return the measurements in the order of the rungs.
 
     say  prints a line
     """
@@ -74,7 +75,10 @@ def measure(ladder: Ladder, job: Job, machine: Machine, say: Any) -> list[Measur
 
 
 def content(ladder: Ladder, machine: Machine, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the content that `tightfit ladder --json` prints."""
+    """Return the content that `tightfit ladder --json` prints.
+
+    measured  the measurements of the rungs, in their order; empty if nothing was measured
+    """
     rungs = [rung.content() for rung in ladder.rungs]
     for rung, one in zip(rungs, measured, strict=False):
         rung["measured"] = one.content()
@@ -91,7 +95,11 @@ def name_of(rung: Rung) -> str:
 
 
 def show(console: Console, ladder: Ladder, measured: Sequence[Measured]) -> None:
-    """Print the rungs, each method alone, and which methods were left out and why."""
+    """Print a table of the rungs, a table of each method alone, and which methods were left out and
+    why.
+
+    measured  the measurements of the rungs, in their order; empty if nothing was measured
+    """
     console.print()
     console.print(rungs_table(ladder, measured), highlight=False)
     console.print("\neach method alone, beside the plain loop")
@@ -112,11 +120,13 @@ def _times(ratio: float) -> str:
 
 
 def rungs_table(ladder: Ladder, measured: Sequence[Measured]) -> Table:
-    """Return a table of the rungs with their ratios to the plain loop, and with the measured
-    figures if there are any.
+    """Return a table with a line for each rung: its predicted memory and step time, and their
+    ratios to the plain loop. If there are measurements, the table shows them, too.
 
-    The columns "tensors, predicted" and "tensors" can be compared. The column "memory" also counts
-    memory outside of tensors.
+    The columns "tensors, predicted" and "tensors" (measured) can be compared. The column "memory"
+    also counts memory outside of tensors.
+
+    measured  the measurements of the rungs, in their order; empty if nothing was measured
     """
     more = ("measured step", "", "tensors, predicted", "tensors", "loss") if measured else ()
     table = _table("rung", "memory", "", "step", "", *more)
@@ -168,8 +178,11 @@ def _table(*columns: str) -> Table:
 
 
 def draw(ladder: Ladder, measured: Sequence[Measured], file: Path) -> None:
-    """Draw the memory and predicted step time of the rungs, and the measured step time if there is
-    any."""
+    """Draw the memory and the predicted step time of the rungs into a file. If there are
+    measurements, also draw the measured step times.
+
+    measured  the measurements of the rungs, in their order; empty if nothing was measured
+    """
     from tightfit.report.figures import Panel, draw_comparison
 
     rungs = ladder.rungs

@@ -1,5 +1,5 @@
-"""`tightfit machine`: shows the figures of a machine, calibrates this machine, and lists the known
-devices."""
+"""Implements `tightfit machine`: shows the figures of a machine, calibrates this machine, and lists
+the known devices."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def read_record(path: Path) -> Record:
 
 
 def list_machines(console: Console, as_json: bool) -> None:
-    """Print the devices of the table by group, each with its figures, and the cloud instance
-    types."""
+    """Print the figures of each device that tightfit knows, by group, and the names of the cloud
+    instance types. With `as_json`, print the devices alone, as JSON."""
     machines = [Machine.named(name) for name in devices()]
     if as_json:
         print(json.dumps([machine.content() for machine in machines]))
@@ -108,8 +108,8 @@ def list_machines(console: Console, as_json: bool) -> None:
 
 
 def instance_types() -> dict[str, list[str]]:
-    """Return the names of cloud instance types, by the device that they have, in the order of the
-    tables."""
+    """Return, for each device, the names of the cloud instance types that have it. Devices and
+    names are in the order of the table."""
     found: dict[str, list[str]] = {}
     for name, facts in instances().items():
         found.setdefault(facts["device"], []).append(name)
@@ -117,7 +117,8 @@ def instance_types() -> dict[str, list[str]]:
 
 
 def machine_rows(machine: Machine) -> list[tuple[str, str, str]]:
-    """Return (name, value, source) of each figure of a machine, as text."""
+    """Return (name, value, source) as text for each figure of a machine, such as its memory and its
+    bandwidths."""
     count = machine.devices_per_node * machine.nodes
     kind = f"{machine.device}, {machine.architecture}" if machine.architecture else machine.device
     rows = [("device", f"{count} x {machine.name} ({kind})", machine.memory_bytes.source)]

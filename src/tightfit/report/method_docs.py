@@ -1,7 +1,8 @@
 """Writes docs/methods.md from METHODS: python -m tightfit.report.method_docs.
 
-The page begins with a table, whose rows are the first paragraphs of the method modules' docstrings.
-Each section is a whole docstring. A test checks that the page agrees with METHODS.
+The page begins with a table, whose rows show the first paragraphs of the method modules'
+docstrings. Then it has one section for each method, with the whole docstring. A test checks that
+the page agrees with METHODS.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ that order.
 
 
 def table(methods: Iterable[ModuleType] = METHODS) -> str:
-    """Return a Markdown table of the methods: name, plan fields and summary."""
+    """Return a Markdown table with one row for each method: its name, its plan fields and the first
+    paragraph of its docstring.
+
+    methods  the modules of the methods
+    """
     rows = [
         f"| [{_title(one)}](#{_anchor(one)}) | {', '.join(f'`{field}`' for field in one.FIELDS)} | {_summary(one)} |"
         for one in methods
@@ -35,7 +40,10 @@ def table(methods: Iterable[ModuleType] = METHODS) -> str:
 
 
 def page(methods: Iterable[ModuleType] = METHODS) -> str:
-    """Return the text of docs/methods.md."""
+    """Return the text of docs/methods.md: a table of the methods, and a section for each of them.
+
+    methods  the modules of the methods
+    """
     return HEAD + table(methods) + "".join(_section(one) for one in methods)
 
 

@@ -1,4 +1,5 @@
-"""Turns out-of-memory errors into DoesNotFit, with changes of the plan that need less memory."""
+"""Turns out-of-memory errors into DoesNotFit errors, whose message lists changes of the plan that
+need less memory."""
 
 from __future__ import annotations
 
@@ -21,8 +22,12 @@ _SAID_BY_ONEDNN = "could not create a primitive"  # the end of oneDNN's message
 
 @contextmanager
 def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
-    """Inside this context, turn out-of-memory errors of the device or the host into DoesNotFit,
-    whose message lists changes of the plan that need less memory."""
+    """A context manager that turns an out-of-memory error of the device or the host, raised inside
+    it, into DoesNotFit. The message of DoesNotFit lists changes of the plan that need less memory.
+    Other errors pass unchanged.
+
+    device  the kind of device, cpu or cuda, for which the changes must be valid
+    """
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
@@ -35,7 +40,8 @@ def memory_errors_named(plan: Plan, job: Job, device: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, torch, CUDA or the operating system means that memory ran out."""
+    """Return whether an error of Python, torch, CUDA, oneDNN or the operating system means that
+    memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     if isinstance(error, OSError):
@@ -45,8 +51,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def smaller_changes(plan: Plan, job: Job, device: str) -> str:
-    """Return single changes of the plan that need less memory and that the job allows, in the order
-    of their cost in time: "chunked_loss: 1024, recompute: full"."""
+    """Return, as text, the changes of single plan fields that need less memory and that the job
+    allows. The change that costs the least time is first: "chunked_loss: 1024, recompute: full".
+
+    device  the kind of device, cpu or cuda, for which the changes must be valid
+    """
     micro_batch = plan.micro_batch_of(job.train.batch)
     language = job.loss is None and task_of(job.model) not in (None, "classification")
     wished: dict[str, Any] = {

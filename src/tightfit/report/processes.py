@@ -1,4 +1,4 @@
-"""What a training command needs if it is one of several processes, or if a scheduler may end it."""
+"""Functions for training commands that run in several processes, or that a scheduler may end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tightfit.errors import InputError, TightfitError
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of a training command that concern its processes; they do not change what is trained.
+    """Options of a training command that concern its processes and do not change what is trained.
 
     timeout_s     seconds to wait for a process that does not answer
     interface     name of the network interface that leads to the other hosts
-    requeue_code  exit code if SIGTERM or SIGUSR1 ends the run after a checkpoint is saved; None is
-                  128 + the signal's number
+    requeue_code  exit code of a run that SIGTERM or SIGUSR1 ended after a checkpoint was saved;
+                  None: 128 + the signal's number
     """
 
     timeout_s: float = 600.0
@@ -27,15 +27,17 @@ class LaunchOptions:
     requeue_code: int | None = None
 
     def code_of(self, number: int) -> int:
-        """Return the exit code of a training that signal `number` has ended."""
+        """Return the exit code of a training that the signal with this number has ended:
+        `requeue_code`, or 128 + number if there is none or if the signal is Ctrl-C."""
         return self.requeue_code if self.requeue_code and number != signal.SIGINT else 128 + number
 
 
 def check_start(nproc: int, world: int, around: LaunchOptions) -> None:
     """Raise InputError for options that contradict how the processes were started.
 
-    nproc  number of processes that --nproc asks for
-    world  number of processes that a launcher (torchrun, srun) has started
+    nproc   number of processes that --nproc asks for
+    world   number of processes that a launcher (torchrun, srun) has started
+    around  the options that concern the processes
     """
     if world > 1 and nproc not in (1, world):
         raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave out --nproc")
@@ -49,11 +51,14 @@ def check_start(nproc: int, world: int, around: LaunchOptions) -> None:
 
 @contextmanager
 def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str], None]]:
-    """Inside this context, the processes of a training watch each other (`engine/watchdog.py`).
+    """A context manager, inside which the processes of a training watch each other: if one of them
+    dies or does not answer, the others end, too (`engine/watchdog.py`).
 
-    world  number of processes; with 1 there is nothing to watch
+    world   number of processes; with 1 there is nothing to watch
+    around  the options that concern the processes, such as the timeout
 
-    Yields a function that joins the process group for a kind of device (cpu, cuda).
+    Yields a function that joins torch's process group. Its argument is the kind of device, cpu or
+    cuda.
     """
     if world == 1:
         yield lambda device: None
@@ -72,8 +77,12 @@ def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str
 
 @contextmanager
 def errors_printed_once(world: int, around: LaunchOptions) -> Iterator[None]:
-    """Inside this context, an error that every process raises on its own is printed by one process
-    only. world: number of processes; around: how they were launched."""
+    """A context manager for code that raises the same TightfitError in every process, such as
+    reading a wrong job file. It lets the error be printed by one process only.
+
+    world   number of processes
+    around  the options that concern the processes
+    """
     try:
         yield
     except TightfitError as error:
@@ -82,9 +91,10 @@ def errors_printed_once(world: int, around: LaunchOptions) -> Iterator[None]:
 
 
 def on_rank_zero(make: Callable[[], Any], join: Callable[[], None]) -> Any:
-    """Call `make` on rank 0 and broadcast its result to all ranks.
+    """Call `make` on rank 0, broadcast its result to all ranks, and return it.
 
-    If `make` raises TightfitError, rank 0 raises it, and the other ranks exit with its exit code.
+    If `make` raises TightfitError, rank 0 raises it, and the other ranks exit with the error's exit
+    code.
 
     join  joins the process group; it is called after `make`
     """
@@ -111,7 +121,8 @@ def on_rank_zero(make: Callable[[], Any], join: Callable[[], None]) -> Any:
 
 
 def barrier() -> None:
-    """Wait for all processes of the training, if it has a process group."""
+    """Wait until all processes of the training have called this function. Returns at once if there
+    is no process group."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -119,7 +130,7 @@ def barrier() -> None:
 
 
 def destroy_group() -> None:
-    """Destroy the process group, if the training has one. All processes must be done."""
+    """Destroy torch's process group, if there is one. Call this when all processes are done."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():

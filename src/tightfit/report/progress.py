@@ -1,5 +1,5 @@
-"""Progress of a training: a live bar on a terminal, plain lines in a file or pipe. Both show the
-same figures: loss, learning rate, speed, peak memory and remaining time."""
+"""Shows the progress of a training: a live bar on a terminal, plain lines in a file or pipe. Both
+show the same figures: loss, learning rate, speed, peak memory and remaining time."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class View(Protocol):
 
 
 def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, left_s: float) -> str:
-    """Return one line with loss, learning rate, speed, peak memory (if it is known) and remaining
-    time.
+    """Return one line with loss, learning rate, speed, peak memory and remaining time after a step.
 
     items_per_s  tokens or samples per second
     unit         what is counted: tokens or samples
+    peak_bytes   peak memory; None if it is unknown, then it is left out
     left_s       remaining seconds
     """
     peak = "" if peak_bytes is None else f"peak {format_bytes(peak_bytes)}  "
@@ -39,7 +39,12 @@ def describe(step: Step, items_per_s: float, unit: str, peak_bytes: int | None, 
 
 
 class ProgressLines:
-    """Prints a line for the first step, for the last step, and every few seconds in between."""
+    """Prints a line for the first step, for the last step, and for a step in between whenever 5
+    seconds have passed since the last line.
+
+    total  number of steps
+    unit   what is counted: tokens or samples
+    """
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
         self.total, self.unit, self.console, self.shown_at = total, unit, console, -math.inf
@@ -63,7 +68,11 @@ class ProgressLines:
 
 
 class ProgressBar:
-    """A progress bar that is redrawn in place. Lines printed with `say` appear above the bar."""
+    """Shows a progress bar that is redrawn in place. Lines printed with `say` appear above the bar.
+
+    total  number of steps
+    unit   what is counted: tokens or samples
+    """
 
     def __init__(self, total: int, unit: str, console: Console) -> None:
         self.total, self.unit = total, unit
@@ -90,10 +99,11 @@ class ProgressBar:
 
 
 def progress(total: int, unit: str, console: Console | None = None) -> ProgressBar | ProgressLines:
-    """Return a ProgressBar if the output is a terminal, ProgressLines if it is a file or a pipe.
+    """Return a ProgressBar if the output is a terminal, or ProgressLines if it is a file or a pipe.
 
-    total  number of steps
-    unit   what is counted: tokens or samples
+    total    number of steps
+    unit     what is counted: tokens or samples
+    console  where to print; None: the standard output
     """
     console = console or Console()
     return ProgressBar(total, unit, console) if console.is_terminal else ProgressLines(total, unit, console)

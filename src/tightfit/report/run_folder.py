@@ -10,7 +10,7 @@ import math
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,15 +68,20 @@ def train_in_folder(
     again: bool = False,
     predicted: dict[str, Any] | None = None,
 ) -> tuple[Record, str | None, int | None]:
-    """Train `job` with `plan`, and write the run's files to `out`.
+    """Train `job` with `plan`, and write the run's files to the folder `out`.
 
     again      whether to resume from the newest checkpoint in `out`
     predicted  the plan's prediction, which is written to predicted.json and to the record; None if
-               the model cannot be traced
+               there is none
 
-    Returns the record, a sample of generated text (None if the model cannot generate text), and the
-    number of the signal that ended the training early (None if it ran to its last step).
-    Raises DoesNotFit if memory runs out, TightfitError if the loss becomes NaN or infinite.
+    Returns (record, sample, stopped):
+
+    record   the record of the run
+    sample   a sample of generated text; None if the model cannot generate text
+    stopped  the number of the signal that ended the training early; None if no signal did
+
+    Raises DoesNotFit if memory runs out, and TightfitError if the loss or a weight becomes NaN or
+    infinite.
     """
     console = Console(quiet=not is_rank_zero())
     check_trackers(job)
@@ -111,7 +116,7 @@ def train_in_folder(
         record = observer.record(machine)
     if predicted is not None:
         tensors = [size for row, size in predicted["memory"].items() if row not in ("peak", "runtime", "allocator")]
-        whole = predicted["memory"]["peak"] if machine.device == "cpu" else None
+        whole = _predicted_process(predicted, run.plan, machine) if machine.device == "cpu" else None
         peak = record.peak_bytes.replace(predicted=sum(tensors) + predicted["workspace_bytes"], predicted_process=whole)
         record = record.replace(peak_bytes=peak, predicted_step_s=predicted["time"]["step_s"])
     record = record.replace(
@@ -127,7 +132,11 @@ def train_in_folder(
 
 
 def evaluations_in(lines: list[dict[str, Any]]) -> list[tuple[int, dict[str, float]]]:
-    """Return (step, {metric: value}) of the evaluations in lines of metrics.jsonl."""
+    """Return (step, {metric: value}) for each evaluation that is written in the lines of
+    metrics.jsonl. A value of null becomes NaN.
+
+    lines  the parsed lines, one dict each
+    """
     found = []
     for line in lines:
         named = {name.removeprefix(EVALUATION): value for name, value in line.items() if name.startswith(EVALUATION)}
@@ -152,23 +161,25 @@ def _best_checkpoint(selection: Selection, out: Path) -> BestCheckpoint | None:
 
 
 def _find_checkpoint(out: Path) -> None:
-    """Raise InputError, before anything is built, if `out` has no checkpoint to resume from."""
+    """Raise InputError if the folder `out` has no checkpoint to resume from. Called before anything
+    is built."""
     described = read_yaml(out / "job.yaml") if (out / "job.yaml").exists() else {}
     told = (described.get("train") or {}).get("checkpoint_every")
     if told == "never" and not checkpoints(out / "checkpoints"):
         raise InputError(
             f"resume from {out}",
-            "has no checkpoint, because train.checkpoint_every was never",
-            "leave out --resume to start again, and set train.checkpoint_every to end or a number of steps",
+            "has no checkpoint, because the run had train.checkpoint_every=never",
+            "leave out --resume to start again, with train.checkpoint_every=end or a number of steps",
         )
     newest(out / "checkpoints")
 
 
 def _sample(run: Run) -> str | None:
-    """Return a sample of generated text; all devices call this function together.
+    """Return a sample of generated text, or None if the model cannot generate text. All devices
+    must call this function together.
 
-    The training is already done and saved, so an error is returned as text and does not fail the
-    run.
+    The training is already done and saved. So an error does not fail the run: the function returns
+    the error's text instead.
     """
     try:
         return sample_text(run)
@@ -177,11 +188,14 @@ def _sample(run: Run) -> str | None:
 
 
 def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Path, start: int) -> list[dict[str, Any]]:
-    """Write the files of a run that exist before its first step. Raises InputError if that fails.
+    """Write the files that a run's folder `out` has before the first step: job.yaml, plan.yaml and
+    predicted.json. Truncate metrics.jsonl to the first `start` steps, and return their lines as
+    dicts.
 
-    start  number of steps that are already done
+    predicted  the plan's prediction, or None
+    start      number of steps that are already done; 0 for a new run
 
-    Returns the lines of metrics.jsonl of these `start` steps.
+    Raises InputError if a file cannot be written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -193,13 +207,20 @@ def begin_files(job: Job, plan: Plan, predicted: dict[str, Any] | None, out: Pat
         raise not_writable(out, error) from error
 
 
-def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:
-    """Train, report each step, and save checkpoints. Returns the number of the signal that ended
-    the training early, or None.
+def _predicted_process(predicted: Mapping[str, Any], plan: Plan, machine: Machine) -> float:
+    """Return the predicted bytes of a training process on a CPU: its peak, and the buffer of a stream
+    that no worker reads."""
+    stream = predicted["host_memory"].get("stream", 0) / min(machine.devices_per_node, plan.devices)
+    return predicted["memory"]["peak"] + (stream if plan.loader_workers == 0 else 0)
 
-    On CUDA the figures of a step are read when the next step has begun, so that the device does not
-    wait. The figures of the last step, and of a step after which an evaluation or a checkpoint is
-    due, are read at once.
+
+def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:
+    """Train, report each step, and save checkpoints in `out`. Return the number of the signal that
+    ended the training early; None if no signal did.
+
+    On CUDA, the figures of a step, such as its loss, are read after the next step has begun, so
+    that the device does not wait. They are read at once for the last step, and for a step after
+    which an evaluation or a checkpoint is due.
 
     start  number of steps that are already done
     """
@@ -240,7 +261,8 @@ def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:
 
 
 def _stopper(code: int) -> str:
-    """Return what asked the training to stop, in words: a callback, or the name of a signal.
+    """Return, as text, what asked the training to stop: a callback, a callback that failed, or the
+    name of a signal.
 
     code  STOP, FAILED, or FAILED plus the number of the signal
     """
@@ -250,13 +272,15 @@ def _stopper(code: int) -> str:
 
 
 class _StepReport:
-    """Shows the figures of each step, writes them to metrics.jsonl and to the trackers, evaluates
-    when an evaluation is due, and calls the job's callbacks.
+    """Reports each step of a training: shows its figures, writes them to metrics.jsonl and to the
+    trackers, evaluates the model when an evaluation is due, and calls the job's callbacks.
 
-    trackers, metrics  None on all ranks but rank 0
-    overflows    number of steps in a row whose update was skipped because fp16 overflowed
-    evaluations  (step, {metric: value}) since the start
-    is_best      whether the latest step had the best evaluation by train.keep_best
+    trackers, metrics  the open trackers and the open file metrics.jsonl; None except on rank 0
+    overflows          number of steps in a row, up to the latest, whose update was skipped because
+                       fp16 overflowed
+    evaluations        (step, {metric: value}) of each evaluation since the start
+    is_best            whether the evaluation after the latest step was the best one so far by
+                       train.keep_best
     """
 
     def __init__(
@@ -296,7 +320,8 @@ class _StepReport:
             self.callbacks.on_evaluation(found)
 
     def _evaluate(self, number: int) -> dict[str, float]:
-        """Evaluate if step `number` is due for it. Returns the metrics, empty if it is not."""
+        """Evaluate the model if an evaluation is due after step `number`, and return {metric:
+        value}. Returns an empty dict if none is due."""
         self.is_best = False
         if not _is_due(self.run.job.evaluate_every, number):
             return {}
@@ -313,7 +338,7 @@ def _is_due(every: int | None, done: int) -> bool:
 
 
 def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
-    """Return the figures of one step, as metrics.jsonl contains them."""
+    """Return the figures of one step as a dict, which becomes a line of metrics.jsonl."""
     return {
         "step": result.step + 1,
         "loss": result.loss,
@@ -331,15 +356,17 @@ def metrics_line(result: Step, observer: Observer) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return None for infinity and NaN, which JSON does not have, and any other value unchanged."""
+    """Return None for infinity and NaN, which JSON does not have. Return any other value
+    unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
-    """Truncate metrics.jsonl to its first `start` steps and return their lines.
+    """Truncate the file metrics.jsonl at `path` to the first `start` steps, and return their lines
+    as dicts.
 
-    A killed run may have written lines of steps after its last checkpoint; these steps are trained
-    again.
+    A killed run may have written lines for steps after its last checkpoint. These steps are trained
+    again, so their lines are removed.
     """
     kept = []
     for text in path.read_text().splitlines() if start and path.exists() else []:
@@ -354,10 +381,12 @@ def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
 
 
 def _check_loss(result: Step, overflows: int, out: Path) -> None:
-    """Raise TightfitError if the training cannot recover: after too many fp16 overflows in a row,
+    """Raise TightfitError if the training cannot recover: if fp16 overflowed in 25 steps in a row,
     or if the loss is NaN or infinite.
 
-    overflows  number of steps in a row whose update was skipped
+    overflows  number of steps in a row, up to this one, whose update was skipped because fp16
+               overflowed
+    out        the run's folder; the message names its newest checkpoint
     """
     step = f"step {result.step + 1} (learning rate {result.learning_rate:.3g})"
     if overflows >= OVERFLOWS:
@@ -370,9 +399,12 @@ def _check_loss(result: Step, overflows: int, out: Path) -> None:
 
 
 def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
-    """Return the error for a training that diverged.
+    """Return the error for a training whose loss or weights became NaN or infinite. Its message has
+    the newest checkpoint and what to change.
 
-    updated  whether an update was made before; if not, a smaller learning rate cannot help
+    what     what became NaN or infinite, and in which step
+    updated  whether the weights were updated before; if not, the message does not propose a smaller
+             learning rate
     """
     saved = checkpoints(out / "checkpoints")
     before = f"the newest checkpoint, {saved[-1]}, is from before" if saved else "no checkpoint was written before"
@@ -383,8 +415,11 @@ def _diverged(what: str, out: Path, updated: bool = True) -> TightfitError:
 
 
 def _check_weights(run: Run, out: Path, done: int) -> None:
-    """Raise TightfitError if weights are NaN or infinite, because a checkpoint with them would
-    replace a good checkpoint."""
+    """Raise TightfitError if a weight is NaN or infinite on any device. Called before a checkpoint
+    is saved, because older, good checkpoints are then deleted.
+
+    done  number of steps that are done
+    """
     wait_for_weights(run)
     if not holds_everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
@@ -392,9 +427,10 @@ def _check_weights(run: Run, out: Path, done: int) -> None:
 
 @dataclass
 class Stop:
-    """Remembers whether a signal has asked the training to stop after the current step.
+    """Remembers whether a signal, such as Ctrl-C, has asked the training to stop after the current
+    step.
 
-    signal  number of this signal; None if no signal came
+    signal  the number of that signal; None if no signal came
     """
 
     signal: int | None = None
@@ -402,8 +438,9 @@ class Stop:
 
 @contextmanager
 def stop_signals() -> Iterator[Stop]:
-    """Inside this context, the first Ctrl-C, SIGTERM or SIGUSR1 asks the training to stop after the
-    current step. A second signal ends the process at once, even if it waits for other processes."""
+    """A context manager that yields a `Stop`. Inside it, the first Ctrl-C, SIGTERM or SIGUSR1 does
+    not end the process but sets `Stop.signal`, so that the training can stop after the current
+    step. A second signal ends the process at once, even if it waits for other processes."""
     stop = Stop()
     here = threading.current_thread() is threading.main_thread()  # only it can set handlers
 

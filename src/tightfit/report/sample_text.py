@@ -1,5 +1,5 @@
-"""Generates a sample of text with the trained language model: a short prompt and its
-continuation."""
+"""Generates a sample of text with the trained language model: a short prompt and the continuation
+that the model writes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
     """Return `prompt` followed by up to `tokens` sampled tokens (temperature 0.8, top 40). The same
     weights give the same text.
 
-    This function is a collective: all devices take part in every forward, as in training, and
-    append the token that rank 0 has drawn.
+    This function is a collective: all devices must call it, and all take part in every forward, as
+    in training. Rank 0 draws each token, and all devices append it.
 
-    Returns None if the model is not a transformers model that generates from a prompt alone, if the
-    data has no tokenizer, or if no device runs the whole forward (pipelines and parameter servers).
+    Returns None if the model is not a transformers model that generates text from a prompt alone,
+    if the data has no tokenizer, or if the prompt already fills the model's positions. Also returns
+    None if no device runs the whole forward (pipelines and parameter servers).
     """
     tokenizer = run.data.tokenizer
     if tokenizer is None or not is_transformers_model(run.model) or run.executor is not None:
@@ -59,9 +60,9 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
 
 @contextmanager
 def _forwards_alone(run: Run) -> Iterator[None]:
-    """Inside this context, the model runs forwards without a loss, in evaluation mode and
-    uncompiled. With context parallelism, each device computes the full sequence, without ring
-    attention."""
+    """A context manager, inside which the model runs forwards without a loss, without gradients, in
+    evaluation mode and uncompiled. With context parallelism, each device computes the full
+    sequence, without ring attention."""
     with ExitStack() as entered:
         entered.enter_context(evaluating(run.model))
         entered.enter_context(torch.no_grad())
@@ -77,8 +78,8 @@ def _forwards_alone(run: Run) -> Iterator[None]:
 
 
 def _next_logits(run: Run, ids: Tensor) -> Tensor:
-    """Return the logits of the next token, shape (vocabulary,). With tensor parallelism, the shards
-    of the vocabulary are gathered.
+    """Return the logits of the next token, shape (vocabulary,). With tensor parallelism, the
+    devices' shards of the vocabulary are gathered.
 
     ids  the tokens so far, shape (1, length)
     """
@@ -89,9 +90,10 @@ def _next_logits(run: Run, ids: Tensor) -> Tensor:
 
 
 def _drawn(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a token, shape (1,), from the TOP most likely tokens.
+    """Draw one of the 40 most likely tokens at temperature 0.8. Return it as a tensor of shape
+    (1,).
 
-    logits  of the next token, shape (vocabulary,)
+    logits  logits of the next token, shape (vocabulary,)
     """
     values, tokens = (logits.cpu() / TEMPERATURE).topk(min(TOP, len(logits)))
     return tokens[torch.multinomial(values.softmax(-1), 1, generator=generator)]

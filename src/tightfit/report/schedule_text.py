@@ -1,4 +1,4 @@
-"""Draws a pipeline schedule over time as text. report/figures.py draws it as a picture."""
+"""Draws a pipeline schedule over time as text. (`report/figures.py` draws it as a picture.)"""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def timeline_text(slots: Sequence[ScheduledAction], width: int = 100) -> list[str]:
-    """Return one line for each pipeline rank, and a line that explains the characters.
+    """Return one line of text for each pipeline rank, and a last line that explains the characters.
 
-    A digit is the forward of a micro-batch (the last digit of its number), a letter is a backward
-    (a for micro-batch 0), + computes weights' gradients, and a dot is the bubble.
+    A line shows the step from left to right, with these characters:
 
+    - A digit is the forward of a micro-batch: the last digit of the micro-batch's number.
+    - A letter is a backward: a for micro-batch 0.
+    - + is the computation of the gradients of weights.
+    - A dot means that the rank waits.
+
+    slots  the actions of all ranks, each with its start and end
     width  characters for the whole step
     """
     end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)

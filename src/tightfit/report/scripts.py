@@ -1,4 +1,4 @@
-"""Writes scripts that start a training on several hosts: for Slurm, torchrun and SkyPilot."""
+"""Writes scripts that start a training on several hosts with Slurm, torchrun or SkyPilot."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ run: |
 
 
 def script(kind: str, path: Path, nodes: int, nproc: int, accelerator: str, changes: list[str]) -> tuple[str, str]:
-    """Return (file name, text) of the script that trains the job file `path` on `nodes` hosts of
+    """Return (file name, text) of a script that trains the job file `path` on `nodes` hosts with
     `nproc` devices each.
 
     kind         slurm, torchrun or skypilot
     accelerator  type of GPU, for skypilot
-    changes      KEY=VALUE texts, passed on to `tightfit train --set`
+    changes      KEY=VALUE texts, which the script passes on to `tightfit train --set`
 
-    Raises InputError for a wrong job file, so that the error appears before the job waits in a
-    queue.
+    Raises InputError for an unknown kind. Also reads the job file and raises InputError if it is
+    wrong, so that the user sees the error before the job waits in a queue.
     """
     if kind not in KINDS:
         raise InputError(

@@ -1,5 +1,5 @@
-"""`tightfit sweep`: predicts every combination of the given values of a job, its plan and the
-machine."""
+"""Implements `tightfit sweep`: predicts a job for every combination of values that the user gives
+for fields of the job, fields of its plan, and the machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ UNTRACED = ("limits", "allow", "plan")  # sections of a job that do not change i
 
 @dataclass(frozen=True)
 class Combination:
-    """One combination of a sweep.
+    """One combination of a sweep's values, with the job, the pinned plan fields and the machine
+    that follow from it.
 
     values  the varied values as text, by the names in --over: {"train.batch": "8"}
     pins    the plan fields that are fixed, by name
@@ -46,13 +47,14 @@ class Combination:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of a combination.
+    """The prediction for one combination of a sweep's values.
 
-    predicted  the content of the chosen plan's Estimate, or of the leanest plan's if no plan fits;
-               None if no plan could be estimated
-    limit      bytes of device memory that a plan may use
-    run        time and cost of the whole training
-    why_not    why no plan fits or works; empty if the chosen plan fits
+    values     the varied values as text, by the names in --over: {"train.batch": "8"}
+    predicted  the prediction (the content of an Estimate) for the fastest plan that fits; if none
+               fits, for the plan that needs the least memory; None if no plan could be predicted
+    limit      bytes of device memory that a plan may use; None if no plan could be predicted
+    run        time and cost of the whole training; None if no plan could be predicted
+    why_not    why no plan fits or works; empty if the plan fits
     """
 
     values: dict[str, str]
@@ -71,7 +73,7 @@ class Row:
         return None if self.predicted is None else Plan.parse(self.predicted["plan"])
 
     def content(self) -> dict[str, Any]:
-        """Return the content that `--json` prints for this combination."""
+        """Return what `tightfit sweep --json` prints for this combination, as a dict."""
         found = self.predicted
         return {
             "over": self.values,
@@ -128,10 +130,14 @@ def sweep_command(
 
 
 def read_axes(over: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each --over NAME=VALUE,VALUE, by name. Raises InputError.
+    """Parse the texts of --over, such as "train.batch=8,16". Return the list of values of each
+    name: {"train.batch": ["8", "16"]}.
 
     Commas inside brackets and quotes belong to a value: plan.offload=[],[states,gradients] has the
     two values [] and [states,gradients].
+
+    Raises InputError for a text of another form, for a name or a value that is given twice, and for
+    more than 400 combinations.
     """
     axes: dict[str, list[str]] = {}
     for text in over:
@@ -161,7 +167,7 @@ def read_axes(over: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split(text: str) -> list[str]:
-    """Split a text at the commas that are not inside brackets or quotes."""
+    """Split a text at its commas, except those inside brackets or quotes."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -182,11 +188,16 @@ def _split(text: str) -> list[str]:
 def combinations(
     path: Path, plan: str | None, axes: dict[str, list[str]], changes: list[str], here: Callable[[], Machine]
 ) -> list[Combination]:
-    """Return every combination. All of them are read and checked before the first one is predicted.
-    Raises InputError.
+    """Return every combination of the varied values. The job of each one is read and checked, so
+    that an error appears before the first prediction.
 
-    axes  the values of each varied name
-    here  returns this machine; called if `machine` is not varied
+    path     the job file
+    plan     a plan file, the word reference, or None for the plan section of the job file
+    axes     the values of each varied name, from `read_axes`
+    changes  KEY=VALUE texts that change the job of every combination
+    here     returns this machine; called only if the machine is not varied
+
+    Raises InputError if a job, a plan or a machine's name is wrong.
     """
     named = {text: Machine.named(text) for text in axes.get(MACHINE, [])}
     jobs: list[tuple[dict[str, str], Job, dict[str, Any]]] = []
@@ -199,8 +210,12 @@ def combinations(
 
 
 def explain_all(found: Sequence[Combination], price: float | None, say: Callable[[str], None]) -> list[Row]:
-    """Predict each combination. Combinations with the same model, data and training share their
-    traces."""
+    """Predict each combination, print a line about it, and return the predictions in the order of
+    `found`. Combinations with the same model, data and training share one trace of the model.
+
+    price  price of one device per hour; None: no cost
+    say    prints a line
+    """
     from tightfit.planner.tracing.profiler import Profiler
 
     profilers: dict[str, Profiler] = {}
@@ -216,9 +231,12 @@ def explain_all(found: Sequence[Combination], price: float | None, say: Callable
 
 
 def explain_one(one: Combination, profilers: dict[str, Any], price: float | None) -> Row:
-    """Return the fastest plan that fits, or why no plan fits or works.
+    """Return the prediction for one combination: that of its fastest plan that fits, or why no plan
+    fits or works.
 
-    profilers  traces of earlier combinations, which this function reads and extends
+    profilers  traces of the combinations so far, by a text that identifies what was traced; this
+               function uses them and adds its own
+    price      price of one device per hour; None: no cost
     """
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.refusal import describe_shortages
@@ -255,8 +273,8 @@ def _speed(row: Row) -> str:
 
 
 def _per_s(row: Row) -> float | None:
-    """Return tokens per second, or samples per second if the model has no tokens; None if nothing
-    is predicted."""
+    """Return the predicted tokens per second, or samples per second if the model has no tokens.
+    Returns None if nothing is predicted."""
     if row.predicted is None:
         return None
     found: float | None = row.predicted["tokens_per_s"] or row.predicted["samples_per_s"]
@@ -268,7 +286,8 @@ def _unit(rows: Sequence[Row]) -> str:
 
 
 def plan_fields(rows: Sequence[Row]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return (the plan fields that are equal in all rows, the other plan fields of each row).
+    """Return (common, own). `common` has the plan fields that are equal in all rows, {name: value}.
+    `own` has one such dict for each row, with the other plan fields of this row.
 
     Fields with the value of the reference plan and fields that the sweep varies are left out.
     """
@@ -326,13 +345,18 @@ def table_of(rows: Sequence[Row], price: float | None) -> Table:
 
 
 def reasons(rows: Sequence[Row]) -> list[str]:
-    """Return why combinations do not fit or work, each reason once."""
+    """Return the reasons why combinations do not fit or work. A reason of several combinations is
+    listed once."""
     return list(dict.fromkeys(row.why_not for row in rows if not row.fits))
 
 
 def summary(rows: Sequence[Row], price: float | None) -> list[str]:
-    """Return lines with the reasons why combinations do not fit, the fields that all plans share,
-    and the fastest and (with a price) the cheapest combination."""
+    """Return the lines below the table: the numbered reasons why combinations do not fit, the
+    fields that all plans have in common, and the fastest combination. If there is a price, also
+    return the cheapest combination.
+
+    price  price of one device per hour; None: no cost
+    """
     common, _ = plan_fields([row for row in rows if row.fits])
     lines = [f"({number})  {why}" for number, why in enumerate(reasons(rows), 1)]
     lines += [f"all plans: {_said(common)}"] if common else []
@@ -348,8 +372,8 @@ def summary(rows: Sequence[Row], price: float | None) -> list[str]:
 
 
 def write_csv(rows: Sequence[Row], file: Path) -> None:
-    """Write a CSV file with one line for each combination; bytes, seconds and hours are numbers.
-    Raises InputError if the file cannot be written."""
+    """Write a CSV file with a header and one line for each combination. Bytes, seconds and hours
+    are plain numbers. Raises InputError if the file cannot be written."""
     try:
         with file.open("w", newline="", encoding="utf-8") as opened:
             lines = [_csv_line(row) for row in rows]
@@ -376,7 +400,8 @@ def _csv_line(row: Row) -> dict[str, Any]:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Draw the memory, the speed and, with a price, the cost of all combinations."""
+    """Draw the memory and the speed of all combinations into a file. If there is a price, also draw
+    the cost."""
     from tightfit.report.figures import Panel, draw_comparison
 
     labels = [_said(row.values) for row in rows]

@@ -1,5 +1,5 @@
-"""Trackers: log a run's metrics to TensorBoard, wandb or mlflow, as the job's train.trackers
-says."""
+"""Logs a run's metrics to the trackers that the job's train.trackers lists: TensorBoard, wandb or
+mlflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = ("loss", "learning_rate", "gradient_norm", "items_per_s", "peak_bytes",
 
 
 def check_trackers(job: Job) -> None:
-    """Raise InputError if a package that train.trackers names is not installed."""
+    """Raise InputError if the package of a tracker in train.trackers is not installed."""
     for name in job.train.trackers:
         if importlib.util.find_spec(name) is None:
             raise InputError(
@@ -25,9 +25,11 @@ def check_trackers(job: Job) -> None:
 
 
 class Trackers:
-    """Opens the job's trackers, logs to them, and closes them.
+    """A context manager that opens the job's trackers, logs the figures of each step to them, and
+    closes them at the end.
 
-    start  number of steps that are already done
+    out    the run's folder, where the trackers write their files
+    start  number of steps that are already done; 0 for a new run
     """
 
     def __init__(self, job: Job, out: Path, start: int) -> None:
@@ -51,7 +53,10 @@ class Trackers:
         return self
 
     def log(self, line: dict[str, Any]) -> None:
-        """Log the figures of one step to every tracker, under their names in metrics.jsonl."""
+        """Log the figures of one step to every tracker.
+
+        line  the figures by name, as in a line of metrics.jsonl
+        """
         shown = [*_SHOWN, *(name for name in line if name.startswith("evaluation_"))]
         figures = {name: line[name] for name in shown if line.get(name) is not None}
         if self.writer is not None:

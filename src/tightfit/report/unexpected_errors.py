@@ -1,4 +1,5 @@
-"""The message for an unexpected error: what failed, where, and how to see the whole traceback."""
+"""Makes the message for an unexpected error: what failed, where, and how to see the whole
+traceback."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ _OTHERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "
 
 
 def describe_failure(error: Exception) -> str:
-    """Return a message with the error, the innermost line of the user's or tightfit's code, and how
-    to get the whole traceback."""
+    """Return the message that the command prints for an unexpected error. It has the error's type
+    and first lines, the innermost line of the user's or tightfit's code, and how to get the whole
+    traceback."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
     where = f"\n  at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
     said = [line.rstrip() for line in str(error).splitlines() if line.strip()] or ["no message"]
@@ -25,8 +27,11 @@ def describe_failure(error: Exception) -> str:
 
 
 def not_writable(out: Path, error: OSError) -> InputError:
-    """Return the InputError for a run's folder that cannot be created or written to, for example
-    without permission or on a full disk."""
+    """Return the InputError for a run's folder `out` that cannot be created or written to, for
+    example because permission is missing or the disk is full.
+
+    error  the error of the operating system
+    """
     return InputError(
         f"--out {out}",
         f"cannot be written to ({error.strerror or error})",
@@ -35,6 +40,6 @@ def not_writable(out: Path, error: OSError) -> InputError:
 
 
 def _is_own(filename: str) -> bool:
-    """Whether a file belongs to tightfit or the user, and not to the standard library or an
-    installed package."""
+    """Return whether a file of Python code belongs to tightfit or the user. Files of the standard
+    library and of other installed packages do not."""
     return filename.startswith(_HOME) or not (filename.startswith(("<", *_OTHERS)) or "site-packages" in filename)

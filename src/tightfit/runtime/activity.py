@@ -1,6 +1,6 @@
-"""Records what this process is doing and since when, so that a watcher can notice a run that hangs.
+"""Records what this process is doing and since when, so that a watcher can notice that it hangs.
 
-The training loop, checkpointing and reports call `note_activity` as they begin an operation.
+The training loop, checkpointing and reports call `note_activity` when they begin an operation.
 `engine/watchdog.py` reads the `Activity` from another thread.
 """
 
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Activity:
-    """The operation that a process is executing, and since when.
+    """Records which operation a process is running now, and when this operation began.
 
-    operation  its name, such as "forward"; "starting" before the first one
-    step       number of the optimizer step, from 0; None before the first step
+    operation  name of the operation, such as "forward"; "starting" before the first one
+    step       number of the current training step, from 0; None before the first step
     steps      how many steps this process has begun
     since      time.monotonic() when the operation began
-    longest_s  seconds of the longest operation since the first step ended. The watcher lets an
-               operation take a multiple of this
+    longest_s  seconds of the longest operation since the first step ended. The watcher derives from
+               it how long an operation may take
     """
 
     operation: str = "starting"
@@ -32,8 +32,10 @@ class Activity:
     longest_s: float = 0.0
 
     def note(self, operation: str, step: int | None) -> None:
-        """Record that `operation` begins now. step: the number of its step; None if the step is the
-        same as before."""
+        """Record that `operation` begins now.
+
+        step  number of the step that it belongs to; None: the same step as before
+        """
         now = time.monotonic()
         if self.steps > 1:
             self.longest_s = max(self.longest_s, now - self.since)
@@ -46,10 +48,10 @@ _progress: ContextVar[Activity | None] = ContextVar("progress", default=None)
 
 
 def note_activity(operation: str, step: int | None = None) -> None:
-    """Record that this process begins `operation` now. step: the number of its step; None if the
-    step is the same as before.
+    """Record that this process begins `operation` now. Do nothing outside of the context
+    `recording_activity`.
 
-    Does nothing outside of `recording_activity`.
+    step  number of the step that the operation belongs to; None: the same step as before
     """
     progress = _progress.get()
     if progress is not None:
@@ -58,8 +60,8 @@ def note_activity(operation: str, step: int | None = None) -> None:
 
 @contextmanager
 def recording_activity() -> Iterator[Activity]:
-    """Yield an Activity, in which `note_activity` records what this thread does within the
-    context."""
+    """Context manager that yields an `Activity`. While the context is active, `note_activity`
+    records in it what this thread does."""
     progress = Activity()
     token = _progress.set(progress)
     try:

@@ -2,7 +2,7 @@
 
 If the plan prefetches batches, `loader` puts a `BatchPrefetcher` into the Run. A step then takes
 its micro-batches from `BatchPrefetcher.prefetch`, which copies the next micro-batch while the
-device computes the present one.
+device computes the current one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Copy = Callable[[Tensor], Tensor]
 
 @dataclass
 class _ReservedMemory:
-    """Device memory that is reserved for the tensors of a micro-batch.
+    """Device memory that is reserved for the tensors of the next micro-batch.
 
-    tensors  one empty tensor for each tensor of the batch, in order
-    since    an event on the compute stream: after it, that stream uses this memory for nothing
-             else. None on a device without streams
+    tensors  one uninitialized tensor for each tensor of the batch, in order
+    since    an event on the compute stream. Earlier work may still use this memory, so the copy
+             waits for the event. None on a CPU
     """
 
     tensors: list[Tensor]
@@ -34,21 +34,25 @@ class _ReservedMemory:
 
 @dataclass(frozen=True)
 class _PendingCopy:
-    """A micro-batch whose copy has begun. arrived: the event at the end of its last copy; None on a
-    device without streams."""
+    """A micro-batch that is being copied to the device.
+
+    batch    the micro-batch on the device
+    arrived  an event on the copy stream, after the last copy; None on a CPU
+    """
 
     batch: Batch
     arrived: Any
 
 
 class BatchPrefetcher:
-    """Keeps two micro-batches on the device: the present one, and the next, which is being copied.
+    """Copies the next micro-batch to the device while the device computes the current one, so two
+    micro-batches are on the device at a time.
 
     The memory for the next micro-batch is allocated on the compute stream before the computation of
-    the present one is launched. During the last micro-batch of a step, memory is reserved in this
-    way for the first micro-batch of the next step, whose samples are not known yet. So all batches
-    are allocated and freed in the order of the compute stream, like all other memory. The copy
-    stream waits only for the work that was launched before the allocation.
+    the current one is launched. So the copy stream has to wait only for work that was launched
+    earlier. During the last micro-batch of a step, memory is reserved in the same way for the first
+    micro-batch of the next step, whose samples are not known yet. All batches are thus allocated
+    and freed in the order of the compute stream, like all other memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,11 +61,12 @@ class BatchPrefetcher:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def prefetch(self, batches: Sequence[Batch], place: Callable[[Batch, Copy], Batch]) -> Iterator[Batch]:
-        """Yield the micro-batches of a step, each on the device.
+        """Yield the micro-batches of a step, in order, each copied to the device. While the caller
+        computes with one, the next one is being copied.
 
         batches  the step's micro-batches, on the host
-        place    (a batch on the host, a function that copies one tensor to the device) -> the batch
-                 on the device
+        place    a function that copies a batch to the device: it gets the batch and a function that
+                 copies one tensor, and returns the batch on the device
         """
         reserved, self._reserved = self._reserved, None
         shapes: list[Tensor] = []  # meta tensors like those of the step's first micro-batch
@@ -89,9 +94,15 @@ class BatchPrefetcher:
         reserved: _ReservedMemory | None,
         shapes: list[Tensor],
     ) -> _PendingCopy:
-        """Begin to copy a batch to the device. A tensor of the batch is copied into its tensor of
-        `reserved` if the shapes agree, else into new memory. Appends to `shapes` a meta tensor of
-        the same shape for each tensor that is copied."""
+        """Begin to copy a batch to the device, and return the pending copy.
+
+        place     copies the batch with the function that it gets, tensor by tensor, and returns the
+                  batch on the device
+        reserved  memory that was reserved for this batch; None if there is none. A tensor whose
+                  shape differs from the reserved one is copied into new memory
+        shapes    a list to which this method appends, for each copied tensor, a meta tensor of the
+                  same shape
+        """
         left = iter(reserved.tensors if reserved is not None else [])
         if self._stream is not None:
             since = reserved.since if reserved is not None else self._compute_event()
@@ -121,13 +132,13 @@ class BatchPrefetcher:
         return _PendingCopy(placed, arrived)
 
     def _wait_on_stream(self, pending: _PendingCopy) -> None:
-        """Make the compute stream wait until the copy has finished. The host does not wait."""
+        """Make the compute stream wait until the pending copy has finished. The host does not wait."""
         if pending.arrived is not None:
             torch.cuda.current_stream(self.device).wait_event(pending.arrived)
 
     def _compute_event(self) -> Any:
-        """Return an event that is reached when the compute stream has done all work launched until
-        now. None on a CPU."""
+        """Record an event on the compute stream and return it. It is reached when all work launched
+        so far is done. Return None on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()

@@ -1,12 +1,12 @@
 """Predicts on fake tensors what torch.compile will save and allocate, without generating code.
 
-`compile` uses `fake_backend` as the backend of torch.compile in a dry run.
+In a dry run, the method `compile` passes `fake_backend` to torch.compile as its backend.
 
 torch's own tracing, decompositions and partitioner run as they do in training, so the same tensors
-are saved for backward. The code generator does not run. Its effect follows from its rule: it fuses
-element-wise operations and reductions. So a tensor gets a buffer only if it leaves the graph, or if
-it is an input of an operation with a kernel of its own (a matrix product, a convolution,
-attention).
+are saved for backward. Only the code generator does not run. Its effect is known: it fuses
+element-wise operations and reductions. So a tensor gets a buffer in memory only if it leaves the
+graph, or if it is an input of an operation with a kernel of its own (a matrix product, a
+convolution, attention).
 
 Example: y = gelu(x @ w + b) * m. The product x @ w has a kernel of its own, so its result is a
 buffer. The addition, gelu and the multiplication are fused into one generated kernel, which reads
@@ -44,9 +44,9 @@ from tightfit.models.tensors import tensors_in
 
 
 def fake_backend() -> Callable[..., Any]:
-    """Return a backend for torch.compile that allocates and frees buffers as generated code does,
-    and computes nothing.
-    """
+    """Return a backend for torch.compile. The functions that it compiles run on fake tensors: they
+    allocate and free the same buffers as code of torch's default backend would, but compute
+    nothing."""
     decompositions = inductor_decompositions()
     for name in ("max_pool2d_with_indices", "max_pool3d_with_indices"):
         pooling = getattr(torch.ops.aten, name).default
@@ -59,9 +59,9 @@ def fake_backend() -> Callable[..., Any]:
 def can_generate_kernels() -> bool:
     """Return whether torch.compile can generate kernels for CUDA devices on this machine.
 
-    It needs Triton, a GPU that Triton supports (Volta, compute capability 7.0, or newer), and a C
-    compiler for the code that launches kernels. On a machine without a GPU, where only runs of
-    another machine are predicted, the answer is True.
+    It needs Triton, a GPU that Triton supports (compute capability 7.0, Volta, or newer), and a C
+    compiler for the code that launches kernels. On a machine without a GPU the result is True:
+    tightfit then only predicts runs of other machines.
     """
     if not torch.cuda.is_available():
         return True
@@ -70,10 +70,11 @@ def can_generate_kernels() -> bool:
 
 
 def _importing_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `decomposition` with an import before each call: of the code generator's lowerings, in
-    which it looks up what they support.
+    """Return a function that computes the same as `decomposition`, but first imports the lowerings
+    of torch's code generator.
 
-    Nothing else needs that import.
+    Some decompositions ask the lowerings which cases they support. In a dry run, nothing else
+    imports the lowerings.
     """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
@@ -85,11 +86,12 @@ def _importing_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any
 
 @dataclass
 class _BufferPlan:
-    """Which nodes of a graph have buffers, and when each buffer is used for the last time.
+    """Which nodes of a graph have a buffer in memory, and when each buffer is used for the last
+    time.
 
-    kernels  generated kernels: node -> the buffers that its kernel reads
-    inlined  nodes without a buffer, which are computed within the kernels that use them
-    last     node -> the buffers that no later node uses
+    kernels  node that becomes a generated kernel -> the nodes whose buffers this kernel reads
+    inlined  nodes without a buffer. Each kernel that uses their values computes them itself
+    last     node -> the nodes whose buffers it uses and no later node uses
     """
 
     kernels: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -128,11 +130,12 @@ _COSTLY_KIND = {name: kind for kind, names in _COSTLY.items() for name in names}
 
 
 def _use_seeds(graph: fx.Graph) -> None:
-    """Replace torch's wrappers around random operations, which draw the same numbers in forward and
-    again in backward.
+    """Replace the wrappers that torch's partitioner puts around random operations, so that backward
+    draws the same numbers as forward.
 
-    The wrappers of torch's partitioner save the random generator's state. The code generator saves
-    a seed instead, and fuses the random operation with those that use the numbers.
+    The wrappers save the state of the random number generator. Generated code saves a small seed
+    instead, and fuses the random operation with the operations that use the numbers. So this
+    function puts a seed and the plain random operation into the graph.
     """
     run_and_save_rng_state, run_with_rng_state = rng_state_wrappers()
     for node in list(graph.nodes):
@@ -156,8 +159,12 @@ def _seed() -> Tensor:
 def _replace(
     node: fx.Node, operation: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
-    """Replace `node` by a call of `operation`, which runs on fake tensors to find the call's output
-    value."""
+    """Replace `node` in its graph by a call of `operation`. The operation runs once on fake
+    tensors, to find the shape and dtype of its output.
+
+    arguments, keywords  positional and keyword arguments of the call, which may be nodes of the
+                         graph
+    """
     graph = node.graph
     known = [one.meta["val"] for one in graph.nodes if one.op == "placeholder" and "val" in one.meta]
     args, kwargs = fx.map_arg((arguments, keywords), lambda source: source.meta["val"])
@@ -178,8 +185,8 @@ def _is_fused(node: fx.Node) -> bool:
 
 
 def _costly_nodes(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
-    """Return the nodes with costly arithmetic -> (kind of arithmetic, number of elements that it
-    reads or computes)."""
+    """Return the nodes whose arithmetic takes longer on a CPU than their memory access: node ->
+    (kind of arithmetic, such as "compiled exp"; number of elements that it reads or computes)."""
     found = {}
     for node in nodes:
         kind = _COSTLY_KIND.get(str(node.target).rsplit(".", 1)[0])
@@ -191,11 +198,12 @@ def _costly_nodes(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
 
 
 def _needs_full_read(node: fx.Node) -> bool:
-    """Return whether a node computes the largest magnitude of a full tensor or of each of its
-    columns, as scaling to float8 does.
+    """Return whether a node computes the largest magnitude of a whole tensor or of each column, as
+    scaling to float8 does.
 
-    The scaled values can be computed only after the full tensor was read, so such a node is a
-    kernel of its own. The largest magnitude of each row is computed within the fused kernel.
+    The scaled values can be computed only after the whole tensor was read, so such a node is a
+    kernel of its own. The largest magnitude of each row, in contrast, is computed within the fused
+    kernel.
     """
     if str(node.target) not in ("aten.max.default", "aten.amax.default"):
         return False
@@ -217,7 +225,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
-    """Decide for each node whether it has a buffer, and which node uses that buffer last."""
+    """Decide for each node of `graph` whether its value has a buffer in memory, and find the node
+    that uses this buffer last."""
     nodes = list(graph.nodes)
     calls = [node for node in nodes if node.op == "call_function"]
     fused = {node for node in calls if _is_fused(node) and not _is_view(node)}
@@ -239,8 +248,15 @@ def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
 
 
 def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes whose values must be in memory, because operations that are not fused or the
-    graph's output read them, or because `_needs_full_read` holds."""
+    """Return those nodes of `fused` whose values must be written to memory:
+
+    - nodes whose value an operation that is not fused reads, or that the graph returns,
+    - nodes that need a kernel of their own (see `_needs_full_read`).
+
+    nodes  all nodes of the graph, in order
+    fused  nodes that generated kernels can compute
+    views  nodes that return a view of their input
+    """
     stored = {node for node in fused if _needs_full_read(node)}
     for node in nodes:
         is_kernel = node.op == "call_function" and node not in fused and node not in views
@@ -250,16 +266,16 @@ def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]
 
 
 def _view_base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
-    """Return the node whose buffer a view refers to. A node that is not a view is returned
-    itself."""
+    """Return the node whose buffer `node` refers to: for a view, the node that it is a view of,
+    through any number of views; for any other node, the node itself."""
     while node in views:
         node = node.all_input_nodes[0]
     return node
 
 
 def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[fx.Node]:
-    """Return the buffers that the generated kernel of `node` reads, also through inlined nodes and
-    views."""
+    """Return the nodes whose buffers the generated kernel of `node` reads. Inputs that are views or
+    that the kernel computes itself (`inlined`) are replaced by their own inputs."""
     found: dict[fx.Node, None] = {}
     seen: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
@@ -276,8 +292,9 @@ def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> 
 
 
 def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
-    """Return a function that runs the graph on fake tensors with the buffers that generated code
-    would allocate. example: example inputs, which every backend of torch.compile gets; not used."""
+    """Return a function that runs the graph of `module` on fake tensors and allocates the buffers
+    that generated code would allocate. `example`, the example inputs that torch.compile passes to
+    every backend, is not used."""
     _use_seeds(module.graph)
     graph, plan = module.graph, _plan_buffers(module.graph)
     nodes = list(graph.nodes)
@@ -319,8 +336,8 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
 
 
 def _can_run(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-    """Return whether all inputs of a node are in memory. For a view of an inlined node they are
-    not."""
+    """Return whether all inputs of a node have been computed. A view of an inlined node cannot run,
+    because an inlined node has no value in memory."""
     return all(source in values for source in node.all_input_nodes)
 
 
@@ -335,9 +352,12 @@ def _reuse(
     holders: dict[fx.Node, list[fx.Node]],
     own: set[fx.Node],
 ) -> None:
-    """Free the input buffers that no later node uses and that have the size of an output of `node`.
+    """Free the input buffers of `node` that its kernel would overwrite with an output: those that
+    no later node uses and that have the same size as an output.
 
-    A generated kernel writes its output over such an input.
+    values   node -> its value. Freed buffers and their views are removed from it
+    holders  node with a buffer -> the views of this buffer
+    own      nodes whose buffers may be overwritten
     """
     if node not in plan.last:
         return
@@ -360,8 +380,10 @@ def _release(
 
 
 def _run_generated(node: fx.Node, moved: int) -> Any:
-    """Allocate the outputs of a generated kernel, with the node's shapes and strides, and report
-    the kernel. moved: bytes that the kernel reads.
+    """Allocate and return the outputs of the generated kernel of `node`, and report the kernel's
+    memory traffic.
+
+    moved  bytes that the kernel reads
     """
     made = node.meta["val"]
     outputs = _empty(made) if isinstance(made, Tensor) else tree_map_only(Tensor, _empty, made)
@@ -371,12 +393,11 @@ def _run_generated(node: fx.Node, moved: int) -> Any:
 
 
 def see_kernel(bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
-    """Report a generated kernel to the active dispatch modes, because it dispatches no operation.
+    """Report a generated kernel to the active torch dispatch modes that have a method `see_kernel`.
+    They record kernels, but would not notice this one, because it dispatches no operation.
 
-    Only modes with a method `see_kernel` are called: those that record kernels.
-
-    bytes_accessed  bytes that the kernel reads and writes; for costly arithmetic, the bytes in fp32
-                    of the elements that it computes
+    bytes_accessed  bytes that the kernel reads and writes. For costly arithmetic: the elements that
+                    it computes, times 4 bytes (fp32)
     dtype           the dtype of the kernel's output
     kind            "compiled" for memory traffic; for costly arithmetic its kind, such as "compiled
                     exp"

@@ -1,7 +1,7 @@
-"""The kernels that compute one chunk of the loss, its matrix products and its softmax, for each
+"""The kernels that compute one chunk of the loss (its matrix products and its softmax), for each
 kind of device.
 
-`loss` uses them for the plan's `chunked_loss`. On a CUDA device:
+The method `loss` uses them if the plan sets `chunked_loss`. On a CUDA device:
 
 - Rows of 16-bit logits begin at multiples of 128 bytes.
 - The product that computes the gradient of the output head's weight accumulates it in fp32.
@@ -47,17 +47,20 @@ FusedLoss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class LossKernels:
-    """How a chunk of the loss is computed.
+    """Options of the computation of one chunk of the loss. A chunk is a number of tokens; the loss
+    computes the logits of one chunk at a time. The logits of a token are a row.
 
-    rows      without a fused kernel: how many rows are cast to fp32 for the softmax at a time. On a
-              CPU it is small, so that these rows stay in the cache
-    pads      whether rows of logits are padded to a multiple of PADDED_TO classes, if the number of
-              classes is no multiple of ALIGNED_TO
-    accumulates_fp32  whether the 16-bit product that computes the weight's gradient adds its result
-              to an fp32 sum itself
-    fused     one kernel for the loss and the gradient of the logits; None: separate operations
-    row_multiple  the number of computed rows is rounded up to a multiple of this, so that shapes
-              repeat: some rows with an ignored label are computed, too
+    rows              without a fused kernel: how many rows of logits are cast to fp32 at a time for
+                      the softmax. On a CPU the number is small, so that these rows stay in the
+                      cache
+    pads              whether rows of logits are padded to a multiple of PADDED_TO classes if the
+                      number of classes is no multiple of ALIGNED_TO
+    accumulates_fp32  whether one kernel multiplies the 16-bit matrices of the weight's gradient and
+                      adds the product to a sum in fp32
+    fused             a kernel that computes the loss and the gradient of the logits; None: separate
+                      operations compute them
+    row_multiple      the number of computed rows is rounded up to a multiple of this number, so
+                      that shapes repeat. The additional rows have an ignored label
     """
 
     rows: int = ROWS_IN_CACHE
@@ -68,13 +71,14 @@ class LossKernels:
 
 
 def kernels_for(kind: str, narrow: bool, chunk: int) -> LossKernels:
-    """Return the kernels for a kind of device (cpu, cuda).
+    """Return the options with which chunks of the loss are computed on a kind of device.
 
+    kind    the kind of device: "cpu" or "cuda"
     narrow  whether the inputs of the matrix products have 16 bits
-    chunk   rows per chunk
+    chunk   number of tokens (rows of logits) in a chunk
 
-    Call it when the run is built. Under a fake mode, it returns the kernels for a prediction. These
-    do not pad the number of rows, so that shapes grow in proportion to the batch.
+    Call it when the run is built. Under a fake tensor mode, it returns options for a prediction:
+    they do not round up the number of rows, so that memory grows in proportion to the batch.
     """
     if kind == "cpu":
         return LossKernels()
@@ -92,11 +96,14 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> LossKernels:
 
 
 def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
-    """Compute rows (n, width) @ weight^T + bias, of shape (n, classes).
+    """Return the logits rows @ weight^T + bias, of shape (n, classes).
 
-    pads: if `classes` is no multiple of ALIGNED_TO, return a view of a tensor with longer, aligned
-    rows. Matrix products read aligned rows with faster kernels. The weight is not padded, and no
-    product and no softmax reads the padding.
+    rows    shape (n, width)
+    weight  shape (classes, width)
+    bias    shape (classes,), or None
+    pads    whether the rows of the result are aligned in memory if `classes` is no multiple of
+            ALIGNED_TO. The result is then a view of a tensor with longer rows. Matrix products read
+            aligned rows with faster kernels, and nothing reads the padding
     """
     classes = len(weight)
     if not pads or classes % ALIGNED_TO == 0:
@@ -109,11 +116,13 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Ten
 
 @torch.library.custom_op("tightfit::add_product", mutates_args=("total",))
 def add_product(left: Tensor, right: Tensor, total: Tensor, first: bool) -> None:
-    """Add left @ right to `total` in place. If `first`, overwrite `total`, which may be
-    uninitialised.
-
-    left (n, k) and right (k, m) have 16 bits, total (n, m) is fp32. The product is never rounded to
+    """Add the matrix product left @ right to `total`, in place and without rounding the product to
     16 bits.
+
+    left   shape (n, k), 16-bit
+    right  shape (k, m), 16-bit
+    total  shape (n, m), fp32
+    first  if True, overwrite `total`, which may be uninitialized, instead of adding to it
     """
     if not left.is_cuda:  # a CPU has no such product; this replacement lets tests run on a CPU
         left, right = left.to(total.dtype), right.to(total.dtype)
@@ -135,14 +144,14 @@ def _flops(left: Any, right: Any, *rest: Any, out_shape: Any = None, **named: An
 
 
 def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross entropy, a scalar in fp32, and overwrite the logits with their
-    gradient.
+    """Return the summed cross entropy, an fp32 scalar, and overwrite `logits` with its gradient
+    with respect to the logits.
 
-    logits (rows, classes); labels (rows,). Rows whose label is IGNORED add no loss, and their
-    gradient is zero.
+    logits  shape (rows, classes)
+    labels  shape (rows,). Rows with the label IGNORED add no loss, and their gradient is zero
 
-    torch.compile fuses the operations: the kernel reads the logits twice, writes them once, and
-    allocates no other tensor of their size.
+    torch.compile fuses the operations into one kernel, which reads the logits twice, writes them
+    once, and allocates no other tensor of their size.
     """
     counts = (labels != IGNORED).unsqueeze(1)
     safe = labels.unsqueeze(1).where(counts, 0)
@@ -159,9 +168,10 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def compiled_loss(backend: str | Callable[..., Any] = "inductor") -> FusedLoss:
-    """Return `loss_and_gradient` compiled for any number of rows.
+    """Return `loss_and_gradient` compiled by torch.compile, for any number of rows. Its first call
+    raises InputError if torch.compile cannot generate the kernel.
 
-    The first call raises InputError if the kernel cannot be generated.
+    backend  the backend of torch.compile
     """
     kernel = torch.compile(loss_and_gradient, backend=backend)
 
@@ -183,7 +193,8 @@ def compiled_loss(backend: str | Callable[..., Any] = "inductor") -> FusedLoss:
 
 
 def predicted_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Predict on fake tensors what `compiled_loss` allocates, and report what it accesses: it reads
-    the logits twice and writes them once. Returns a zero in place of the loss."""
+    """Takes the place of `compiled_loss` when a run is predicted on fake tensors. Report the
+    kernel's memory traffic (it reads the logits twice and writes them once), and return zero, a
+    scalar, as the loss."""
     see_kernel(3 * logits.numel() * logits.element_size(), logits.dtype)
     return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,5 @@
-"""The interface of a method module: what each module in methods/ provides.
+"""The interface of a method module: what each module in methods/ provides. A method is one
+technique, such as ZeRO or activation recomputation.
 
 The planner and the engine use a method only through this interface. The planner calls `cost`,
 `defaults`, `candidates` and `leanest`. The engine calls `apply`.
@@ -8,10 +9,11 @@ A module always has
     FIELDS      the plan fields that belong to the method; each plan field belongs to exactly one
                 method
     VARIANTS    values of plan fields that turn the method on, such as
-                {"zero": 2, "dp_shard": 2}. The contract tests try each variant alone and with those
-                of other methods
+                {"zero": 2, "dp_shard": 2}. The contract tests try each variant alone and together
+                with those of other methods
     enabled     plan -> whether the plan uses the method
-    cost        (ledger, plan, machine) -> the ledger with the method's changes
+    cost        (ledger, plan, machine) -> the ledger (predicted memory and time) with the method's
+                changes
     apply       (run, plan) -> the run with the method's changes
     docstring   a summary paragraph, then the parts Saves, Costs, When, Order and Source
 
@@ -42,7 +44,12 @@ from tightfit.plan import Plan
 
 
 class Default(NamedTuple):
-    """A value for a plan field that the user did not set, and the reason as `explain` prints it."""
+    """A default value that a method chooses for a plan field which the user has not set.
+
+    field   name of the plan field
+    value   the chosen value
+    reason  why the value was chosen, as `explain` prints it
+    """
 
     field: str
     value: Any
@@ -51,11 +58,11 @@ class Default(NamedTuple):
 
 @dataclass(frozen=True)
 class SearchFacts:
-    """What search knows about a job when it calls a method's `candidates`.
+    """Facts that the search for a plan passes to a method's `candidates` and `leanest`.
 
     is_complex   whether the model has complex parameters, which cannot be stored in fewer bits
-    narrow_pays  a function that returns whether 16-bit weights may be the better choice: the plan
-                 does not fit without them, or they are estimated to be faster
+    narrow_pays  a function that returns whether 16-bit weights are worth trying, because the plan
+                 does not fit into memory without them or because they are estimated to be faster
     """
 
     is_complex: bool
@@ -63,29 +70,43 @@ class SearchFacts:
 
 
 def name_of(method: ModuleType) -> str:
-    """Return the method's name: the last part of its module's name, such as "zero"."""
+    """Return the name of a method: the last part of its module's name, such as "zero" for
+    tightfit.methods.zero."""
     return method.__name__.rpartition(".")[2]
 
 
 def traced_fields(methods: Iterable[ModuleType]) -> tuple[str, ...]:
-    """Return the TRACED_FIELDS of all methods, in the order of the methods."""
+    """Return the names of the plan fields that change which operations a forward and backward run:
+    the TRACED_FIELDS of all methods, in the order of the methods."""
     return tuple(field for method in methods for field in getattr(method, "TRACED_FIELDS", ()))
 
 
 def defaults(methods: Iterable[ModuleType], job: Job, machine: Machine) -> Iterator[Default]:
-    """Yield the defaults of all methods, in the order of the methods."""
+    """Yield a `Default` (field, value, reason) for each plan field for which a method chooses a
+    default value, in the order of the methods."""
     for method in methods:
         if hasattr(method, "defaults"):
             yield from method.defaults(job, machine)
 
 
 def candidates(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Return, for each plan field, the values that search combines, as all methods propose them."""
+    """Return plan field -> the values of this field that search tries, in all combinations with the
+    values of other fields. Each method proposes the values of its own fields.
+
+    start  the plan with all defaults
+    job    the job to plan for
+    facts  what is known about the job's model and about which options are worth trying
+    """
     return _proposed(methods, "candidates", start, job, facts)
 
 
 def leanest(methods: Iterable[ModuleType], start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    """Return, for each plan field, the values that may take the least memory."""
+    """Return plan field -> the values that may take the least memory. Each method proposes the
+    values of its own fields. Search combines them if no plan made of the `candidates` fits into
+    memory.
+
+    The arguments are the same as those of `candidates`.
+    """
     return _proposed(methods, "leanest", start, job, facts)
 
 

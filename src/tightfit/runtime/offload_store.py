@@ -1,18 +1,18 @@
-"""Memory outside of the device for data that a step needs rarely: page-locked host memory, or
+"""Memory outside of the device, for data that a step needs rarely: page-locked host memory, or
 memory-mapped files.
 
-`offload` makes a `Store` for a run. It holds parameters, gradients, optimizer states, or tensors
-saved for backward. A mapped file does not count as the process's own memory: the system writes its
-pages to disk when memory is short, and reads them back.
+The method `offload` creates a `Store` for a run. It holds parameters, gradients, optimizer states,
+or tensors saved for backward. A mapped file does not count as the process's own memory: when memory
+is short, the system writes its pages to disk, and reads them back later.
 
 On a GPU, copies run on two streams besides the compute stream, one for each direction, so that
-copies in do not wait for copies out. Events order the three streams. An optimizer updates
-parameters one after another. While update k runs, the states of update k + 1 are copied in, and
-those of update k - 1 are copied out.
+copies to the device do not wait for copies to the store. Events order the three streams. An
+optimizer updates parameters one after another. While update k runs, the states of update k + 1 are
+copied to the device, and those of update k - 1 to the store.
 
 torch's allocator of page-locked memory reuses a freed buffer for a new one of the same size, but
-not before the copies that `Tensor.copy_` began for it have ended. This module copies with `copy_`
-only.
+only after the copies that `Tensor.copy_` began for it have ended. For this reason, this module
+copies only with `copy_`.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ MAX_PREFETCH_BYTES = 2**28
 
 class Store:
     """Allocates tensors in the memory that a plan offloads to, and copies tensors to and from it.
+    That memory is called the store.
 
-    plan          its `offload_to` and `offload_folder` say which memory that is
+    plan          its field `offload_to` says whether the store is host memory or files;
+                  `offload_folder` is the folder of the files
     device        the device that computes
-    stored_bytes  bytes that the store holds
+    stored_bytes  bytes of all tensors in the store
 
-    Raises InputError if offload_folder is not a folder.
+    Raises InputError if the store is on disk and its folder does not exist.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -83,14 +85,16 @@ class Store:
             )
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized tensor in the store. Raises DoesNotFit if the disk is full."""
+        """Allocate and return an uninitialized tensor in the store. Raises DoesNotFit if the disk
+        is full."""
         made = self._allocate(shape, dtype)
         if self.note is not None:
             self.note(made)
         return made
 
     def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Allocate in page-locked memory, or map a file."""
+        """Allocate and return an uninitialized tensor in page-locked host memory or in a mapped
+        file, and add its bytes to `stored_bytes`. Raises DoesNotFit if the disk is full."""
         count = shape.numel()
         size = count * dtype.itemsize
         self.stored_bytes += size
@@ -117,25 +121,24 @@ class Store:
 
     def stored_tensors(self, model: nn.Module) -> Iterator[Tensor]:
         """Yield the tensors that stay in the store between steps: optimizer states, gradients, and
-        the offloaded parameters of `model`.
-        """
+        those parameters of `model` that are offloaded."""
         yield from self.states.values()
         yield from self.gradients.values()
         yield from (parameter for parameter in model.parameters() if getattr(parameter, "stored", False))
 
     def put(self, value: Tensor) -> Tensor:
-        """Begin to copy `value` to the store. Returns the stored tensor, whose values may not have
-        arrived yet.
-        """
+        """Begin to copy `value` to the store, into new memory. Return the stored tensor; its values
+        may not have arrived yet."""
         kept = self.empty(value.shape, value.dtype)
         return kept.copy_(value, non_blocking=True)
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
-        """Begin to copy an optimizer state of a parameter to the store, each time into the same
-        memory. Returns the stored tensor.
+        """Begin to copy an optimizer state of a parameter to the store. Each call for the same
+        state copies into the same memory. Return the stored tensor; its values may not have arrived
+        yet.
 
         name   the state's name, such as "exp_avg"
-        value  the state's values; if this is the stored tensor itself, nothing is copied
+        value  the state. If it is the stored tensor itself, nothing is copied
         """
         key = parameter, name
         kept = self.states.get(key)
@@ -147,25 +150,24 @@ class Store:
         return kept
 
     def fetch_ahead(self, value: Tensor) -> None:
-        """Begin to fetch a stored tensor before `fetch` is called for it. Do not change the tensor
-        in between.
-        """
+        """Begin to copy a stored tensor to the device, so that a later call of `fetch` with the
+        same tensor has to wait less. Do not change the tensor in between."""
         if has_own_memory(self.device) and value.device.type == "cpu":
             self._prefetched[_storage_key(value)] = self.begin_fetch(value)
 
     def fetch(self, value: Tensor) -> Tensor:
         """Return a stored tensor for the device to compute with: a copy on a GPU, the tensor itself
-        on a CPU.
-        """
+        on a CPU. On a GPU, the compute stream waits for the copy; the host does not."""
         coming = self._prefetched.pop(_storage_key(value), None) if self._prefetched else None
         return (coming or self.begin_fetch(value)).wait()
 
     def next_update(self) -> None:
-        """Call before each parameter's update. Frees the device memory of the states that the
-        update before the last one copied to the store, after these copies have ended.
+        """Free the device memory of the states that the update before the last one has sent to the
+        store. Call it before the update of each parameter.
 
-        The compute stream waits for the copies, not the host. Example: called before update 5, it
-        frees the states of update 3, while those of update 4 are still being copied.
+        The compute stream first waits until these states have been copied; the host does not wait.
+        Example: called before update 5, it frees the states of update 3, while those of update 4
+        are still being copied.
         """
         before, last = self._pending_sends
         if before and before[-1].done is not None:  # copies end in order, so the last one is enough
@@ -173,19 +175,20 @@ class Store:
         self._pending_sends = last, []
 
     def end_updates(self) -> None:
-        """Call after a step's last update: makes the compute stream wait for all copies to the
-        store. The host does not wait.
-        """
+        """Make the compute stream wait for all copies to the store that updates have begun, and
+        free the device memory of the copied tensors. The host does not wait. Call it after the last
+        update of a step."""
         self.next_update()
         self.next_update()
 
     def begin_fetch(self, value: Tensor) -> PendingFetch:
-        """Begin to fetch a stored tensor while the device computes. Returns the pending copy.
+        """Begin to copy a stored tensor to the device while the device computes. Return the pending
+        copy.
 
-        The copy's memory is allocated on the compute stream, like all other memory. The work that
-        was launched on that stream before may still use this memory, so the copy waits for that
-        work. It also waits for a pending copy into the stored tensor, but for no other copy to the
-        store.
+        The copy gets its memory on the compute stream, like all other tensors. Work that was
+        launched on that stream earlier may still use this memory, so the copy waits for that work.
+        If the stored tensor itself is still being written, the copy waits for that, too. It waits
+        for no other copies to the store.
         """
         if not has_own_memory(self.device) or value.device.type != "cpu":
             return PendingFetch(value)
@@ -205,19 +208,20 @@ class Store:
         return PendingFetch(here, arrived, current)
 
     def send(self, value: Tensor, kept: Tensor) -> None:
-        """Begin to copy `value` (on the device) into `kept` (in the store) while the device
-        computes.
-        """
+        """Begin to copy `value`, a tensor on the device, into `kept`, a tensor in the store, while
+        the device computes."""
         with self._on_copy_stream(kept):
             kept.copy_(value, non_blocking=True)
         self._hold_for_copy(value)
 
     def _begin_store(self, value: Tensor, kept: Tensor) -> None:
-        """Begin to copy `value`, the result of an update, into `kept` (in the store).
+        """Begin to copy `value`, a state or weight that an update has changed on the device, into
+        `kept`, a tensor in the store.
 
-        Unlike `send`, it keeps a reference to `value` until `next_update` has made the compute
-        stream wait for the copy. Later updates can then reuse the memory at once. With
-        `record_stream`, as in `send`, the allocator would first have to query the copy stream.
+        Unlike `send`, this method keeps `value` alive until `next_update` has made the compute
+        stream wait for the copy. Then a later update can reuse the memory at once. After
+        `record_stream`, which `send` uses, the allocator would first have to ask whether the copy
+        has ended.
         """
         if not has_own_memory(self.device):
             kept.copy_(value)
@@ -227,9 +231,8 @@ class Store:
         self._pending_sends[1].append(PendingSend(value, self._copies_out.get(_storage_key(kept)[0])))
 
     def add(self, value: Tensor, kept: Tensor) -> None:
-        """Begin to add `value` (on the device) to `kept` (in the store) while the device
-        computes.
-        """
+        """Begin to add `value`, a tensor on the device, to `kept`, a tensor in the store, while the
+        device computes."""
         if not has_own_memory(self.device):
             kept.add_(value)
             return
@@ -240,7 +243,11 @@ class Store:
 
     @contextmanager
     def _on_copy_stream(self, kept: Tensor) -> Iterator[None]:
-        """Within the context, copies into `kept` run on the copy stream."""
+        """Context manager in which CUDA operations run on the stream of copies to the store. At the
+        end it records an event, so that later fetches of `kept` wait for its copy.
+
+        kept  the stored tensor that is copied into
+        """
         if self.device.type != "cuda":
             yield
             return
@@ -253,32 +260,32 @@ class Store:
         self._copies_out[_storage_key(kept)[0]] = left
 
     def _hold_for_copy(self, value: Tensor) -> None:
-        """Keep the allocator from reusing the memory of `value` before its copy has ended."""
+        """Keep torch's allocator from reusing the memory of `value` before its copy to the store
+        has ended."""
         if self._out_stream is not None:
             value.record_stream(self._out_stream)
 
     def release(self, kept: Tensor) -> None:
-        """Stop counting a stored tensor that is not fetched again."""
+        """Subtract the bytes of a stored tensor from `stored_bytes`. Call it when the tensor is not
+        needed any more."""
         self.stored_bytes -= kept.nbytes
         self._copies_out.pop(_storage_key(kept)[0], None)
 
     def bring_ahead(self, weight: Tensor) -> None:
-        """Begin to fetch a weight and its gradient, as far as they are stored, before `bring` is
-        called for that weight.
-        """
+        """Begin to copy to the device what the store has of a weight and its gradient. A later call
+        of `bring` for this weight then has to wait less."""
         if weight not in self.owners:
             self.fetch_ahead(weight.detach())
         if weight.grad is not None:
             self.fetch_ahead(weight.grad)
 
     def bring(self, weight: Tensor) -> Tensor:
-        """Return a weight on the device, with its gradient as its `grad`. Fetches the gradient, and
-        the weight if it is stored, too.
+        """Return a weight on the device, with its gradient on the device as `.grad`. The gradient
+        is copied from the store, and so is the weight if it is stored. If `factor` is set, the
+        gradient is multiplied by it.
 
-        The gradient is multiplied by `factor`, if that is set.
-
-        weight  as the optimizer has it: a stored weight, or a stub (see `make_stub`), for which the
-                parameter on the device is returned
+        weight  the tensor that the optimizer has: a stored weight, or the stub of a weight that
+                stays on the device (see `make_stub`)
         """
         here = self.owners.get(weight)
         if here is None:
@@ -290,10 +297,10 @@ class Store:
         return here
 
     def take_back(self, weight: Tensor, here: Tensor) -> None:
-        """Call after the update of a weight: frees its gradient on the device, and copies the
-        weight to the store if that is its place.
+        """Free the gradient on the device and, if the weight is stored, begin to copy the updated
+        weight to the store. Call it after the update of the weight.
 
-        weight  as it was given to `bring`
+        weight  the tensor that was passed to `bring`
         here    the weight on the device that `bring` returned
         """
         here.grad = None
@@ -301,7 +308,8 @@ class Store:
             self._begin_store(here.detach(), weight.detach())
 
     def settle(self) -> None:
-        """Make the host wait until all copies to the store have ended, before it reads the data."""
+        """Make the host wait until all copies to the store have ended. Call it before the host
+        reads stored tensors."""
         if self._out_stream is not None:
             self._out_stream.synchronize()
         if self.device.type == "cuda":
@@ -309,19 +317,20 @@ class Store:
         self._copies_out.clear()
 
     def make_stub(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a stub weight for the optimizer, in place of a parameter on the device whose
-        gradient is stored. The stub has the parameter's shape, but takes no memory.
-        """
+        """Return a stub for the optimizer to hold in place of `parameter`, which stays on the
+        device while its gradient is in the store. The stub has the parameter's shape, but takes no
+        memory."""
         nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         weight = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
         self.owners[weight] = parameter
         return weight
 
     def offload_saved(self, parameters: set[int]) -> saved_tensors_hooks:
-        """Return a context in which the tensors that a forward saves for backward are offloaded to
-        the store. Tensors of at most MIN_OFFLOAD_BYTES stay on the device.
+        """Return a context manager. The tensors that a forward inside it saves for backward are
+        offloaded to the store; backward copies them back. Tensors of at most MIN_OFFLOAD_BYTES stay
+        on the device.
 
-        parameters  ids of the storages of parameters, which stay on the device, too
+        parameters  `storage_id` of the parameters, which stay on the device, too
         """
 
         order = _SaveOrder(self)
@@ -341,7 +350,7 @@ class Store:
 class PendingSend:
     """A tensor on the device that is being copied to the store.
 
-    value  the tensor, referenced until the copy has ended
+    value  the tensor. The reference keeps it alive until the copy has ended
     done   the event at the end of the copy; None if no copy is in flight
     """
 
@@ -350,25 +359,25 @@ class PendingSend:
 
 
 def _storage_key(value: Tensor) -> tuple[int, int]:
-    """Return (an id of the tensor's storage, the tensor's offset in its storage)."""
+    """Return a key of the memory in which a tensor begins: (id of its storage, its offset in the
+    storage)."""
     return storage_id(value), int(value.storage_offset())
 
 
 class PendingFetch:
-    """A tensor that is being copied to the device.
+    """A stored tensor that is being copied to the device.
 
-    here     the tensor on the device, allocated on `stream`
+    here     the copy on the device
     arrived  the event at the end of the copy; None if no copy is in flight
-    stream   the compute stream
+    stream   the compute stream, on which `here` was allocated
     """
 
     def __init__(self, here: Tensor, arrived: torch.cuda.Event | None = None, stream: Any = None) -> None:
         self.here, self.arrived, self.stream = here, arrived, stream
 
     def wait(self) -> Tensor:
-        """Return the tensor on the device. The current stream waits for the copy; the host does
-        not.
-        """
+        """Return the tensor on the device. The current CUDA stream waits for the copy; the host
+        does not."""
         if self.arrived is not None:
             current = torch.cuda.current_stream(self.here.device)
             current.wait_event(self.arrived)
@@ -384,13 +393,14 @@ class PendingFetch:
 
 
 class _SavedTensor:
-    """A tensor that a forward saved. It lives until the autograd graph drops it.
+    """A tensor that a forward has saved for backward and that was offloaded to the store. It is
+    released when the autograd graph drops it.
 
-    kept    the copy in the store
-    order   all saved tensors of the forward
+    kept    the tensor in the store
+    order   the `_SaveOrder` of the forward, which knows all of its saved tensors
     place   the tensor's index in `order`
-    coming  the prefetched copy on the device, or None
-    asked   whether a fetch has begun before, at the tensor's use or ahead of it
+    coming  the prefetched copy on the device; None if there is none
+    asked   whether a copy back to the device has begun at least once
     """
 
     def __init__(self, kept: Tensor, order: _SaveOrder, place: int) -> None:
@@ -405,18 +415,21 @@ class _SavedTensor:
 
 
 class _SaveOrder:
-    """The tensors that one forward saves, in order. Backward uses them in about the reverse order.
+    """The offloaded tensors of one forward, in the order in which it saved them. Backward uses them
+    in about the reverse order, so the next ones can be prefetched.
 
     When backward uses a tensor, the tensors that were saved just before it are prefetched: at least
     one tensor, and as many as fit in both MAX_PREFETCH_BYTES and the size of the largest saved
     tensor. Each tensor is prefetched only once. If backward runs again through a retained graph, it
-    fetches each tensor at its use. Only the autograd graph keeps saved tensors alive.
+    copies each tensor back when it uses the tensor. Only the autograd graph keeps the saved tensors
+    alive.
 
     Example: a forward saves a, b, c, d of 100 MiB each, so at most max_prefetch_bytes(100 MiB) =
-    100 MiB are prefetched. When backward uses d, c is prefetched; when it uses c, b is prefetched.
+    100 MiB are prefetched at a time. When backward uses d, c is prefetched; when it uses c, b is
+    prefetched.
 
     largest  bytes of the largest saved tensor
-    ahead    bytes of prefetched tensors that were not used yet
+    ahead    bytes of the prefetched tensors that were not used yet
     next     index of the next tensor to prefetch
     """
 
@@ -427,7 +440,8 @@ class _SaveOrder:
         self.next = 0
 
     def put(self, value: Tensor) -> _SavedTensor:
-        """Begin to store a tensor that the forward saves. Returns what `fetch` takes."""
+        """Begin to copy `value`, a tensor that the forward saves, to the store. Return an object to
+        pass to `fetch` in backward."""
         kept = self.store.empty(value.shape, value.dtype)
         if is_dense(value):  # one contiguous copy, and kernels get the original layout
             kept = kept.as_strided(value.shape, value.stride())
@@ -438,7 +452,11 @@ class _SaveOrder:
         return saved
 
     def fetch(self, saved: _SavedTensor) -> Tensor:
-        """Return a saved tensor on the device, and begin to prefetch those that are used next."""
+        """Return a saved tensor on the device, and begin to prefetch the tensors that backward will
+        use next.
+
+        saved  what `put` returned
+        """
         coming, saved.coming = saved.coming, None
         if coming is None:
             coming = self.store.begin_fetch(saved.kept)
@@ -451,7 +469,8 @@ class _SaveOrder:
         return here
 
     def _fetch_ahead(self, place: int) -> None:
-        """Begin to prefetch tensors that were saved before index `place`, the last saved first."""
+        """Begin to prefetch tensors that were saved before the tensor with index `place`, beginning
+        with the one that was saved last."""
         most = max_prefetch_bytes(self.largest)
         self.next = min(self.next, place - 1)
         while self.next >= 0:
@@ -466,7 +485,7 @@ class _SaveOrder:
 
 
 def max_prefetch_bytes(largest: float) -> float:
-    """Return the most bytes of saved tensors that are prefetched at a time. One tensor is always
+    """Return how many bytes of saved tensors may be prefetched at a time. One tensor is always
     prefetched, even if it is larger.
 
     largest  bytes of the largest saved tensor
@@ -476,7 +495,7 @@ def max_prefetch_bytes(largest: float) -> float:
 
 def is_dense(value: Tensor) -> bool:
     """Return whether a tensor's elements fill its memory without gaps or overlaps, in any order of
-    its dimensions.
+    its dimensions. Examples: True for the transpose of a contiguous matrix x, False for x[:, ::2].
     """
     count = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
@@ -487,11 +506,11 @@ def is_dense(value: Tensor) -> bool:
 
 
 class OffloadedGradients:
-    """Moves each gradient to the store as soon as backward has computed it, and accumulates the
-    gradients of a step's micro-batches in the store.
+    """Moves each gradient to the store as soon as backward has computed it. The gradients of a
+    step's micro-batches are added up in the store.
 
-    weights  a parameter -> the weight that the optimizer updates in place of the parameter, and
-             whose `grad` it reads; may be the parameter itself
+    weights  parameter -> the tensor that the optimizer updates in its place, and whose `grad` the
+             optimizer reads; may be the parameter itself
     store    the store
     """
 
@@ -503,9 +522,9 @@ class OffloadedGradients:
 
     @torch.no_grad()
     def _offload(self, parameter: Tensor) -> None:
-        """Move a completed gradient to the store, or add it to the stored gradient of earlier
-        micro-batches. This is the hook of that gradient.
-        """
+        """Move the gradient of `parameter`, which backward has just computed, to the store. If
+        earlier micro-batches of the step have a gradient there, add to it. This method is a hook
+        that backward calls."""
         gradient: Any = parameter.grad
         assert gradient is not None
         if isinstance(gradient, DTensor):
@@ -521,9 +540,8 @@ class OffloadedGradients:
         parameter.grad = None
 
     def end(self) -> None:
-        """Call after a step's last backward: waits for the copies, then sets each weight's `grad`
-        to the stored gradient.
-        """
+        """Wait until all gradients are in the store, and make each stored gradient the `grad` of
+        its weight. Call it after the last backward of a step."""
         self.store.settle()
         for parameter in self.there:
             self.weights[parameter].grad = self.kept[parameter]  # type: ignore[index]

@@ -1,8 +1,10 @@
-"""Recomputes a block's forward in backward: only its inputs are saved (activation checkpointing).
+"""Recomputes a block's forward in backward, so that only its inputs are saved (activation
+checkpointing).
 
 The method `recompute` wraps blocks in `recomputed`, which calls torch's checkpoint. The second
-forward must compute the same as the first one. So this module restores what the first forward
-changed: buffers such as BatchNorm's running statistics, and autocast's cached copies of weights.
+forward must compute the same as the first one. So this module undoes, for the second forward, what
+the first one changed: buffers such as BatchNorm's running statistics, and autocast's cached copies
+of weights.
 """
 
 from __future__ import annotations
@@ -36,17 +38,18 @@ SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]  # (module, name, buf
 
 
 def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -> Forward:
-    """Return `forward` with activation checkpointing: it saves only its inputs, and backward runs
-    it a second time.
+    """Return a function that computes the same as `forward`, but saves only its inputs for
+    backward. Backward runs `forward` a second time (activation checkpointing).
 
+    forward    the forward of a block or of several blocks
     modules    the modules that `forward` runs
-    selective  0: save nothing else. n > 0: also save the output of attention, and of every n-th
+    selective  0: save only the inputs. n > 0: also save the output of attention, and of every n-th
                matrix product or convolution with weights
 
-    The second forward draws the same random numbers for dropout, and starts with the buffer values
-    with which the first one started. Afterwards the buffers get back the values that they had
-    before the second forward. So running statistics are updated only once. Raises InputError if the
-    block modifies its inputs in place.
+    The second forward draws the same random numbers for dropout. It starts with the buffer values
+    that the first one started with, and afterwards the buffers get back their newest values, so
+    running statistics are updated only once. The returned function raises InputError if `forward`
+    modifies its inputs in place.
     """
     buffers = ChangingBuffers(modules)
     casts = AutocastCache()
@@ -75,10 +78,12 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
 
 
 class ChangingBuffers:
-    """The buffers of a block that its forward changes, in place or by assignment.
+    """Finds the buffers that the forward of `modules` changes, in place or by assignment, and
+    rewinds them for the recomputation.
 
-    They are found in the first forward, by comparing values: batch_norm changes its buffers without
-    incrementing their version counters.
+    The first forward shows which buffers change: their values are compared before and after it.
+    Version counters do not suffice, because batch_norm changes its buffers without incrementing
+    them.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -87,13 +92,16 @@ class ChangingBuffers:
         self.known = False
 
     def values(self) -> SavedBuffers:
-        """Return (module, name, buffer, copy of its values) for each buffer that may change."""
+        """Return a list of (module, name, buffer, copy of its values) for each buffer that may
+        change."""
         found = [(module, name, own_buffers(module)[name]) for module, name in self.tracked]
         return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
 
     def track_changed(self, before: SavedBuffers) -> None:
-        """Call after each first forward. From the first call on, only the buffers that this forward
-        changed are tracked. before: what `values` returned before the forward.
+        """Call after each original forward. The first call finds the buffers that this forward has
+        changed; from then on, only these are saved and rewound.
+
+        before  what `values` returned before the forward
         """
         if not self.known:
             self.tracked = [
@@ -105,10 +113,11 @@ class ChangingBuffers:
 
     @contextmanager
     def rewound(self, before: SavedBuffers) -> Iterator[None]:
-        """Context manager for the recomputation of a forward that changes buffers, such as
-        BatchNorm's running mean. Inside, these buffers have the values in `before`, which were
-        saved before the first forward. At the end they get back their values from before the
-        context.
+        """Context manager for the recomputation of a forward. Inside, the buffers that the forward
+        changes, such as BatchNorm's running mean, have their old values from `before`. At the end
+        they get back the values that they had before the context.
+
+        before  what `values` returned before the original forward
         """
         places = {(id(module), name) for module, name in self.tracked}
         changed = [one for one in before if (id(one[0]), one[1]) in places]
@@ -128,12 +137,12 @@ def restore_buffers(values: SavedBuffers) -> None:
 
 
 class AutocastCache:
-    """Controls autocast's cached copies of a block's weights.
+    """Switches off autocast's cache of cast weights while a recomputation of a block is pending.
 
-    Autocast casts a weight at the first call of the block, and reuses the copy in later calls. But
-    the recomputation of each call casts the weight anew. The original forward of a call and its
-    recomputation must run the same operations. So while a recomputation is pending, the cache is
-    disabled, and later calls cast the weight anew in their original forward, too.
+    Autocast casts a weight at the block's first call, and reuses the copy in later calls. A
+    recomputation, however, casts the weight anew. torch requires that the original forward of a
+    call and its recomputation run the same operations. So, while a recomputation is pending, the
+    cache is off, and later calls cast the weight anew in their original forward, too.
     """
 
     def __init__(self) -> None:
@@ -158,14 +167,24 @@ class AutocastCache:
 def recompute_contexts(
     buffers: ChangingBuffers, before: SavedBuffers, casts: AutocastCache, selective: int
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return (the context manager around a first forward, that around its recomputation)."""
+    """Return two context managers for one call of a block: one for its original forward, one for
+    its recomputation.
+
+    buffers    the buffers to rewind for the recomputation
+    before     the values of these buffers before the original forward
+    casts      autocast's cache
+    selective  0: save only the inputs. n > 0: see `selective_contexts`
+    """
     first, second = selective_contexts(selective) if selective else (nullcontext(), nullcontext())
     return first, _RecomputeContext([lambda: buffers.rewound(before), casts.second_forward], second)
 
 
 class _RecomputeContext:
-    """The context manager around each recomputation of a block. It can be entered more than once:
-    if a forward computes gradients itself, it recomputes the block before backward does.
+    """Context manager for the recomputations of a call of a block. It can be entered several times:
+    a forward that computes gradients itself recomputes the block before backward does.
+
+    around  functions that return the context managers to enter first, each time
+    kept    a further context manager, which is entered last
     """
 
     def __init__(
@@ -186,11 +205,12 @@ class _RecomputeContext:
 
 
 def selective_contexts(selective: int) -> Any:
-    """Return (the context around one block's forward, the context around its recomputation).
+    """Return two context managers for one call of a block: one for its original forward, one for
+    its recomputation.
 
-    In the forward, the outputs of attention and of every `selective`-th matrix product or
-    convolution with weights are saved. Operations that are cheap to recompute are not saved. The
-    first context raises InputError if the block writes in place to a saved tensor.
+    The original forward saves the outputs of attention and of every `selective`-th matrix product
+    or convolution with weights. Operations that are cheap to recompute are not saved. The first
+    context raises InputError if the block writes in place to a saved tensor.
     """
     counted = {False: 0, True: 0}  # products seen in the first forward, and in the second
     saved = _SavedOutputs()
@@ -219,10 +239,11 @@ POLICY_GETS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext
 
 
 class _SavedOutputs(TorchDispatchMode):
-    """The storages of a block's saved tensors, which the checkpoint's contexts keep alive.
+    """Remembers the storages of the tensors that a block's forward saves, so that a write to one of
+    them can be detected.
 
-    Where torch does not give the policy an operation's output, this is also a dispatch mode within
-    torch's own. It sees the output of each operation after torch has called the policy.
+    Up to torch 2.11, torch calls the policy of a selective checkpoint before the operation runs.
+    Then this dispatch mode, entered inside torch's own, sees the operation's output afterwards.
     """
 
     def __init__(self) -> None:
@@ -231,7 +252,7 @@ class _SavedOutputs(TorchDispatchMode):
         self.last_is_saved = False
 
     def add(self, output: Any) -> None:
-        """Add the storages of an operation's output."""
+        """Remember the storages of an operation's output, which is saved."""
         self.storages.update(_storages(tree_leaves(output)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,7 +264,7 @@ class _SavedOutputs(TorchDispatchMode):
 
 
 class _Nested:
-    """Enters two context managers as one: `outer` first, then `inner`."""
+    """Context manager that enters `outer` and then `inner`, and leaves them in the reverse order."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self.outer, self.inner = outer, inner
@@ -258,10 +279,13 @@ class _Nested:
 
 
 def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors that an operation writes to, according to its schema.
+    """Return the arguments of an operation that it writes to, according to its schema. They are
+    tensors, or None for an argument that is missing.
 
-    Version counters do not suffice: a write to a chunk from torch.chunk or from a recurrent cell
-    does not increment the version counter of the full tensor.
+    operation  the operation, such as torch.ops.aten.add_.Tensor
+
+    Version counters do not suffice to find writes: a write to a chunk from torch.chunk or from a
+    recurrent cell does not increment the version counter of the full tensor.
     """
     if not schema_of(operation).is_mutable:
         return []

@@ -1,9 +1,10 @@
-"""Recomputes groups of consecutive blocks (recompute: sqrt), and refuses models that do not allow
-this. In this module, a segment is such a group.
+"""Recomputes groups of consecutive blocks (plan field recompute: sqrt), and refuses models for
+which this would be wrong. Such a group is called a segment.
 
-The first block of a segment runs all blocks of the segment, and the other blocks return their input
-unchanged. So only the segment's input is saved for backward. The result is right only for a model
-that, between its blocks, does nothing but pass the output of one block to the next.
+When the model calls the first block of a segment, all blocks of the segment run. When it calls the
+other blocks, they return their input unchanged. So only the segment's input is saved for backward.
+The result is right only for a model that does nothing between its blocks but pass the output of one
+block to the next.
 
 Example: with blocks 0 to 3 as one segment, block 0 computes the output of block 3. The model then
 passes this output to blocks 1, 2 and 3, which return it unchanged.
@@ -32,15 +33,15 @@ BLOCK_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupErr
 
 
 def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
-    """Make the first of `blocks` run all of them as one recomputed segment. The other blocks then
-    return their input unchanged.
+    """Replace the forwards of `blocks`, so that a call of the first block runs all of them as one
+    recomputed segment, and the other blocks return their input unchanged.
 
-    The model still calls its blocks one after another. This gives the right result only if each
-    block's output is the first argument of the next block, and all blocks get the same objects as
-    their other arguments, such as a mask. Any other model raises InputError when it runs.
+    The model still calls its blocks one after another. Each block's output must be the first
+    argument of the next block, and all blocks must get the same objects as their other arguments,
+    such as a mask. Otherwise the result would be wrong, so the forward raises InputError.
 
-    Returns a function to call after the model's forward. It raises InputError if the model did not
-    call all blocks of the segment.
+    Returns a function to call after each forward of the model. It raises InputError if the model
+    did not call all blocks of the segment.
     """
     forwards = [block.forward for block in blocks]
     is_sequential = len(forwards) == 1  # set by the first complete forward
@@ -90,7 +91,7 @@ def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
 def _are_same(
     args: tuple[Any, ...], kwargs: dict[str, Any], other_args: tuple[Any, ...], other_kwargs: dict[str, Any]
 ) -> bool:
-    """Return whether two calls have the same objects as arguments."""
+    """Return whether two calls have identical arguments: the same objects, not only equal ones."""
     if len(args) != len(other_args) or kwargs.keys() != other_kwargs.keys():
         return False
     same = all(a is b for a, b in zip(args, other_args, strict=True))
@@ -100,9 +101,9 @@ def _are_same(
 def _with_first(
     forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Split the arguments of a call of `forward`. Returns (first argument, other positional
-    arguments, other keyword arguments). The first argument may have been passed by name.
-    """
+    """Split the arguments of a call of `forward`. Return (first argument, other positional
+    arguments, other keyword arguments). The first argument may have been passed by its name. Raises
+    InputError if the call has no first argument."""
     if args:
         return args[0], args[1:], kwargs
     name = next(iter(inspect.signature(forward).parameters))
@@ -112,11 +113,12 @@ def _with_first(
 
 
 class _OutputUses(TorchFunctionMode):
-    """Finds out whether the model's own code, outside its blocks, uses the output of a block that
-    is not the last of its segment.
+    """Finds out whether the model's own code, outside its blocks, uses the output of a block other
+    than the last of its segment.
 
-    When several blocks are recomputed as one segment, only the last block's output is available.
-    Metadata such as an output's shape may be read. `used` becomes True at the first other use.
+    If several blocks are recomputed as one segment, only the output of the last one exists. Code
+    may read metadata of the other outputs, such as a shape. `used` becomes True at the first use of
+    their values. Passing an output to the next block does not count.
     """
 
     def __init__(self) -> None:
@@ -134,8 +136,9 @@ class _OutputUses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def call(self, forward: Forward, is_last: bool, *args: Any, **kwargs: Any) -> Any:
-        """Run a block's `forward` and remember its output. is_last: the block is the last of its
-        segment, so that the model may use the output anywhere.
+        """Run a block's `forward`, remember its output, and return it.
+
+        is_last  whether the block is the last of its segment, so that the model may use its output
         """
         self.inside = True
         try:
@@ -152,10 +155,14 @@ _METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device
 
 
 def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Run the model once, and raise InputError if it uses the output of a block that is not the
-    last of its segment for anything but the next block's input.
+    """Run the model once without gradients. Raise InputError if the model's own code, outside its
+    blocks, uses the output of a block that is not the last of its segment. Passing this output on
+    to the next block is allowed.
 
-    The modules are left unchanged. forward: calls the model.
+    segments  the blocks of each segment, in order
+    forward   a function that calls the model
+
+    The model is the same afterwards.
     """
     watch = _OutputUses()
     with restoring_state(model), torch.no_grad(), watch:
@@ -168,11 +175,14 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
 
 
 def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Run the model on fake tensors to check that each of these groups of blocks can be recomputed
-    as one: each block feeds the next, and no other code uses the outputs in between. A real run
-    checks the same before its first update.
+    """Raise InputError if a group of blocks cannot be recomputed as one segment. There are two
+    reasons: a block does not feed the next one, or other code uses the outputs in between.
 
-    Raises InputError if a group cannot be recomputed as one. forward: calls the model.
+    The check runs the model twice on fake tensors. A real run checks the same before its first
+    update.
+
+    segments  the groups of blocks
+    forward   a function that calls the model
     """
     refuse_other_uses(model, segments, forward)
     with restoring_state(model), torch.no_grad():
@@ -180,10 +190,11 @@ def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: C
 
 
 def ending_segments(ends: list[Callable[[], None]], forward: Callable[[], Result]) -> Result:
-    """Run a model's forward, then check that it called all blocks of its segments. Returns the
-    result of `forward`.
+    """Run a model's forward and return its result. Raise InputError if the forward did not call all
+    blocks of its segments, or if it failed for this reason.
 
-    ends: the functions that `recompute_segment` returned, one for each segment.
+    ends     the functions that `recompute_segment` returned, one for each segment
+    forward  a function that calls the model
     """
     try:
         result = forward()
@@ -203,9 +214,8 @@ def _is_unrelated(error: Exception) -> bool:
 
 
 def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward with the arguments of its segment's first block, such as the mask.
-    Raises InputError if this block fails on them.
-    """
+    """Run a block's forward with the arguments that its segment's first block got, such as the
+    mask. Raises InputError if the block fails with these arguments."""
     try:
         return forward(*args, **kwargs)
     except BLOCK_FAILURES as error:

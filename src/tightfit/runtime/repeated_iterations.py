@@ -1,8 +1,8 @@
 """Loops whose iterations are all alike, so that a trace on fake tensors runs only some of them.
 
-A method that repeats the same work, such as the chunks of a loss, writes its loop as
-`for n in repeated_iterations(range(chunks))`. In training the loop runs in full. The dry run and
-the recorder enter `iterations_chosen_by`, which decides how many iterations they run.
+A method that repeats the same work, such as the chunks of a loss, writes its loop as `for n in
+repeated_iterations(range(chunks))`. In training the loop runs in full. The dry run and the recorder
+use the context `iterations_chosen_by` to run only some of the iterations.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ _taker: ContextVar[Taker] = ContextVar("taker", default=iter)
 
 
 def repeated_iterations(indices: Sequence[int]) -> Iterator[int]:
-    """Return an iterator over a loop's indices: all of them, unless `iterations_chosen_by` is
-    active.
+    """Return an iterator over the indices of a loop: all of `indices`, or, inside the context
+    `iterations_chosen_by`, only those that it chooses.
 
     Use it only if every iteration but the last does the same work, and if no tensor that an
-    iteration makes exists after that iteration.
+    iteration creates is alive after that iteration.
     """
     return _taker.get()(indices)
 
 
 @contextmanager
 def iterations_chosen_by(taker: Taker) -> Iterator[None]:
-    """Within the context, `repeated_iterations(indices)` returns `taker(indices)`, so that `taker`
-    chooses the iterations that run."""
+    """Context manager in which `repeated_iterations(indices)` returns `taker(indices)`. So `taker`
+    chooses which iterations of a loop run."""
     token = _taker.set(taker)
     try:
         yield
@@ -38,11 +38,11 @@ def iterations_chosen_by(taker: Taker) -> Iterator[None]:
 
 
 def representative_iterations(indices: Sequence[int]) -> Iterator[int]:
-    """Return the first two of a loop's indices and the last. The second iteration represents those
-    that are left out.
+    """Return the first two indices of a loop and the last one; all indices if there are at most
+    three. The second iteration represents those that are left out.
 
     Example: of 8 iterations, 0, 1 and 7 run. Iterations 2 to 6 would begin and end with as much
-    memory in use as iteration 1. With three or fewer iterations, all run.
+    memory in use as iteration 1.
     """
     return iter(indices if len(indices) <= 3 else (indices[0], indices[1], indices[-1]))
 

@@ -1,9 +1,9 @@
 """The `Run`, which `build` returns: a job that a plan has fitted to a device, ready to be trained.
 
-A `Run` has fields and no behaviour. Each method's `apply` returns an edited copy. The protocols in
-this module describe what methods put into a Run: data, a loss scale, a reduction of gradients, a
-pipeline's step executor. The functions move batches to the device, and convert tensors between a
-device's shard and the full tensor.
+A `Run` has fields and no behaviour. Each method's `apply` gets a Run and returns a changed copy.
+The protocols in this module describe the objects that methods put into a Run: the data, the loss
+scale, the reduction of gradients, and the executor of a pipeline's steps. The functions move
+batches to the device, and convert tensors between a device's shard and the full tensor.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ from tightfit.runtime.offload_store import Store
 
 
 class Data(Protocol):
-    """Samples in an order that depends only on the seed and on how many were consumed.
+    """The training samples and the evaluation samples of a run. The order of samples depends only
+    on the seed, so a training can continue from any sample number.
 
     samples       number of samples in one epoch; None for an endless stream
-    sample_items  tokens in a full sample (1 for images): the unit of throughput
-    ragged        whether micro-batches differ in shape beyond the number of samples
+    sample_items  number of tokens in a full sample; 1 for images
+    ragged        whether the shapes of micro-batches differ in other dimensions than the number of
+                  samples
     damaged       how many samples were left out because they are damaged
     tokenizer     a transformers tokenizer, or None
-    steps         the micro-batches (on the host) of each optimizer step, from sample number
-                  `consumed` to sample number `until`, or without end if that is None. The last
-                  step may be short
-    held_out      the micro-batches of the first `samples` evaluation samples; None: of all
-    example       a few samples as a batch, with the shapes and types of micro-batches, and with
+    steps         (consumed, until) -> an iterator over optimizer steps, each a list of
+                  micro-batches on the host. The steps contain the samples from number `consumed` up
+                  to number `until` (exclusive); until = None never ends. The last step may have
+                  fewer samples
+    held_out      (number of samples) -> an iterator over the micro-batches of that many evaluation
+                  samples, from the first on; None: of all evaluation samples
+    example       () -> a batch of a few samples, with the same types as micro-batches and with
                   sequences of full length
     """
 
@@ -68,13 +72,13 @@ class Data(Protocol):
 
 
 class LossScale(Protocol):
-    """Keeps small fp16 gradients from vanishing: the loss is multiplied by `value`, and the
-    gradients are divided by it.
+    """The loss scale of fp16 training: the loss is multiplied by it before backward, so that small
+    gradients do not become zero, and the gradients are divided by it before the update.
 
     value    the scale as a Python number
-    skipped  updates skipped so far because a gradient was not finite
-    factor   what the loss is multiplied by: a scalar tensor if the scale is on the device, else
-             `value`
+    skipped  number of updates that were skipped so far because a gradient was not finite
+    factor   the scale to multiply the loss by: a scalar tensor if the scale is kept on the device,
+             else `value`
     """
 
     value: float
@@ -84,12 +88,14 @@ class LossScale(Protocol):
     def factor(self) -> float | Tensor: ...
 
     def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
-        """Divide the gradients by `value`. Returns whether all of them are finite: a scalar tensor
-        if the scale is on the device, else a bool.
-        """
+        """Divide the gradients of `parameters` by the scale. Return whether all gradients are
+        finite: a scalar bool tensor if the scale is kept on the device, else a bool."""
 
     def update(self, finite: bool | Tensor) -> None:
-        """Adapt `value` after a step. finite: whether all gradients of the step were finite."""
+        """Adapt the scale after a step.
+
+        finite  whether all gradients of the step were finite, as `unscale` returned it
+        """
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -98,30 +104,32 @@ class LossScale(Protocol):
 
 @dataclass(frozen=True)
 class DummyMicroBatch:
-    """Takes the place of a micro-batch on a rank that has no samples for it, while other ranks have
-    some. Its values do not matter.
+    """A stand-in for a micro-batch, on a rank that has no samples left while other ranks still have
+    some.
 
-    With a dummy micro-batch the rank takes part in every collective, and adds nothing to the loss,
-    the gradients or the counts.
+    The rank runs forward and backward on `batch`, so that it takes part in every collective. The
+    values in `batch` do not matter: nothing is added to the loss, the gradients or the counts.
     """
 
     batch: Batch
 
 
 class Reduction(Protocol):
-    """How gradients are reduced over devices, and how updated weights are distributed.
+    """Reduces gradients over devices, and distributes updated weights.
 
-    shard_axes  the mesh axes along which each device's optimizer holds a different shard
-    begin       call it before each micro-batch of a step; last: whether it is the step's last one
+    shard_axes  names of the mesh axes along which each device's optimizer holds a different shard
+    begin       call it before each micro-batch of a step. last: whether it is the step's last one
     end         call it after each micro-batch's backward. After the last one, the gradients that
-                the optimizer holds are complete
-    updated     call it after the optimizer's update. Updated weights may still be in transit
-    wait        wait until the updated weights have arrived
-    states      the tensors that the reduction keeps from step to step
-    unshard     (weight, this device's shard of a tensor that belongs to it, such as an optimizer
-                state) -> the full tensor, on every device. A collective: all devices take part
-    shard       the reverse: (weight, the full tensor, equal on all devices) -> this device's shard
-    forget      drop the gradients that were reduced since the last update
+                the optimizer reads are complete
+    updated     call it after the optimizer's update. It begins to distribute the updated weights,
+                which may still be in transit when it returns
+    wait        waits until the updated weights have arrived
+    states      () -> the tensors that the reduction keeps from step to step
+    unshard     (weight, this device's shard of the weight, of its gradient or of an optimizer
+                state) -> the full tensor, on every device. All devices must call it
+    shard       (weight, a full tensor that is equal on all devices) -> this device's shard: the
+                reverse of `unshard`
+    forget      drops the gradients that were reduced since the last update
     """
 
     shard_axes: tuple[str, ...]
@@ -144,10 +152,8 @@ class Reduction(Protocol):
 
 
 class UnshardedReduction:
-    """The default `Reduction`: each device's optimizer holds full parameters, nothing is sharded.
-
-    Subclasses override the parts that they need.
-    """
+    """A `Reduction` that does nothing: each device's optimizer holds full parameters, and nothing
+    is reduced. Subclasses override the methods that they need."""
 
     shard_axes: tuple[str, ...] = ()
 
@@ -177,23 +183,27 @@ class UnshardedReduction:
 
 
 class StepExecutor(Protocol):
-    """Executes a rank's part of a pipelined step. All ranks of the pipeline take part in each call.
+    """Runs a rank's part of a step whose work is divided over ranks, such as a pipeline's. All of
+    these ranks take part in each call.
 
-    replicated      names of weights that another rank has, too. That rank counts them, in the
-                    gradient norm for example
-    stale_buffers   names of buffers whose correct values are on another rank
-    accumulate      (run, micro-batches, factor of their losses) -> sum of the losses on this rank
+    replicated      names of the weights that another rank has, too. This rank leaves them out of
+                    the gradient norm, so that each weight counts once
+    stale_buffers   names of the buffers whose correct values are on another rank
+    accumulate      (run, micro-batches, factor by which losses are multiplied before backward) ->
+                    sum of the losses on this rank. It runs all forwards and backwards
     evaluate        (run, micro-batch) -> its loss on the last rank; 0 on the other ranks
-    loss_delay      how many steps after its forward a step's loss becomes known. Above 0,
-                    `accumulate` returns NaN, and `losses` has the losses
-    losses          the losses that became known, in order: scalar tensors that are not modified
-    unsynchronized  whether ranks continue without waiting for each other at each step
-    counted         (items, samples, positions) of the last step; None if the caller can count them
-                    in the micro-batches
-    staleness       for each gradient of the last step, by how many updates it was stale; empty if
-                    gradients are never stale
-    drain           completes earlier steps that are still in flight. It yields after the backward
-                    of each, and the caller then updates the weights
+    loss_delay      how many steps later the loss of a step becomes known. If it is above 0,
+                    `accumulate` returns NaN, and the losses are in `losses`
+    losses          the losses that became known, oldest first: scalar tensors that are not modified
+                    any more
+    unsynchronized  whether ranks continue without waiting for each other in each step
+    counted         three numbers of the last step: items in the mean loss (such as target tokens),
+                    samples, and token positions. None if the caller can count them in the
+                    micro-batches
+    staleness       for each gradient of the last step, how many updates the weights received
+                    between its computation and its use. Empty if gradients are never stale
+    drain           completes the steps that are still in flight. It yields after the backward of
+                    each, and the caller then updates the weights
     """
 
     loss_delay: int
@@ -216,34 +226,38 @@ class StepExecutor(Protocol):
 class Run:
     """A job that a plan has fitted to a device, ready to be trained.
 
-    model          set by `materialize`; its parameters keep their names, whatever wraps its blocks
-    objective      the job's loss
-    loss_sum       the loss with the plan's methods: a micro-batch on the device -> sum of its
-                   losses
-    data           set by `loader`
-    optimizer      set by `optimizer_states`
-    learning_rate  number of a step -> its learning rate
-    loss_scale     fp16 only
-    mesh           the devices of the run; None for a single device
-    reduction      set by `data_parallel` or `zero`
-    tp_shards      set by `tensor_parallel`: name of a parameter -> how it is sharded over the tp
-                   axis
-    tp_replicated  set by `tensor_parallel`: names of parameters that are replicated over the tp
-                   axis and whose gradients have to be all-reduced over it
-    optimizer_weights  parameter -> the weight that the optimizer updates in its place, such as a
-                   view of this device's shard
-    executor       set by `pipeline`. Then `loss_sum` runs this rank's stage of the model only
-    store          set if the plan offloads: the memory outside of the device
-    blocks         set by `pipeline`: the model's blocks that this rank has
-    dataflow       set by `boundaries`: what the full model does in a forward
-    count_labels   set by `loss`: a batch on the host -> how many of its labels count; None if the
-                   batch has no values
-    prefetcher     set by `loader` if each micro-batch is copied to the device while the preceding
-                   one is computed
-    own_loop       whether the user's code runs the forwards and backwards, and calls `loss_sum` with
-                   samples of any number (see `engine/custom_loop.py`)
-    droppable_masks  set by `loader`: names of a batch's masks that are not copied to the device if
-                   they are all ones
+    model              set by `materialize`. Its parameters keep their names, also if a method wraps
+                       its blocks
+    objective          the job's loss
+    loss_sum           the forward with the plan's methods: a micro-batch on the device -> the sum
+                       of its losses. With a pipeline, it runs only this rank's stage of the model
+    data               set by `loader`
+    optimizer          set by `optimizer_states`
+    learning_rate      number of a step -> its learning rate
+    loss_scale         only in fp16, else None
+    mesh               the devices of the run; None for a single device
+    reduction          set by `data_parallel`, `zero` or `parameter_server`
+    tp_shards          set by `tensor_parallel`: name of a parameter -> how it is sharded over the
+                       tp axis
+    tp_replicated      set by `tensor_parallel`: names of the parameters that every rank of the tp
+                       axis has in full and whose gradients have to be summed over it
+    optimizer_weights  parameter -> the tensor that the optimizer updates in its place, such as a
+                       view of this device's shard. Other parameters are updated themselves
+    executor           set by `pipeline` and `parameter_server`: runs the step's forwards and
+                       backwards
+    store              the memory outside of the device; None if the plan does not offload
+    blocks             set by `pipeline`: the model's blocks on this rank
+    dataflow           set by `boundaries`: a record of the full model's forward, such as which
+                       blocks use which parameters
+    count_labels       set by `loss`: a batch on the host -> how many of its labels count in the
+                       loss; None if the labels have no values
+    prefetcher         set by `loader` if each micro-batch is copied to the device while the
+                       preceding one is computed
+    own_loop           whether the user's code runs forward and backward (see
+                       `engine/custom_loop.py`). It may then call `loss_sum` with any number of
+                       samples
+    droppable_masks    set by `loader`: names of a batch's masks that are not copied to the device
+                       if they are all ones
     """
 
     job: Job
@@ -272,12 +286,12 @@ class Run:
 
 
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:
-    """Copy a batch from the host to the device, with the label count that the loss needs.
+    """Return `batch` on the device. The label count that the loss needs is added, and masks that
+    are all ones are left out, because they hide nothing.
 
-    Masks of ones, which hide nothing, are left out.
-
-    copy: copies one tensor to the device. By default, tensors are copied on the compute stream,
-    asynchronously if the plan has `non_blocking`.
+    batch  a batch on the host
+    copy   copies one tensor to the device. None: copy on the compute stream, asynchronously if the
+           plan's `non_blocking` is set
     """
     batch = with_label_count(without_full_masks(batch, run), run)
     own: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(run.device, non_blocking=run.plan.non_blocking)  # noqa: E731
@@ -285,10 +299,8 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
 
 
 def device_batches(micro_batches: Sequence[Batch | DummyMicroBatch], run: Run) -> Iterator[Batch]:
-    """Yield the micro-batches of a step on the device, in order, dummy micro-batches included.
-
-    The caller has to iterate to the end.
-    """
+    """Yield the micro-batches of a step, in order, each copied to the device. Of a DummyMicroBatch,
+    yield the batch that it contains. The caller has to iterate to the end."""
     batches = [one.batch if isinstance(one, DummyMicroBatch) else one for one in micro_batches]
     if run.prefetcher is None:
         return (to_device(batch, run) for batch in batches)
@@ -296,8 +308,8 @@ def device_batches(micro_batches: Sequence[Batch | DummyMicroBatch], run: Run) -
 
 
 def with_label_count(batch: Batch, run: Run) -> Batch:
-    """Return a host batch with the number of labels that count added, if the loss ignores some
-    labels."""
+    """Return `batch`, a batch on the host, with one more entry if the job's loss ignores some
+    labels: the number of labels that count."""
     if run.count_labels is None or not isinstance(batch, dict) or LABEL_COUNT_KEY in batch:
         return batch
     labelled = run.count_labels(batch)
@@ -305,10 +317,11 @@ def with_label_count(batch: Batch, run: Run) -> Batch:
 
 
 def without_full_masks(batch: Batch, run: Run) -> Batch:
-    """Return a host batch without the masks that hide nothing, because they are all ones.
+    """Return `batch`, a batch on the host, without the droppable masks that are all ones. They hide
+    nothing.
 
-    A model with such a mask would read from the device whether the mask hides anything, and the
-    host would wait for the device.
+    If a model gets such a mask on a GPU, it reads from the device whether the mask hides anything,
+    and the host has to wait.
     """
     if not isinstance(batch, dict):
         return batch
@@ -317,42 +330,43 @@ def without_full_masks(batch: Batch, run: Run) -> Batch:
 
 
 def _is_all_ones(mask: Any) -> bool:
-    """Return whether a mask is known to hide nothing: it is a 2-dimensional CPU tensor of ones."""
+    """Return whether a mask is known to hide nothing, because it is a 2-dimensional CPU tensor of
+    ones. False for any other value, also for a fake tensor."""
     if not isinstance(mask, Tensor) or is_fake(mask) or mask.device.type != "cpu" or mask.dim() != 2:
         return False
     return bool((mask == 1).all())
 
 
 def optimizer_weights_named(run: Run, names: frozenset[str]) -> list[nn.Parameter]:
-    """Return the tensors that the optimizer updates for the parameters with these names."""
+    """Return the tensors that the optimizer updates for the parameters with the given names."""
     if not names:
         return []
     return [run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if name in names]
 
 
 def wait_for_weights(run: Run) -> None:
-    """Wait until the weights that other devices updated have arrived (see
+    """Wait until the weights that other devices have updated have arrived on this device (see
     `parallel/weight_gathers.py`).
 
-    Call it before anything reads or writes weights between two steps. It is no collective: a device
-    does not wait for the others to call it.
+    Call it before code reads or writes weights between two steps. It is not a collective: other
+    devices need not call it.
     """
     if run.reduction is not None:
         run.reduction.wait()
 
 
 def tp_shards_of(run: Run) -> dict[nn.Parameter, ParameterSharding]:
-    """For each parameter that is sharded over the tp axis, return the weight that the optimizer
+    """Return, for each parameter that is sharded over the tp axis: the tensor that the optimizer
     updates -> how the parameter is sharded."""
     parameters = dict(run.model.named_parameters())
     return {run.optimizer_weights.get(parameters[name], parameters[name]): part for name, part in run.tp_shards.items()}
 
 
 def refuse_hooks(model: nn.Module, asked: str) -> None:
-    """Raise InputError if a parameter has a hook on its gradient.
+    """Raise InputError if a parameter of `model` has a hook on its gradient. Methods that replace
+    parameters by shards call this function, because a shard would lose the hook.
 
-    Methods that replace parameters by shards call this, because they would lose the hook.
-    asked: the plan field of the method, for the message.
+    asked  the plan field of the method, for the error message
     """
     for name, parameter in model.named_parameters():
         if has_gradient_hooks(parameter):
@@ -364,11 +378,11 @@ def refuse_hooks(model: nn.Module, asked: str) -> None:
 
 
 def unshard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
-    """Return the full tensor of which `value` is this device's shard. A collective: all devices
-    call it.
+    """Return the full tensor of which `value` is this device's shard. All devices must call this
+    function.
 
-    weight  what the optimizer updates
-    value   the shard of `weight` itself, or of its gradient or one of its optimizer states
+    weight  the tensor that the optimizer updates
+    value   this device's shard of the weight, of its gradient or of one of its optimizer states
     """
     if run.reduction is not None and run.reduction.shard_axes:
         value = run.reduction.unshard(weight, value)
@@ -379,7 +393,7 @@ def unshard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
 def shard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
     """Return this device's shard of a full tensor: the reverse of `unshard`.
 
-    weight  what the optimizer updates
+    weight  the tensor that the optimizer updates
     value   the full weight, or its full gradient or optimizer state
     """
     cut = tp_shards_of(run).get(weight)  # type: ignore[call-overload]
@@ -391,16 +405,15 @@ def shard(run: Run, weight: Tensor, value: Tensor) -> Tensor:
 
 
 def shard_axes_of(run: Run, weight: Tensor) -> tuple[str, ...]:
-    """Return the names of the mesh axes along which devices hold different shards of `weight`."""
+    """Return the names of the mesh axes along which devices have different shards of `weight`, a
+    tensor that the optimizer updates. Empty if every device has the full weight."""
     divided = run.reduction.shard_axes if run.reduction is not None else ()
     return (*divided, "tp") if weight in tp_shards_of(run) else divided  # type: ignore[operator]
 
 
 def parameter_count(run: Run) -> int:
-    """Return the number of parameters of the full model, not only of this device's shard or stage.
-
-    With several devices it is a collective: all devices call it.
-    """
+    """Return the number of parameters of the full model, although this device may have only shards
+    or a pipeline stage of it. All devices must call this function."""
     copies = run.executor.replicated if run.executor is not None else frozenset()
     own = [(name, parameter) for name, parameter in run.model.named_parameters() if name not in copies]
     count = sum(run.tp_shards[name].shape.numel() if name in run.tp_shards else p.numel() for name, p in own)

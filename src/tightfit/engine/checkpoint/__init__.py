@@ -1,1 +1,1 @@
-"""Checkpoints: what a run saves, and how it resumes."""
+"""Checkpoints: collect a run's tensors, save them, and resume a run from them."""

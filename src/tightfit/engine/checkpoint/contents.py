@@ -1,6 +1,5 @@
-"""Collect the tensors of a run that a checkpoint saves, under names that do not depend on how the
-tensors are sharded.
-"""
+"""Collect the tensors of a run that a checkpoint saves. Their names and shapes do not depend on how
+the run shards them."""
 
 from __future__ import annotations
 
@@ -21,11 +20,12 @@ from tightfit.runtime.run import Run, unshard
 
 @dataclass(frozen=True)
 class SavedTensors:
-    """The tensors of one kind of file (model or optimizer) that belong to this device's stages.
+    """The tensors that a checkpoint saves in one kind of file: those of the model, or those of the
+    optimizer. With a pipeline, these are the tensors of this device's stages.
 
-    sizes   name -> bytes of the full tensor
-    fetch   a function of a name that returns the full tensor. If the tensor is sharded, the shards
-            are all-gathered, so all ranks with a shard must call this
+    sizes   tensor name -> bytes of the full (unsharded) tensor
+    fetch   a function of a tensor name that returns the full tensor. It all-gathers a sharded
+            tensor, so all ranks that have a shard must call it
     counts  parameter name -> state name -> value, for optimizer states that are not tensors, such
             as step counts. Empty for the model
     """
@@ -36,7 +36,8 @@ class SavedTensors:
 
 
 def model_of(run: Run) -> SavedTensors:
-    """Return the model's parameters and persistent buffers. A tied parameter is in it once."""
+    """Return the model's parameters and persistent buffers, for saving. A tied parameter is in the
+    result once."""
     persistent = run.model.state_dict().keys()
     named = {name: tensor.detach() for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers())}
     stale = run.executor.stale_buffers if run.executor is not None else frozenset()
@@ -54,20 +55,21 @@ def model_of(run: Run) -> SavedTensors:
 
 
 def unsharded_shape(run: Run, name: str, tensor: Tensor) -> torch.Size:
-    """Return the full shape of a parameter or buffer, from before tensor parallelism sharded it.
+    """Return the shape that a parameter or buffer has without tensor parallelism.
 
     name    its name in the model
-    tensor  the tensor that this device has
+    tensor  the tensor on this device, which tensor parallelism may have sharded
     """
     return run.tp_shards[name].shape if name in run.tp_shards else tensor.shape
 
 
 def states_of(run: Run) -> SavedTensors:
-    """Return the optimizer's states, under names such as "exp_avg:layers.0.weight".
+    """Return the optimizer states, for saving. Their names have the form "state:parameter", such as
+    "exp_avg:layers.0.weight".
 
-    A state that is quantized to 8 or 4 bits consists of several tensors, and each of them is saved,
-    such as "exp_avg.codes:layers.0.weight". If parameters are sharded, such a state is saved in
-    fp32.
+    A state that is quantized to 8 or 4 bits consists of several tensors. Each of them is saved
+    under a name of its own, such as "exp_avg.codes:layers.0.weight". If parameters are sharded, the
+    state is dequantized and saved as one fp32 tensor instead.
     """
     states, sharded = run.optimizer.state_dict()["state"], is_sharded(run)
     shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
@@ -102,7 +104,8 @@ def _unsharded(run: Run, weight: Tensor, name: str, value: Tensor | dict[str, Te
 
 
 def names_of(run: Run) -> list[tuple[str, Tensor]]:
-    """Return (parameter name, weight) for each weight of the optimizer, in the optimizer's order."""
+    """Return a list of (parameter name, tensor that the optimizer updates for this parameter), in
+    the order in which the optimizer has these tensors."""
     names = {
         id(run.optimizer_weights.get(parameter, parameter)): name for name, parameter in run.model.named_parameters()
     }
@@ -111,7 +114,8 @@ def names_of(run: Run) -> list[tuple[str, Tensor]]:
 
 
 def is_sharded(run: Run) -> bool:
-    """Whether this device's optimizer holds shards of parameters."""
+    """Return whether the optimizer on this device holds only shards of the parameters' states (ZeRO
+    or tensor parallelism)."""
     return bool(run.tp_shards) or (run.reduction is not None and bool(run.reduction.shard_axes))
 
 

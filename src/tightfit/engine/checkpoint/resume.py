@@ -1,6 +1,5 @@
-"""Resume a run: load the newest checkpoint into it. Each device loads its own shards of the
-tensors.
-"""
+"""Resume a run: load the newest checkpoint into it. A checkpoint has full tensors; each device
+keeps only its own shards of them."""
 
 from __future__ import annotations
 
@@ -34,11 +33,14 @@ SHARED = "name a folder that all hosts share with --out"
 
 
 def resume(run: Run, folder: str | Path) -> int:
-    """Load the newest checkpoint under `folder` into `run`, and return the step to continue from.
+    """Load the newest checkpoint under `folder` into `run`: weights, optimizer states, loss scale
+    and states of the random number generators. Return the number of the step to continue from.
 
-    Every file is verified against its checksum before it is used. All devices must call this. If
-    there is no checkpoint, if it is damaged or if another job wrote it, all devices raise
-    InputError.
+    Every file is checked against its checksum before it is used. All devices must call this
+    function.
+
+    Raises InputError on all devices if there is no checkpoint, if it is damaged, or if it belongs
+    to another job or does not fit the model. Also raises it if hosts see different checkpoints.
     """
     note_activity("reading a checkpoint")
     wait_for_weights(run)  # weights that arrive later would overwrite the loaded ones
@@ -62,9 +64,8 @@ def resume(run: Run, folder: str | Path) -> int:
 
 
 def _agreed(run: Run, act: Callable[[], Any]) -> Any:
-    """Call `act` on all devices, and return its result on this device. If `act` raises InputError
-    on one device, all devices raise this error.
-    """
+    """Call `act` on all devices, and return its result on this device. If it raises InputError on
+    some devices, raise the error of the first of them on all devices."""
     found, said = None, None
     try:
         found = act()
@@ -77,10 +78,15 @@ def _agreed(run: Run, act: Callable[[], Any]) -> Any:
 
 
 def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str]]:
-    """Find and verify the newest checkpoint under `folder`. Return (its path, the content of its
-    state.json, names of the files that this device has to verify).
+    """Find the newest checkpoint under `folder`, and check its state.json and index files. Return
+    (the checkpoint's folder, the content of its state.json, the names of the other files that must
+    be checked for this device).
 
-    These are the files with this device's tensors. Rank 0 also gets the files without tensors.
+    For most devices these are the files with tensors that the device loads. Rank 0 also gets the
+    files without tensors, such as config.json.
+
+    Raises InputError if there is no checkpoint, if one of the files that were read is damaged, or
+    if another job wrote the checkpoint.
     """
     path = newest(folder)
     if (path / EARLIER).exists() and not (path / STATE).exists():
@@ -116,9 +122,12 @@ def _known(path: Path) -> dict[str, str]:
 
 
 def _share(run: Run, needed: list[str]) -> list[str]:
-    """Return the files that this device verifies, so that each file is verified once per host.
+    """Divide the files to check among the devices of each host, so that each file is checked once
+    per host. Return the names of the files that this device has to check. All devices must call
+    this function.
 
-    needed  the files that this device needs"""
+    needed  names of the files that this device loads
+    """
     here = socket.gethostname()
     others = [
         (number, files) for number, (host, files) in enumerate(all_gather_values(run, (here, needed))) if host == here
@@ -132,10 +141,12 @@ def _share(run: Run, needed: list[str]) -> list[str]:
 
 
 def _hold(path: Path, names: Iterable[str]) -> None:
-    """Raise InputError for a file that is missing, that cannot be read, or whose checksum differs.
+    """Check files of a checkpoint: raise InputError if a file is missing, cannot be read, or does
+    not have the checksum that was saved for it.
 
     path   the checkpoint's folder
-    names  names of files in it"""
+    names  names of the files to check
+    """
     known = _known(path)
     for name in names:
         note_activity(f"reading a checkpoint, {name}")
@@ -178,10 +189,12 @@ def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _load_model(run: Run, saved: Reader) -> None:
-    """Copy the saved tensors into the model's parameters and buffers; of a sharded tensor only this
-    device's shard.
+    """Copy the saved tensors into the model's parameters and buffers. Of a sharded tensor, copy
+    only this device's shard.
 
-    saved  the files of the kind "model"
+    saved  reads the checkpoint's model files
+
+    Raises RuntimeError if the names or shapes of the saved tensors differ from the model's.
     """
     parameters = dict(run.model.named_parameters())
     tensors = {**parameters, **dict(run.model.named_buffers())}
@@ -206,11 +219,13 @@ def _load_model(run: Run, saved: Reader) -> None:
 
 
 def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the saved optimizer states in the form of the optimizer's state_dict: number of the
-    weight -> state name -> value. Of a sharded state only this device's shard is in it.
+    """Return the saved optimizer states in the form that `state_dict` has under "state": index of
+    the parameter in the optimizer -> state name -> value. Of a sharded state, only this device's
+    shard is in the result.
 
-    saved   the files of the kind "optimizer"
-    counts  parameter name -> state name -> value, for states that are not tensors
+    saved   reads the checkpoint's optimizer files
+    counts  parameter name -> state name -> value, for states that are not tensors, such as step
+            counts
     """
     sharded, names = is_sharded(run), names_of(run)
     shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
@@ -241,8 +256,11 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
 
 
 def _set_random_states(run: Run, state: dict[str, Any]) -> None:
-    """Restore the states of the random number generators. If the run has another number of devices
-    than the saved run, seed the generators from the job's seed, the step and the rank."""
+    """Restore this process's random number generators from the checkpoint. If the saved run had
+    another number of devices, seed them from the job's seed, the step and the rank instead.
+
+    state  content of the checkpoint's state.json
+    """
     states, number = state["random"], rank()
     if len(states) == (dist.get_world_size() if run.mesh is not None else 1):
         set_random_states(states[number])
@@ -265,10 +283,11 @@ _MAY_CHANGE = {
 
 def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
     """Raise InputError if `job` differs from the checkpoint's job in a field that changes the
-    mathematics. Fields such as the number of steps may differ.
+    mathematics of the training. Other fields of the job, such as the number of steps, may differ.
 
-    saved  the checkpoint's job, as JSON values
-    where  the checkpoint's folder"""
+    saved  the checkpoint's job as JSON values: section -> field -> value
+    where  the checkpoint's folder, for the error message
+    """
     asked = json.loads(job.to_json())
     # a field that did not exist yet when the checkpoint was written had its default
     saved = {**saved, "train": {**json.loads(Train().to_json()), **saved.get("train", {})}}

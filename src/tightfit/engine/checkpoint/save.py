@@ -62,15 +62,16 @@ EARLIER = "state.pt"  # a pickle in place of state.json, written by earlier vers
 
 
 def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = frozenset()) -> Path:
-    """Write a checkpoint of the run into a new folder under `folder`, and return the new folder.
+    """Write a checkpoint of the run into a new folder under `folder`, and return the path of the
+    new folder.
 
     step        how many steps the run has done
-    kept_steps  steps whose checkpoints are not deleted, such as that of the best evaluation
+    kept_steps  steps whose checkpoints are never deleted, such as the step of the best evaluation
 
-    Afterwards, the oldest checkpoints are deleted, so that the job's `keep_checkpoints` newest ones
-    and those of `kept_steps` are left. All devices must call this: sharded tensors are gathered one by one, and each device
-    writes some of the files. An asynchronous pipeline first finishes the steps that are in flight,
-    and they are added to `step`.
+    Afterwards, old checkpoints are deleted: the job's `keep_checkpoints` newest ones and those of
+    `kept_steps` are kept. All devices must call this function, because sharded tensors are
+    all-gathered and each device writes some of the files. An asynchronous pipeline first completes
+    the steps that are in flight, and their number is added to `step`.
 
     Raises TightfitError if the checkpoint cannot be written. Earlier checkpoints are then kept.
     """
@@ -137,12 +138,14 @@ def _raise_first(errors: list[Exception]) -> None:
 
 
 def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfinished: Path | None = None) -> None:
-    """Call `act`, which may raise an I/O error, on all devices. If it fails on one device, all
-    devices raise TightfitError.
+    """Call `act` on all devices. If it raises an I/O error on any device, raise TightfitError on
+    all devices.
 
+    act         the function to call, such as one that writes a file
     step        number of steps that the run has done, for the error message
     folder      folder of the checkpoints, for the error message
-    unfinished  a folder that is deleted if `act` fails; None: there is no such folder yet"""
+    unfinished  a folder to delete if `act` fails; None: delete nothing
+    """
     said = ""
     try:
         act()
@@ -159,7 +162,8 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
 
 
 def all_gather_values(run: Run, value: Any) -> list[Any]:
-    """All-gather a small Python object. Return a list of the values of all devices, by global rank."""
+    """All-gather a small Python object. Return a list of the `value` of every device, in the order
+    of global ranks; [value] for a single device. All devices must call this function."""
     if run.mesh is None:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
@@ -168,8 +172,8 @@ def all_gather_values(run: Run, value: Any) -> list[Any]:
 
 
 def _stages(run: Run, value: Any) -> list[Any]:
-    """All-gather a Python object over the pipeline. Return a list of the values of its ranks, in
-    order.
+    """All-gather a Python object over the pipeline. Return a list of the `value` of each pipeline
+    rank, in order; [value] without a pipeline. All ranks of the pipeline must call this function.
     """
     if run.executor is None or run.mesh is None or run.mesh.size("pp") == 1:
         return [value]
@@ -179,9 +183,9 @@ def _stages(run: Run, value: Any) -> list[Any]:
 
 
 def _writers(run: Run, folder: Path) -> list[int]:
-    """Return the global ranks that can write the tensors of this device's stages: the ranks that
-    hold the same stages and whose file system has `folder`. Empty if there is no such rank.
-    """
+    """Return the global ranks that can write the tensors of this device's pipeline stages: the
+    ranks that hold the same stages and whose host sees `folder`. The list is empty if no such rank
+    sees the folder. All devices must call this function."""
     if run.mesh is None or run.mesh.servers:
         return [0]
     sees, each = all_gather_values(run, folder.is_dir()), dist.get_world_size() // run.mesh.size("pp")
@@ -190,9 +194,8 @@ def _writers(run: Run, folder: Path) -> list[int]:
 
 
 def check_folder(run: Run, folder: Path) -> None:
-    """Raise InputError if, for some stage of the model, no device that holds the stage can see
-    `folder`. All devices must call this.
-    """
+    """Raise InputError if a checkpoint could not be written to `folder`, because no device that
+    holds a certain pipeline stage sees this folder. All devices must call this function."""
     if run.mesh is None:
         return
     dist.barrier()
@@ -205,11 +208,13 @@ def check_folder(run: Run, folder: Path) -> None:
 
 
 def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], Layout, int]:
-    """Divide the tensors of all stages among files. Return (numbers of the files with the tensors
-    of this device's stages, names of the tensors in each file, bytes of all files together).
+    """Distribute the tensors of all pipeline stages over files. Return (indices of the files with
+    this device's tensors, for each file the names of its tensors, total bytes of all tensors).
 
-    A tensor that two pipeline ranks have is in a file of the first of them.
+    A tensor that two pipeline ranks have, such as a tied weight, is in a file of the first of these
+    ranks.
 
+    tensors  the tensors of this device's stages
     writers  how many ranks write the files of this device's stages
     """
     found: Layout = []
@@ -230,9 +235,9 @@ def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], L
 
 
 def _describe(run: Run, folder: Path) -> None:
-    """Write the files that transformers needs to load the model: its config and the tokenizer's
-    files.
-    """
+    """Write the files without tensors that transformers needs to load the model: its config and the
+    tokenizer's files. Write nothing for a model that is not a transformers model and for data
+    without a tokenizer."""
     if is_transformers_model(run.model):
         config: Any = copy.deepcopy(run.model.config)
         config.architectures = [_plain_name(run.model)]
@@ -244,11 +249,12 @@ def _describe(run: Run, folder: Path) -> None:
 
 
 def _write_adapters(run: Run, folder: Path) -> None:
-    """Write the adapters of a model with adapters into a folder of their own. They are read from
-    the checkpoint's own files, in which they are not sharded.
+    """If the model has adapters (LoRA), write them in peft's format into the subfolder "adapter" of
+    the checkpoint `folder`.
 
-    peft finds adapters by the layers of the model. A pipeline's rank has the layers of its own
-    stages only, so peft gets the full model, on fake tensors.
+    The adapters' tensors are read from the checkpoint's own files, which contain them unsharded.
+    peft finds adapters by the layers of the model, but a pipeline rank has only the layers of its
+    own stages. So peft gets the full model, created on fake tensors.
     """
     if not has_adapters(run.model):
         return
@@ -261,31 +267,33 @@ def _write_adapters(run: Run, folder: Path) -> None:
 
 
 def _plain_name(model: nn.Module) -> str:
-    """Return the name of the model's original class, not that of the subclass that fully_shard puts in
-    its place."""
+    """Return the name of the model's original class. fully_shard replaces the class of a model by a
+    subclass, whose name transformers would not know."""
     from torch.distributed.fsdp import FSDPModule  # here, because a plan without ZeRO-3 does not need it
 
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the folder of a checkpoint after `step` steps."""
+    """Return the name of the folder for a checkpoint after `step` steps, such as "step-00000120"."""
     return f"step-{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of steps after which a checkpoint was saved, from its folder's name."""
+    """Return after how many steps a checkpoint was saved. Example: a folder named "step-00000120"
+    gives 120."""
     return int(checkpoint.name.removeprefix("step-"))
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """Return the folders of the complete checkpoints under `folder`, oldest first."""
+    """Return the paths of the complete checkpoints under `folder`, oldest first."""
     files = (STATE, CHECKSUMS, EARLIER)  # one of them is enough: resume reports files that are missing
     return sorted(path for path in Path(folder).glob("step-*") if any((path / name).exists() for name in files))
 
 
 def newest(folder: str | Path) -> Path:
-    """Return the newest checkpoint under `folder`. Raises InputError if there is no checkpoint."""
+    """Return the folder of the newest complete checkpoint under `folder`. Raises InputError if
+    there is none."""
     found = checkpoints(folder)
     if not found:
         raise InputError(
@@ -297,7 +305,12 @@ def newest(folder: str | Path) -> Path:
 
 
 def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
-    """Return the content of state.json: everything in a checkpoint that is not a tensor."""
+    """Return the content of state.json: everything of a checkpoint that is not a tensor, such as
+    the step, the job and the states of the random number generators. All devices must call this
+    function.
+
+    states  the optimizer states, of which only the counts are used here
+    """
     counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
     rates = {name: factor for one in _stages(run, changed_rates(run.optimizer)) for name, factor in one.items()}
     return {

@@ -1,1 +1,3 @@
-"""Context parallelism: chunks of sequences, and attention around a ring of devices."""
+"""Context parallelism: each device has chunks of each sequence, and attention runs around a ring of
+devices.
+"""

@@ -53,7 +53,12 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
 
 
 class Ring:
-    """This device's position in its ring, and the transfers to the next device."""
+    """This device's place in a ring of devices. It sends tensors to the next device, and receives
+    tensors from the previous device.
+
+    group  the process group of the ring's devices. The device with rank r sends to rank r + 1, and
+           the last device sends to rank 0
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
@@ -62,7 +67,7 @@ class Ring:
         """Begin to send `tensors` to the next device, and to receive tensors of the same shapes
         from the previous device.
 
-        All tensors have the same dtype. Returns the transfer, whose `wait` returns the received
+        All tensors must have the same dtype. Returns a handle, whose `wait` returns the received
         tensors.
         """
         sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -78,7 +83,13 @@ class Ring:
 
 
 class _Transfer:
-    """A send to the next device and a receive from the previous device, both in flight."""
+    """A send to the next device and a receive from the previous device, both in flight.
+
+    work      the handles of the send and the receive
+    sent      the flat tensor that is sent
+    received  the flat tensor that the data arrive in
+    like      tensors that have the shapes of the received tensors
+    """
 
     def __init__(self, work: list[dist.Work], sent: Tensor, received: Tensor, like: tuple[Tensor, ...]) -> None:
         # `sent` must stay alive until the send is complete
@@ -99,13 +110,13 @@ _rings: WeakKeyDictionary[nn.Module, Ring] = (
 
 
 def join_ring(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the modules of `model` compute attention over the ring of the devices in `group`."""
+    """Make `attend` use the ring of the devices in `group` for all modules of `model`."""
     ring = Ring(group)
     _rings.update(dict.fromkeys(model.modules(), ring))
 
 
 def register() -> None:
-    """Register ring attention with transformers under NAME."""
+    """Register `attend` and its mask function `key_mask` with transformers, under the name NAME."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -113,10 +124,12 @@ def register() -> None:
 
 
 def key_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Make the attention mask, as transformers' mask function.
+    """Return the mask that `attend` gets as its `attention_mask`. transformers calls this function,
+    with keyword arguments, to make a model's mask.
 
-    Returns a bool tensor (batch, 1, 1, length) that is False for this device's keys that are
-    padding; None if the batch has no attention mask. `attend` applies the causal mask.
+    It is a bool tensor (batch, 1, 1, length), made from the batch's attention mask: False for those
+    keys of this device that are padding. It is None if the batch has no attention mask. The mask is
+    not causal, because `attend` itself applies the causal mask.
     """
     mask = kwargs.get("attention_mask")
     return None if mask is None else mask.bool()[:, None, None, :]
@@ -134,19 +147,24 @@ def attend(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention over the keys of the whole ring (transformers' attention function).
+    """Compute attention over the keys of the whole ring. transformers calls this as a model's
+    attention function.
 
-    query           (batch, heads, length, width) of this device's positions
+    query           (batch, heads, length, width), at this device's positions
     key             (batch, key heads, length, width); fewer heads than query in grouped-query
                     attention
     value           (batch, key heads, length, value width)
-    attention_mask  bool (batch, 1, 1, length), False for this device's keys that are padding; None:
-                    no padding
+    attention_mask  bool (batch, 1, 1, length): False for those keys of this device that are
+                    padding; None: there is no padding
     dropout         must be 0
-    scaling         factor of the scores; None: width ** -0.5
+    scaling         the factor of the scores; None: width ** -0.5
+    is_causal       whether to apply a causal mask; None: as the module's attribute `is_causal`
+                    says, else True
 
-    Returns ((batch, length, heads, value width), None). Raises InputError for features that ring
-    attention does not support.
+    Returns (output, None); the output has shape (batch, length, heads, value width).
+
+    Raises InputError for dropout, for a mask that is not bool, and for other features that ring
+    attention does not support, such as a sliding window.
     """
     asked = [name for name in _UNSUPPORTED if others.get(name) is not None] + (["dropout"] if dropout else [])
     if asked:
@@ -181,14 +199,16 @@ def attend(
 class RingAttention(torch.autograd.Function):
     """Computes softmax(query @ key^T x scale) @ value over the keys of all devices of a ring.
 
-    query   (batch, heads, length, width) of this device's positions
+    query   (batch, heads, length, width), at this device's positions
     key     (batch, key heads, length, width); heads is a multiple of key heads
     value   the same shape as key
-    seen    bool (batch, 1, 1, length), False for keys that are padding; None: no padding
-    causal  whether to apply a causal mask; this device's positions must then be the two chunks that
-            `shard_batch` gives
+    seen    bool (batch, 1, 1, length): False for keys that are padding; None: there is no padding
+    causal  whether to apply a causal mask. If so, this device's positions must be the two chunks
+            that `shard_batch` returns
+    scale   the factor of the scores
+    ring    the ring of devices
 
-    Partial results are merged in fp32 (fp64 for fp64 inputs).
+    The output has the shape of query. Partial results are merged in fp32 (fp64 for fp64 inputs).
     """
 
     @staticmethod
@@ -256,10 +276,15 @@ class RingAttention(torch.autograd.Function):
 def _ring_steps(
     ring: Ring, key: Tensor, value: Tensor, seen: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Yield (keys, values, mask) of this device, then of the previous device, and so on.
+    """Yield (keys, values, mask) of each device of the ring: first of this device, then of the
+    previous device, and so on.
 
-    While the caller computes with the tensors of a step, those of the next step are received. The
-    mask is None if `seen` is None.
+    While the caller computes with one device's tensors, the next tensors are received. The mask is
+    bool, as `seen` is, or None if `seen` is None.
+
+    key, value  this device's keys and values
+    seen        bool (batch, 1, 1, length): False for those keys of this device that are padding;
+                None: there is no padding
     """
     held = [key, value, *([] if seen is None else [seen.to(key.dtype)])]
     for step in range(ring.size):
@@ -270,16 +295,21 @@ def _ring_steps(
 
 
 def visible_slices(step: int, ring: Ring, causal: bool, length: int) -> tuple[slice, slice]:
-    """Return the slices (queries, keys) of the positions that are computed in a step of the ring.
+    """Return two slices (queries, keys): the queries of this device that attend to keys in this
+    step of the ring, and these keys.
 
-    In step s, this device has the keys of the device s positions before it in the ring. Each device
-    has two chunks of the sequence. Under a causal mask, there are three cases:
+    In step s, this device has the keys of the device that is s places before it in the ring. Each
+    device has two chunks of the sequence. Without a causal mask, all queries attend to all keys.
+    With a causal mask, there are three cases:
 
-    - Step 0, the device's own keys: all queries and all keys, with a causal mask.
-    - Keys of a device with a lower rank: all queries attend to the first of its chunks.
-    - Keys of a device with a higher rank: the queries of the second chunk attend to all of them.
+    - Step 0, the device's own keys: all queries and all keys. The caller has to apply a causal
+      mask.
+    - Keys of a device with a lower rank: all queries attend to the first of that device's two
+      chunks.
+    - Keys of a device with a higher rank: this device's second chunk of queries attends to all of
+      them.
 
-    length: number of positions of a device, in both chunks.
+    length  the number of positions of a device, in both chunks together
     """
     if not causal or step == 0:
         return slice(None), slice(None)
@@ -289,7 +319,9 @@ def visible_slices(step: int, ring: Ring, causal: bool, length: int) -> tuple[sl
 
 
 def _mask_columns(seen: Tensor | None, columns: slice) -> Tensor | None:
-    """Return the part of a mask that belongs to the keys in the slice `columns`."""
+    """Return the part of the mask `seen` for the keys in the slice `columns`; None if `seen` is
+    None.
+    """
     return None if seen is None else seen[..., columns]
 
 
@@ -298,11 +330,16 @@ def _is_on_accelerator(tensor: Tensor) -> bool:
 
 
 def select_kernel(query: Tensor, seen: Tensor | None) -> str:
-    """Return which kernel computes attention: "cpu", "flash", "efficient" or "plain".
+    """Return the name of the kernel that computes attention: "cpu", "flash", "efficient" or
+    "plain".
 
-    "cpu", "flash" and "efficient" are fused kernels of PyTorch; "plain" means matrix products and a
-    softmax. "flash" supports only 16-bit dtypes without a mask of padding, but it supports fewer
-    key heads than query heads. "efficient" supports fp32 and masks.
+    "cpu", "flash" and "efficient" are fused kernels of PyTorch. "plain" is matrix products and a
+    softmax. A GPU uses "flash" for 16-bit dtypes without a mask, if its compute capability is at
+    least 8.0 and a head has at most WIDEST_FLASH elements. It uses "plain" for fp64, and
+    "efficient" otherwise.
+
+    query  (batch, heads, queries, width)
+    seen   the mask of padding; None: there is no padding
     """
     if query.device.type == "cpu":
         return "cpu"
@@ -317,10 +354,17 @@ def select_kernel(query: Tensor, seen: Tensor | None) -> str:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention to the keys of one device, with the kernel of `select_kernel`.
+    """Compute attention of queries to the keys of one device, with the kernel of `select_kernel`.
 
-    Returns the output (batch, heads, queries, width) and, for each query, the log-sum-exp of its
-    scores (batch, heads, queries), by which partial outputs are merged.
+    query       (batch, heads, queries, width)
+    key, value  (batch, key heads, keys, width); heads is a multiple of key heads
+    seen        bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
+    causal      whether query i attends to the keys 0 to i only
+    scale       the factor of the scores
+
+    Returns (output, log-sum-exp). The output has shape (batch, heads, queries, width). The
+    log-sum-exp of each query's scores has shape (batch, heads, queries). It is needed to merge the
+    outputs for the keys of several devices.
     """
     kernel = select_kernel(query, seen)
     if kernel == "flash":
@@ -344,14 +388,21 @@ def attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, output: Tensor, sums: Tensor,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of query, key and value for the keys of one device.
+    """Compute the gradients of query, key and value for the keys of one device, and return them in
+    this order.
 
-    gradient  the gradient of the output
-    output    the output over the keys of all devices
-    sums      each query's log-sum-exp of scores over the keys of all devices
+    gradient    the gradient of the output, (batch, heads, queries, width)
+    query       (batch, heads, queries, width)
+    key, value  (batch, key heads, keys, width); heads is a multiple of key heads
+    seen        bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
+    output      the output over the keys of all devices
+    sums        each query's log-sum-exp of scores over the keys of all devices: (batch, heads,
+                queries)
+    causal      whether query i attends to the keys 0 to i only
+    scale       the factor of the scores
 
-    If key has fewer heads than query, the gradients of key and value are summed over the query
-    heads that share a key head.
+    The gradients have the shapes of query, key and value. If key has fewer heads than query, its
+    gradient is summed over the query heads that share a key head, and so is that of value.
     """
     kernel, heads = select_kernel(query, seen), key.shape[1]
     if kernel == "flash":
@@ -402,7 +453,9 @@ def attention_backward(
 
 
 def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """Return the scaled and masked scores, (batch, heads, queries, keys)."""
+    """Return the attention scores, (batch, heads, queries, keys): query @ key^T x scale, plus
+    `bias`. If `causal`, the scores of later keys are -inf.
+    """
     scores = query @ key.mT * scale
     if bias is not None:
         scores = scores + bias
@@ -413,11 +466,14 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
 
 
 def _as_bias(seen: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Turn a mask into a bias that is added to scores: (batch, heads, queries, keys), 0 for keys
-    that count and the dtype's lowest number for padding.
+    """Turn a mask of padding into a bias that is added to the scores.
 
-    The bias is not -inf, because each log-sum-exp has to be finite, even if all keys of a device
-    are padding. Such a log-sum-exp is so low that this device adds nothing to the merged output.
+    seen  bool (batch, 1, 1, keys): False for keys that are padding
+
+    Returns (batch, heads, queries, keys): 0 for keys that count, and the dtype's lowest number for
+    padding. The bias is not -inf, because each log-sum-exp has to be finite, even if all keys of a
+    device are padding. In this case the log-sum-exp is so low that the device adds nothing to the
+    merged output.
     """
     keys = seen.shape[-1]
     if _is_on_accelerator(query):  # the CUDA kernel needs rows that are aligned to 16 bytes

@@ -35,18 +35,21 @@ from tightfit.runtime.run import Data, DummyMicroBatch
 
 
 def shard_batch(batch: Batch, causal: bool, cp_rank: int, cp_size: int) -> Batch:
-    """Return chunks `cp_rank` and 2 x cp_size - 1 - cp_rank of each sequence of a batch.
+    """Return a batch with this device's two chunks of each sequence: chunks `cp_rank` and 2 x
+    cp_size - 1 - cp_rank of 2 x cp_size.
 
-    Sequences are padded to a multiple of 2 x cp_size tokens.
+    Sequences are first padded to a multiple of 2 x cp_size tokens.
 
-    batch   a dictionary with input_ids (samples, length). Other tensors whose first two dimensions
-            are (samples, length) are sharded, too
-    causal  whether the model predicts next tokens. If so, labels are shifted before they are
-            sharded, so that the label of a position is the next token
+    batch    a dictionary with input_ids of shape (samples, length). All other tensors whose first
+             two dimensions are (samples, length) are sharded in the same way
+    causal   whether the model predicts next tokens. If so, labels are shifted before they are
+             sharded, so that the label of a position is the next token
+    cp_rank  this device's rank among the devices that share the samples
+    cp_size  the number of these devices
 
     The sharded tensors have shape (samples, 2 x chunk length, ...). The returned batch also has
-    position_ids, the position of each token in its full sequence. If `causal` is False, its
-    attention_mask hides the padding.
+    position_ids, the position of each token in its full sequence. If `causal` is False and there is
+    padding, it has an attention_mask that hides the padding.
 
     Raises InputError if the batch has position_ids, or has no input_ids.
     """
@@ -77,22 +80,25 @@ def shard_batch(batch: Batch, causal: bool, cp_rank: int, cp_size: int) -> Batch
 
 
 def _chunks(value: Tensor, piece: int, pieces: int) -> Tensor:
-    """Cut dimension 1 into 2 x pieces chunks; return chunks `piece` and 2 x pieces - 1 - piece."""
+    """Cut dimension 1 of `value` into 2 x pieces chunks. Return chunks `piece` and 2 x pieces - 1 -
+    piece, concatenated.
+    """
     chunks = value.chunk(2 * pieces, 1)
     return torch.cat([chunks[piece], chunks[2 * pieces - 1 - piece]], 1)
 
 
 @dataclass(frozen=True)
 class SequenceChunks:
-    """The `Data` of one device under context parallelism: its chunks of each sequence.
+    """The `Data` of one device under context parallelism. It yields the batches of another `Data`,
+    cut to this device's chunks of each sequence.
 
-    All devices of a group read the same samples.
+    All devices that share samples read the same samples.
 
     data     the `Data` with full sequences
     causal   whether the model predicts next tokens
-    cp_rank  this device's rank in its group
-    cp_size  the number of devices in the group
-    pinned   whether to put batches in page-locked memory
+    cp_rank  this device's rank among the devices that share samples
+    cp_size  the number of these devices
+    pinned   whether to put batches into page-locked memory
     """
 
     data: Data
@@ -122,14 +128,18 @@ class SequenceChunks:
         return self.data.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Yield the micro-batches of each step, with this device's chunks only."""
+        """Yield, for each step, the list of its micro-batches, cut to this device's chunks.
+
+        consumed  the number of samples that earlier steps have used
+        until     the number of samples after which to stop; None: never stop
+        """
         for micro_batches in self.data.steps(consumed, until):
             yield [self.cut(batch) for batch in micro_batches]
 
     def held_out(self, samples: int | None) -> Iterator[Batch]:
-        """Yield the evaluation batches, each cut to this device's chunks of the sequences.
+        """Yield the evaluation batches, cut to this device's chunks.
 
-        samples  how many samples an evaluation uses at most; None: all held-out samples
+        samples  how many evaluation samples to use at most; None: all of them
         """
         return map(self.cut, self.data.held_out(samples))
 
@@ -138,7 +148,9 @@ class SequenceChunks:
         return self.data.example()
 
     def cut(self, batch: Batch) -> Batch:
-        """Return this device's chunks of a batch; a DummyMicroBatch if `batch` is one."""
+        """Return a batch with this device's chunks of the sequences in `batch`. For a
+        DummyMicroBatch, return a DummyMicroBatch.
+        """
         if isinstance(batch, DummyMicroBatch):
             return DummyMicroBatch(self.cut(batch.batch))
         mine = shard_batch(batch, self.causal, self.cp_rank, self.cp_size)

@@ -1,1 +1,1 @@
-"""ZeRO-3 and parameter offloading: parameters are gathered only while their block runs."""
+"""ZeRO-3 and parameter offloading: a block's parameters are gathered only while the block runs."""

@@ -4,13 +4,15 @@ fully_shard's collectives match only if all devices call the same layers in the 
 that drops layers at random, or that chooses layers by the samples, breaks this. Then a device waits
 forever, or takes one layer's weights for those of another layer of equal size. So before each
 all-gather and each reduce-scatter, all devices that share the layers exchange three integers in
-host memory: the kind of the collective, the number of the layer, and a hash of which parameters are
-reduced. If the integers differ, all devices raise the same error.
+host memory: the kind of the collective, the number of fully_shard's parameter group (usually a
+layer), and a hash of which parameters are reduced. If the integers differ, all devices raise the
+same error.
 
-On CPUs the check runs for the whole run. On GPUs it would make the host wait for the other devices,
-so that the queue of kernels runs empty. There the check runs only in the first 16 backward passes.
-After those, each device keeps a checksum of its collectives, and the checksums are compared once a
-step, before the update. `engine/watchdog.py` finds a device that waits forever for another device.
+On CPUs each collective of the run is checked. On a GPU such a check makes the host wait for the
+other devices, so that the queue of kernels runs empty. So on GPUs, each collective is checked only
+in the first 16 backward passes. After those, each device keeps a checksum of its collectives, and
+the checksums are compared once a step, before the update. `engine/watchdog.py` finds a device that
+waits forever for another device.
 
 Costs   one all-gather of three integers (a round trip between hosts) before each gather and each
         reduction; on GPUs, after the first 16 backward passes, one such all-gather a step
@@ -48,12 +50,16 @@ _EVENTS = {
 class CollectiveOrder:
     """Checks that all devices run fully_shard's collectives in the same order.
 
+    If they do not, all devices raise the same InputError. It names the layer at which they differ,
+    unless only checksums are compared.
+
     model   the sharded model
     groups  fully_shard's parameter groups. The parameters of one group are gathered together
     group   the process group, for tensors in host memory, of all devices that share these
             parameters
-    first   the number of backward passes in which each collective is compared as soon as it
-            happens. After them only a checksum is compared, once a step. None: all backward passes
+    first   the number of backward passes during which each collective is compared with the other
+            devices at once. After them, only a checksum is compared, once a step. None: compare
+            each collective at once for the whole run
     """
 
     def __init__(
@@ -72,8 +78,11 @@ class CollectiveOrder:
     def end_backward(self, last: bool) -> None:
         """Check that all devices have ended a backward. Call this after each backward.
 
-        last  whether this was the last backward of the step, before the update. Then the checksum
-              is compared, too
+        last  whether this was the step's last backward before the update. If so, the checksum of
+              this device's collectives is compared with those of the other devices, too
+
+        Raises InputError, on all devices, if another device has not ended its backward or has
+        another checksum.
         """
         self._check(_BACKWARD)
         self.passes += 1
@@ -82,20 +91,31 @@ class CollectiveOrder:
             self._compare(_CHECKSUM, which=checksum)
 
     def check_reduce(self, number: int, parameters_hash: int) -> None:
-        """Check a reduce-scatter of gradients.
+        """Check that all devices are about to reduce-scatter the gradients of the same parameters.
 
         number           the parameter group's number, counted from 0
         parameters_hash  a hash of which of the group's parameters have gradients
+
+        Raises InputError, on all devices, if they are not. After the first `first` backward passes,
+        `end_backward` raises it instead, once a step.
         """
         self._check(_SUM, number, parameters_hash)
 
     def check_gather(self, number: int) -> None:
-        """Check an all-gather of the parameter group `number`, counted from 0."""
+        """Check that all devices are about to all-gather the same parameter group.
+
+        number  the parameter group's number, counted from 0
+
+        Raises InputError, on all devices, if they are not. After the first `first` backward passes,
+        `end_backward` raises it instead, once a step.
+        """
         self._check(_GATHER, number)
 
     def _check(self, kind: int, place: int = 0, which: int = 0) -> None:
-        """Check one event. In the first `first` backward passes, compare it at once with the event
-        of the other devices. Later, add it to the checksum that `end_backward` compares.
+        """Check one event of this device against the events of the other devices.
+
+        In the first `first` backward passes, compare it at once. Later, add it to the checksum that
+        `end_backward` compares.
 
         kind   _GATHER, _SUM, _FORWARD or _BACKWARD
         place  the number of the parameter group; 0 for an event without a group
@@ -114,9 +134,13 @@ class CollectiveOrder:
                 self.checksum = (self.checksum * 1_000_003 + number + 1) % (2**61 - 1)
 
     def _compare(self, kind: int, place: int = 0, which: int = 0) -> None:
-        """Exchange an event with all devices. If the events differ, all devices raise InputError.
+        """Send an event to all devices, and receive theirs. If the events differ, all devices raise
+        InputError.
 
-        The parameters are those of `_check`. For kind _CHECKSUM, `which` is the checksum.
+        kind   _GATHER, _SUM, _FORWARD, _BACKWARD or _CHECKSUM
+        place  the number of the parameter group; 0 for an event without a group
+        which  for _SUM, a hash of which of the group's parameters have gradients; for _CHECKSUM,
+               the checksum; otherwise 0
         """
         mine = torch.tensor([kind, place, which], device="cpu")
         said = [torch.empty_like(mine) for _ in range(self.group.size())]
@@ -125,9 +149,10 @@ class CollectiveOrder:
             raise self._mismatch([one.tolist() for one in said])
 
     def _mismatch(self, said: Sequence[list[int]]) -> InputError:
-        """Return the error that names, for each rank, the collective that it is about to run.
+        """Return the error that says what each rank is about to do, such as which layer it gathers.
 
-        said  for each rank of the group: [kind, place, which], as `_check` describes them
+        said  for each rank of the group, the event [kind, place, which] that it sent (see
+              `_compare`)
         """
         ranks: dict[str, list[int]] = {}
         for number, (kind, place, *_) in enumerate(said):
@@ -154,12 +179,12 @@ class CollectiveOrder:
 
 
 class _CheckedAllGather:
-    """Wraps fully_shard's all-gather of one parameter group: first checks that all devices are
-    about to gather this group.
+    """Replaces fully_shard's all-gather of one parameter group. It first checks that all devices
+    are about to gather this group, and then runs the original all-gather.
 
-    inner      the object of fully_shard that does the all-gather
-    agreement  the check
-    number     the number of the parameter group
+    inner      the original all-gather, an object of fully_shard
+    agreement  the object that does the check
+    number     the number of the parameter group, counted from 0
     """
 
     def __init__(self, inner: Any, agreement: CollectiveOrder, number: int) -> None:

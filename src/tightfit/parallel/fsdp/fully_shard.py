@@ -69,8 +69,8 @@ def _keep_dtype(module: nn.Module) -> None:
     """Make `module.to(dtype)` do nothing while the module's parameters are gathered.
 
     Some models convert a module in their forward, for example with `router.to(torch.float32)`. The
-    conversion is not needed, because autocast decides in which dtype a product runs. It would also
-    do harm: fully_shard would not gather a converted weight again.
+    conversion is not needed, because autocast decides in which dtype a matrix product runs. It
+    would also do harm: fully_shard would not gather a converted weight again.
     """
 
     def unless_gathered(convert: Conversion) -> Conversion:
@@ -84,14 +84,18 @@ def _keep_dtype(module: nn.Module) -> None:
 
 
 def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that have parameters of another dtype than most of the model's parameters.
+    """Return the modules with parameters whose dtype is not the most common dtype of the model,
+    such as fp32 norms in a model of 16-bit weights.
 
-    An example are fp32 norms in a model of 16-bit weights. fully_shard gathers each of these
-    modules apart, because trained parameters that are gathered together must have one dtype. The
-    integers of frozen layers in 4 bits may be gathered with them.
+    Only parameters that a module has directly count, not those of its child modules. fully_shard
+    gathers each of the returned modules separately, because floating-point parameters that are
+    gathered together must have one dtype. The integers of frozen layers in 4 bits do not count: they
+    are gathered together with other parameters.
 
-    Raises InputError when the model or a block has such a parameter directly (not in a child
-    module) beside parameters of the common dtype.
+    blocks  the model's blocks
+
+    Raises InputError if the model itself or a block directly has such a parameter, and also
+    contains parameters of another dtype.
     """
     types = Counter(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     most = types.most_common(1)[0][0]
@@ -114,11 +118,11 @@ def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> li
 
 
 def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
-    """Give fully_shard's parameters, which are still on the meta device, their values: the shards
+    """Give values to the parameters that fully_shard has sharded on the meta device: the shards
     that were made when the model was created.
 
-    rows  parameter name -> this device's shard of the parameter. Empty if the model was not created
-          in shards
+    rows  parameter name -> this device's shard of the parameter. Empty if the model was created
+          with full parameters; then only fully_shard's references to the shards are updated
     """
     filled: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
@@ -133,8 +137,10 @@ def _load_shards(model: nn.Module, rows: dict[str, Tensor]) -> None:
 
 
 def compute_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors that a model computes with: the parameters that are not sharded, and the
-    buffers into which fully_shard gathers the sharded parameters.
+    """Yield the tensors that a model's forward reads as its weights.
+
+    They are the parameters that are not sharded, and the buffers into which fully_shard all-gathers
+    the sharded parameters.
     """
     yield from (parameter for parameter in model.parameters() if not isinstance(parameter, DTensor))
     for held in model_records(model):
@@ -143,7 +149,7 @@ def compute_weights(model: nn.Module) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _move_to_store(model: nn.Module, store: Store) -> None:
-    """Move this device's shards of all trainable parameters to the store (host memory or disk)."""
+    """Move this device's shards of all trainable parameters to `store` (host memory or disk)."""
     for held in model_records(model):
         parameter: Any = sharded_parameter(held)
         if parameter.requires_grad:
@@ -157,7 +163,11 @@ def _move_to_store(model: nn.Module, store: Store) -> None:
 def apply_fully_shard(run: Run, plan: Plan) -> Run:
     """Shard the model of `run` with fully_shard, and return the changed run.
 
-    Raises InputError if fully_shard cannot shard the model.
+    The model is changed in place. The returned run has a `reduction` (see `FullyShardReduction`),
+    and its optimizer updates this device's shards.
+
+    Raises InputError if fully_shard cannot shard the model, for example because several blocks
+    share a parameter.
     """
     assert run.mesh is not None
     named = find_blocks(run.model, run.job.blocks_name)
@@ -173,18 +183,20 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
 
 
 def _is_running(module: FSDPModule) -> bool:
-    """Whether fully_shard has gathered a module's parameters for its forward or its backward.
-
-    Also True while torch.compile traces the module.
+    """Return whether fully_shard has gathered the module's parameters, for the module's forward or
+    backward. Also returns True while torch.compile traces.
     """
     return torch.compiler.is_compiling() or is_running(module)
 
 
 def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callable[[Batch], Tensor]:
-    """Return a function that runs `loss_sum`, and raises InputError when the model uses a layer's
-    sharded parameters without calling the layer.
+    """Return a function that runs `loss_sum`, and turns an obscure error of torch into a clear one.
 
-    asked  the plan field that the error names, such as "plan: zero=3"
+    The function raises InputError if the model uses a layer's sharded parameters without calling
+    the layer. Then fully_shard does not gather them, and torch raises an error about DTensors.
+
+    loss_sum  a function from a micro-batch to its summed loss
+    asked     the plan field that the error names, such as "plan: zero=3"
     """
 
     def computed(batch: Batch) -> Tensor:
@@ -206,9 +218,10 @@ def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Call
 def _offload_policy(store: Store | None) -> OffloadPolicy:
     """Return the policy that tells fully_shard where to keep the shards.
 
-    store  where the run keeps offloaded tensors. None, or a store of a CPU device: fully_shard does
-           not offload. Otherwise it keeps the shards in host memory. This memory is page-locked,
-           except with a store on disk, whose shards are moved to mapped files afterwards
+    store  where the run keeps offloaded tensors. None, or the store of a run on CPUs: fully_shard
+           does not offload. Otherwise fully_shard keeps the shards in host memory. This memory is
+           page-locked, except with a store on disk: then the shards are moved to mapped files
+           afterwards
     """
     if store is None or store.device.type == "cpu":
         return OffloadPolicy()
@@ -220,8 +233,11 @@ def _shard_modules(
 ) -> None:
     """Apply fully_shard to each block, and then to the rest of the model.
 
+    mesh          the devices. Parameters are sharded over dp_shard, and replicated over
+                  dp_replicate
     gather_dtype  the dtype in which the weights of matrix products are gathered. None: the dtype in
                   which they are stored
+    offload       the policy that tells fully_shard where to keep the shards
     """
     # the warning concerns writes in place to the logits, and no code writes to them
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
@@ -246,10 +262,11 @@ def _shard_modules(
 
 
 def _sum_gradients(model: nn.Module, mesh: Mesh) -> None:
-    """Make fully_shard sum gradients instead of averaging them.
+    """Make fully_shard sum gradients over the devices instead of averaging them.
 
-    The step divides the loss by the number of targets on all devices, so the sum is right. On gloo,
-    fully_shard also gets the collectives of `distributed/collectives.py`, which send fewer bytes.
+    The sum is right, because the step divides the loss by the number of targets on all devices. On
+    gloo, this function also replaces fully_shard's collectives by those of
+    `distributed/collectives.py`, which send fewer bytes.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -261,7 +278,9 @@ def _sum_gradients(model: nn.Module, mesh: Mesh) -> None:
 
 
 def _shards_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
-    """Return, for each trainable parameter, this device's shard, which the optimizer updates."""
+    """Return trainable parameter -> this device's shard of it. The optimizer updates the shard, a
+    plain nn.Parameter that shares memory with the DTensor.
+    """
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -271,16 +290,17 @@ def _shards_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 class FullyShardReduction:
-    """The `Reduction` of a run whose model fully_shard shards: fully_shard gathers the parameters
-    and reduce-scatters the gradients.
+    """The `Reduction` of a run whose model fully_shard shards. fully_shard gathers the parameters
+    and reduce-scatters the gradients; this class sets it up and gives the optimizer its shards.
 
-    model         the model, which is sharded in place
-    blocks        the model's blocks. Each block is gathered on its own
-    mesh          the devices. Parameters are sharded over dp_shard and replicated over dp_replicate
-                  (HSDP)
-    gather_dtype  the dtype in which the weights of matrix products are gathered. None: the dtype in
-                  which they are stored
-    store         where this device's shards are kept. None: in the device's memory
+    model               the model, which is sharded in place
+    blocks              the model's blocks. Each block is gathered on its own
+    mesh                the devices. Parameters are sharded over dp_shard and replicated over
+                        dp_replicate (HSDP)
+    gather_dtype        the dtype in which the weights of matrix products are gathered. None: the
+                        dtype in which they are stored
+    store               where this device's shards are kept: host memory or disk. None: in the
+                        device's memory
     offloads_gradients  whether the gradients of the shards are offloaded to the store, too
     """
 
@@ -335,8 +355,10 @@ class FullyShardReduction:
     def end(self, last: bool) -> None:
         """Finish a micro-batch. Call this after its backward.
 
-        last  whether this is the step's last micro-batch. If so, set the step's gradients on the
-              weights that the optimizer updates
+        last  whether this is the step's last micro-batch. If so, this sets the gradients of the
+              shards that the optimizer updates
+
+        Raises InputError if the devices have called different layers (see `CollectiveOrder`).
         """
         if self.collective_order is not None:
             self.collective_order.end_backward(last)
@@ -367,7 +389,7 @@ class FullyShardReduction:
             weight.grad = None
 
     def wait(self) -> None:
-        """Do nothing: each block gathers its parameters when it is called, so there is no gather to
+        """Do nothing. Each block gathers its parameters when it is called, so there is no gather to
         wait for.
         """
         pass
@@ -387,7 +409,11 @@ class FullyShardReduction:
         return on_mesh_device(sharded_like(value, owner)).full_tensor()
 
     def shard(self, weight: Tensor, value: Tensor) -> Tensor:
-        """Return this device's shard of `value`, a tensor with the full shape of a parameter."""
+        """Return this device's shard of `value`. All devices have the same `value`.
+
+        weight  this device's shard of the parameter; it is not used
+        value   a tensor with the full shape of the parameter
+        """
         size, rank = self.mesh.size("dp_shard"), self.mesh.rank("dp_shard")
         rows = value if value.dim() else value.view(1)
         pieces = list(rows.chunk(size))

@@ -1,5 +1,5 @@
-"""What planning needs to know about fully_shard (FSDP2): which parameters are gathered, in which
-dtype, and how many bytes that takes.
+"""Tell the planner about fully_shard (FSDP2): which parameters are gathered, in which dtype, and
+how many bytes that takes.
 
 The methods and the planner use this module, which does not import fully_shard. `fully_shard.py`
 shards the model.
@@ -26,10 +26,11 @@ from tightfit.runtime.run import Run
 
 def low_precision_names(ledger: Ledger) -> set[str]:
     """Return the names of the parameters that are gathered in a narrower dtype than they are stored
-    in, with * in place of a block's number.
+    in. In a name, * replaces the block's number.
 
-    They are the parameters whose gradient in the recorded step has fewer bytes than the parameter.
-    Example: {"blocks.*.attn.weight"}, if that weight is stored in fp32 and computed with in bf16.
+    A parameter is one of them if its gradient in the recorded step has fewer bytes than the
+    parameter itself. Example: {"blocks.*.attn.weight"}, if that weight is stored in fp32 and
+    autocast computes with it in bf16.
     """
     kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
@@ -41,25 +42,29 @@ def low_precision_names(ledger: Ledger) -> set[str]:
 
 
 def _wildcard_name(name: str) -> str:
-    """Replace the numbers in a parameter's name: "blocks.3.weight" gives "blocks.*.weight"."""
+    """Return a parameter's name with * in place of each number: "blocks.3.weight" gives
+    "blocks.*.weight".
+    """
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
-    """Return the bytes of a full parameter in the dtype in which it is gathered.
+    """Return the number of bytes of a full parameter in the dtype in which it is gathered.
 
-    narrow  the names of parameters that are gathered in 16 bits: see `low_precision_names`
+    narrow  names of the parameters that are gathered in half their stored size, with * in place of
+            the block's number (from `low_precision_names`)
     """
     return parameter.bytes / 2 if _wildcard_name(parameter.name) in narrow else parameter.bytes
 
 
 def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedParameters:
-    """Return the ledger's entry for sharded parameters: the bytes of the largest block, and of the
-    parameters outside of blocks.
+    """Return the ledger's entry for sharded parameters: the bytes of the largest block, and the
+    bytes of all parameters outside of blocks.
 
     A parameter belongs to a block if its name has a number: "blocks.3.weight" is in block 3.
 
-    narrow  the names of parameters that are gathered in 16 bits: see `low_precision_names`
+    narrow  names of the parameters that are gathered in half their stored size, with * in place of
+            the block's number (from `low_precision_names`)
     """
     blocks: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
@@ -84,11 +89,11 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
 
 
 def uses_fully_shard(plan: Plan, kind: str) -> bool:
-    """Whether the plan uses fully_shard, so that parameters are gathered only while their block
-    computes.
+    """Return whether the plan uses fully_shard, so that a block's parameters are gathered only
+    while the block runs.
 
-    Offloaded parameters need it on a GPU only. A CPU computes directly with the memory-mapped
-    parameters.
+    It does with ZeRO-3, and with offloaded parameters on a GPU. A CPU needs no gather for offloaded
+    parameters, because it computes directly with memory-mapped files.
 
     kind  the kind of device: "cpu" or "cuda"
     """
@@ -96,12 +101,13 @@ def uses_fully_shard(plan: Plan, kind: str) -> bool:
 
 
 def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
-    """Raise InputError for a parameter that fully_shard cannot shard: one without dimensions, or
-    one that several blocks use.
+    """Raise InputError if there is a parameter that fully_shard cannot shard: one without
+    dimensions, or one that several blocks use.
 
-    described  for each parameter: (name, number of dimensions, positions of the modules that use
-               the parameter: see `parameter_uses`)
+    described  for each parameter, (name, number of dimensions, numbers of the blocks that use it).
+               A number below 0 or of at least `blocks` means code before or after the blocks
     blocks     the number of blocks
+    plan       the plan, which the error names
     """
     asked, fix = (
         ("plan: zero=3", "use zero: 2")
@@ -118,20 +124,22 @@ def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], block
 
 
 def model_blocks(run: Run) -> list[nn.Module]:
-    """Return the model's blocks, or in a pipeline the blocks of this device's stages."""
+    """Return the model's blocks. In a pipeline, return the blocks of this device's stages."""
     return list(run.blocks or [block for _, block in find_blocks(run.model, run.job.blocks_name)])
 
 
 def gather_dtype(plan: Plan) -> torch.dtype | None:
     """Return the dtype in which the weights of matrix products are gathered: bf16 or fp16 in mixed
-    precision. None: the dtype in which they are stored.
+    precision. Otherwise return None, which means the dtype in which they are stored.
     """
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(plan.precision)
 
 
 def split_by_autocast(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return two lists of the modules of `block` that have parameters of their own: the modules
-    whose weights autocast converts (linear and convolution), and the other modules.
+    """Return (products, others), two lists of the modules in `block` that directly have parameters.
+
+    `products` are the linear and convolution modules, whose weights autocast converts to a narrower
+    dtype. `others` are all other modules, such as norms.
     """
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
     kinds = (nn.Linear, Convolution)

@@ -37,10 +37,13 @@ def prefetch_blocks(
     """Prefetch each block's parameters while the block before it computes, in forward and in
     backward.
 
+    model   the model, to which fully_shard has been applied
     blocks  the model's blocks in forward order
-    groups  fully_shard's parameter groups of the model, the blocks' groups included. In backward
-            fully_shard prefetches them in the reverse order of forward
+    groups  all of fully_shard's parameter groups of the model
     device  the device to which the parameters are copied
+
+    Only the forward order is set here. In backward, fully_shard itself prefetches in the reverse
+    order.
     """
     stream = torch.get_device_module(device).Stream()
     for group in groups:
@@ -53,13 +56,13 @@ def prefetch_blocks(
 
 
 class _Prefetch:
-    """Adds an early copy to each gather of one of fully_shard's parameter groups.
+    """Makes fully_shard copy the parameters of one group to the device early.
 
-    The copy from host memory to the device begins when fully_shard begins the gather. When
-    fully_shard ends the gather, it uses this copy in place of the shard in host memory.
+    The copy from host memory to the device begins when fully_shard begins to gather the group. When
+    fully_shard ends the gather, it reads this copy in place of the shard in host memory.
 
-    group   the parameter group
-    device  the device to which its parameters are copied
+    group   fully_shard's parameter group
+    device  the device to which the parameters are copied
     stream  the stream on which the copies run
     """
 
@@ -70,8 +73,9 @@ class _Prefetch:
         add_to_gather(group, self.begin, self.using_copies)
 
     def begin(self) -> None:
-        """Begin the copy. Called after fully_shard has begun the gather. Does nothing if no gather
-        is in flight, or if the copy has begun already.
+        """Begin the copy to the device. fully_shard calls this after it has begun the gather.
+
+        Does nothing if no gather is in flight, or if the copy has begun already.
         """
         if not has_pending_gather(self.group) or self.prefetched:
             return
@@ -85,7 +89,9 @@ class _Prefetch:
 
     @contextmanager
     def using_copies(self) -> Iterator[None]:
-        """Inside this context, fully_shard uses the copies on the device in place of the shards."""
+        """Inside this context, fully_shard reads the copies on the device in place of the shards in
+        host memory. The copies are freed at the end of the context.
+        """
         current = self.streams.current_stream()
         current.wait_stream(self.stream)
         there = {held: padded_shard(held) for held in self.prefetched}

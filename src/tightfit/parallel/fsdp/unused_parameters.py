@@ -1,4 +1,5 @@
-"""ZeRO-3 for parameters that only some devices use, such as those of an expert without tokens.
+"""Let ZeRO-3 train parameters that only some devices use, such as those of an expert without
+tokens.
 
 After a block's backward, fully_shard reduce-scatters the gradients that this device has computed.
 If the devices used different experts, they have computed the gradients of different parameters, and
@@ -37,9 +38,9 @@ from tightfit.parallel.gradient_buckets import missing_everywhere
 
 
 class UsedParameters:
-    """Gives a zero gradient to each parameter of a block that got no gradient in the block's
-    backward, because all devices must send the same tensors. It remembers which parameters got a
-    computed gradient in this step.
+    """Remembers which parameters got a computed gradient in this step. It also gives a zero
+    gradient to each other parameter of a block after the block's backward, because all devices must
+    send the same tensors.
 
     groups     fully_shard's parameter groups
     agreement  the check that all devices reduce the same parameters
@@ -52,10 +53,14 @@ class UsedParameters:
             before_reduction(group, partial(self._after_backward, number, group))
 
     def _after_backward(self, number: int, group: ParameterGroup) -> None:
-        """Give the group's parameters without a gradient a zero gradient, and check that all
-        devices are about to reduce this group. Called before the group's gradients are reduced.
+        """Give a zero gradient to each parameter of the group that has no gradient. Then check that
+        all devices are about to reduce the same parameters.
+
+        fully_shard calls this before it reduces the group's gradients.
 
         number  the number of the group, counted from 0
+
+        Raises InputError if the check fails.
         """
         which = 0
         for place, record in enumerate(records(group)):

@@ -1,1 +1,1 @@
-"""Run one pipeline rank: its stages, its schedule, and its messages to other ranks."""
+"""Pipeline parallelism: one rank's stages, its schedule, and its messages to other ranks."""

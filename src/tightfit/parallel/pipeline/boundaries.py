@@ -16,8 +16,8 @@ plan is refused, with the line that reads the value.
 Example: a model of 8 blocks calls `block(h, mask, positions)`, with h (4, 1024, 2048), on pp: 2.
 Stage 1 has blocks 4 to 7. Its h depends on the embedding and on blocks 0 to 3, so h is missing and
 is sent from stage 0 to stage 1. mask (4, 1, 1024, 1024) and positions (4, 1024) depend on the batch
-alone: stage 1 computes them again, and they are not sent. If the model computed
-`head(h + embedding)` at its end, stage 1 would read the missing embedding: the plan is refused.
+alone: stage 1 computes them again, and they are not sent. If the model computed `head(h +
+embedding)` at its end, stage 1 would read the missing embedding: the plan is refused.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ Places = dict[str, tuple[int, ...]]
 
 
 def trace_boundaries(run: Run, plan: Plan) -> Run:
-    """Trace a forward of the model before any method changes the model, and return the Run with
-    the trace as its `dataflow`.
+    """Trace a forward of the model, and return the Run with the trace as its `dataflow`. The model
+    must not have been changed by any method yet.
 
-    Raises InputError if the plan's stages would compute something else than the full model.
+    Raises InputError if the stages of the plan's pipeline would not compute what the full model
+    computes.
     """
     blocks = find_blocks(run.model, run.job.blocks_name)
     pieces, defined = stage_ranges(plan, len(blocks)), parameter_uses(run.model, blocks)
@@ -73,13 +74,16 @@ def trace_boundaries(run: Run, plan: Plan) -> Run:
 
 
 def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tuple[PathTo, ...]]]:
-    """Find the blocks that use each parameter, and the arguments that are sent between stages.
+    """Find the blocks that use each parameter, and the block arguments that stages send to each
+    other.
 
-    Returns (ledger, sent). In the ledger, each parameter's `places` are the blocks that use it.
-    sent[b] has the paths of the arguments of block b that are sent to it, where b is the first
-    block of a stage. The model's first stage has no entry: its input is the batch.
+    Returns (ledger, sent). In the returned ledger, each parameter's `places` are the numbers of the
+    blocks that use it. `sent` maps the number of a stage's first block to those arguments of this
+    block that the stage before sends. Each is given by its path in (args, kwargs): (0, 2) is
+    args[2]. The model's first stage has no entry, because its input is the batch.
 
-    Raises InputError under the same conditions as `trace_boundaries`.
+    Raises InputError if the stages of the plan's pipeline would not compute what the full model
+    computes.
     """
     assert ledger.dataflow is not None
     pieces = stage_ranges(plan, ledger.blocks)
@@ -101,23 +105,27 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
 def check_boundaries(
     flow: Dataflow, plan: Plan, pieces: list[range], defined: Places, sizes: dict[str, int]
 ) -> dict[int, tuple[PathTo, ...]]:
-    """Check that the plan's stages compute what the full model computes.
+    """Check that the stages of the plan's pipeline compute what the full model computes. Return the
+    arguments that are sent to each stage, in the form of `boundary_inputs`.
 
-    pieces   the range of blocks of each stage
-    defined  parameter name -> the blocks where the parameter is defined (see `parameter_uses`)
+    flow     the trace of a forward of the full model
+    pieces   the range of block numbers of each stage
+    defined  parameter name -> the numbers of the blocks in which the parameter is defined, -1
+             before the blocks and the number of blocks after them
     sizes    parameter name -> its number of elements
 
-    Returns the arguments that are sent to each stage, as `boundary_inputs` does. Raises InputError
-    if the check fails.
+    Raises InputError if the check fails.
     """
     _refuse_misplaced(plan, pieces, defined, resolve_parameter_uses(defined, flow, pieces[-1].stop), sizes)
     return boundary_inputs(flow, plan, pieces)
 
 
 def refuse_shared_blocks(places: Places, blocks: int) -> None:
-    """Raise InputError if a block's parameter is also used outside of this block.
+    """Raise InputError if a parameter that a block uses is also used outside of this block.
 
-    places: parameter name -> numbers of the blocks that use it. blocks: number of blocks.
+    places  parameter name -> the numbers of the blocks that use it, -1 before the blocks and the
+            number of blocks after them
+    blocks  the number of blocks
     """
     for name, where in places.items():
         inner = {place for place in where if 0 <= place < blocks}
@@ -128,7 +136,7 @@ def refuse_shared_blocks(places: Places, blocks: int) -> None:
 
 
 def refuse_encoder_decoder(model: nn.Module) -> None:
-    """Raise InputError if the model has an encoder and a decoder."""
+    """Raise InputError if the model has an encoder and a decoder, as its config says."""
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise InputError(
             PP_FIELD,
@@ -138,10 +146,12 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
 
 
 def resolve_parameter_uses(places: Places, flow: Dataflow, blocks: int | None = None) -> Places:
-    """Return parameter name -> the numbers of the blocks that use the parameter in the dataflow.
+    """Return parameter name -> the numbers of the blocks that use the parameter. -1 means code
+    before the blocks, the number of blocks means code after them.
 
-    places  parameter name -> the blocks where it is defined (see `parameter_uses`). This is the
-            result for a parameter that the traced forward does not use
+    places  parameter name -> the numbers of the blocks in which it is defined. A parameter that the
+            traced forward does not use keeps these numbers
+    flow    the trace of a forward, which shows where each parameter is used
     blocks  the model's number of blocks, if the trace left out some of them; else None
 
     Example: an embedding tied to the head of a model of 12 blocks gives (-1, 12), before and after
@@ -192,9 +202,12 @@ def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Pl
 def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int, tuple[PathTo, ...]]:
     """Find the arguments that have to be sent to each stage.
 
-    pieces: the range of blocks of each stage. Returns a dictionary: the number of a stage's first
-    block -> the paths of those arguments of the block that are sent. The model's first stage has no
-    entry.
+    Returns the number of a stage's first block -> the paths of those arguments of this block that
+    the stage before sends. A path leads to a value in (args, kwargs): (0, 2) is args[2]. The
+    model's first stage has no entry, because its input is the batch.
+
+    flow    the trace of a forward of the full model
+    pieces  the range of block numbers of each stage
 
     Raises InputError if a stage would read a value that it does not have.
     """
@@ -217,9 +230,12 @@ def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int
 
 
 def buffers_updated_elsewhere(flow: Dataflow, pieces: list[range], own: list[int]) -> frozenset[str]:
-    """Return the names of the buffers that the forward overwrites or replaces on other ranks only.
+    """Return the names of the model's buffers that the forward changes on other pipeline ranks
+    only. This rank's copies of these buffers are stale.
 
-    This rank's copies of these buffers are stale. own: the numbers of this rank's stages.
+    flow    the trace of a forward of the full model
+    pieces  the range of block numbers of each stage
+    own     the numbers of this rank's stages
     """
     return frozenset(
         name for event, name in _changed_buffers(flow) if name and not stages_using([event.block], pieces) & set(own)
@@ -227,10 +243,10 @@ def buffers_updated_elsewhere(flow: Dataflow, pieces: list[range], own: list[int
 
 
 def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
-    """Yield each operation that overwrites a buffer, or makes the tensor that replaces a buffer,
-    with the buffer's name.
+    """Yield (operation, buffer name) for each traced operation that overwrites a buffer, or that
+    computes the tensor by which the model replaces a buffer.
 
-    Operations that overwrite a parameter are yielded with an empty name.
+    For an operation that overwrites a parameter, the name is "".
     """
     made = {tensor: name for name, tensor in flow.replaced.items()}
     for event in flow.forwards[0]:
@@ -244,9 +260,11 @@ def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
 
 
 def _refuse_repeated_writes(flow: Dataflow) -> None:
-    """Raise InputError if an operation outside of the blocks overwrites a buffer or parameter.
+    """Raise InputError if an operation outside of the blocks overwrites or replaces a buffer, or
+    overwrites a parameter.
 
-    A rank with several stages runs the code outside of the blocks once for each of its stages.
+    A rank with several stages runs the code outside of the blocks once for each of its stages, so
+    it would repeat the change.
     """
     for event, name in _changed_buffers(flow):
         if not event.inside:
@@ -260,21 +278,27 @@ def _refuse_repeated_writes(flow: Dataflow) -> None:
 
 @dataclass
 class _StageTrace:
-    """Find which values of a traced forward are missing on one stage, and why.
+    """Goes through a traced forward for one stage, and finds which values are missing on this
+    stage, and why.
 
-    A value is missing if it depends on parameters or blocks that the stage does not have.
+    A value is missing if it depends on parameters or blocks that the stage does not have. In its
+    place the stage usually has a stub: a tensor of the right shape without the values. A tensor is
+    identified by its number, and its memory by the number of its storage, which views share. A path
+    is the place of an argument in (args, kwargs): (0, 2) is args[2].
 
-    piece    the range of the stage's blocks
+    flow     the trace of a forward of the full model
+    piece    the range of the stage's block numbers
     taken    path -> tensor: the arguments of the stage's first block that have to be sent to it
-    missing  storage -> the reason why all tensors in the storage are missing
-    known    missing storage -> the received tensors that were views of it, and what is computed as
-             a view of them; each received tensor has its own memory
-    unknown  tensor -> the reason why it is missing, although other tensors in its storage are not
-    left     tensor -> the reason why it does not even exist as a stub: another stage computes it,
-             and no block returned it
+    missing  storage -> why all tensors in it are missing (except those in `known`)
+    known    missing storage -> the tensors in it that are nevertheless known: the received tensors,
+             and views that are computed from them. In the real run, each received tensor has memory
+             of its own
+    unknown  tensor -> why it is missing, although other tensors in its storage may not be
+    left     tensor -> why the stage does not even have a stub of it: another stage computes it, and
+             no block has returned it
     sent     path -> tensor: the arguments of the next stage's first block
-    lacks    path -> the reason why this argument of the next stage's first block is missing here
-    inner    tensor -> the number of the block that computed it and has not returned it
+    lacks    path -> why this argument of the next stage's first block is missing here
+    inner    tensor -> the number of the block that has computed it, and that has not returned it
     """
 
     flow: Dataflow
@@ -289,7 +313,9 @@ class _StageTrace:
     inner: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Process the traced events. Raises InputError if the stage reads a missing value."""
+        """Go through the traced events, and fill the attributes. Raises InputError if the stage
+        reads a missing value.
+        """
         for events in self.flow.forwards:
             real, ended = self.piece.start == 0, False
             for event in events:
@@ -313,9 +339,10 @@ class _StageTrace:
                     self._run_before(event)
 
     def check_sent(self, taken: dict[PathTo, TensorId]) -> None:
-        """Raise InputError if this stage lacks an argument that the next stage has to receive.
+        """Raise InputError if an argument that the next stage has to receive is missing on this
+        stage, too.
 
-        taken: the next stage's `taken`.
+        taken  the `taken` of the next stage
         """
         for path in taken:
             if path not in self.sent or path in self.lacks:
@@ -327,7 +354,7 @@ class _StageTrace:
                 )
 
     def _reason_missing(self, seen: TensorId) -> str | None:
-        """Return why a tensor is missing on this stage; None if it is not missing."""
+        """Return why a tensor is missing on this stage, or None if it is not missing."""
         if seen.tensor in self.unknown:
             return self.unknown[seen.tensor]
         if seen.storage in self.known:
@@ -339,7 +366,9 @@ class _StageTrace:
         return self.missing.get(seen.storage)
 
     def _run_elsewhere(self, event: Operation) -> None:
-        """Process an operation that this stage does not run: all of its results are missing."""
+        """Record an operation that another stage runs, and this stage does not. All of its results
+        are missing here.
+        """
         line = describe_line(event.line)
         for storage in event.written:
             self.missing[storage] = f"{line} overwrites the value on another stage"
@@ -352,9 +381,11 @@ class _StageTrace:
                 self.missing[seen.storage] = f"{line} computes the value on another stage"
 
     def _returned(self, event: BlockReturn) -> None:
-        """Process the return of an earlier stage's block: here its outputs are stubs, so missing.
+        """Record that a block of an earlier stage returns. On this stage a stub replaces the block,
+        so its outputs are missing.
 
-        Outputs that are also inputs of the block do not change.
+        If an output is also an input of the block, such as a tensor that the block passes on, the
+        call does not change whether it is missing.
         """
         for seen, is_given in event.outputs:
             self.left.pop(seen.tensor, None)
@@ -362,13 +393,15 @@ class _StageTrace:
                 self.unknown[seen.tensor] = f"block {event.block}, on another stage, returns the value"
 
     def _run_before(self, event: Operation) -> None:
-        """Process an operation of the model's code before the stage's first block.
+        """Record an operation of the model's code before the stage's first block. This stage runs
+        it, as all stages do.
 
-        The operation runs on this stage, too. Its output is marked as missing if this stage cannot
-        compute the same output as the first stage: if the operation reads a missing value or a
-        parameter, or draws random numbers.
+        The operation's output is missing here if the operation reads a missing value or a
+        parameter, or draws random numbers. In these cases, this stage cannot compute the same
+        output as the first stage.
 
-        Raises InputError if Python code reads a missing value.
+        Raises InputError if the operation gives a missing value to Python code, or reads a tensor
+        of which this stage has not even a stub (a tensor of the right shape).
         """
         why = f"{describe_line(event.line)} draws the value at random, again on each stage" if event.is_random else None
         for seen in event.reads:
@@ -393,7 +426,9 @@ class _StageTrace:
                 self.unknown[seen.tensor] = why
 
     def _compute(self, event: Operation) -> None:
-        """Process an operation of this stage. Raises InputError if it reads a missing value."""
+        """Record an operation that belongs to this stage. Raises InputError if the operation reads
+        a missing value.
+        """
         for seen in event.reads:
             why = self._reason_missing(seen) or self._reason_uncollected(seen, event)
             if why is not None:
@@ -409,11 +444,14 @@ class _StageTrace:
                 self.known[seen.storage].add(seen.tensor)
 
     def _reason_uncollected(self, seen: TensorId, event: Operation) -> str | None:
-        """Return why a tensor that a block stored instead of returning it cannot be read on this
-        stage; None if it can.
+        """Return why this stage cannot read a tensor that a block has stored and not returned.
+        Return None if the stage can read it.
 
-        Example: blocks append tensors to a list. This stage's list lacks the tensors of the blocks
-        of other stages, so `list[i]` would be a different tensor.
+        Example: each block appends a tensor to a list. This stage's list lacks the tensors of the
+        blocks of other stages, so `list[i]` would be a different tensor.
+
+        seen   the tensor
+        event  the operation that reads it
         """
         made = self.inner.get(seen.tensor)
         if made is None or not self.piece.start or (event.inside and event.block == made):
@@ -421,7 +459,12 @@ class _StageTrace:
         return f"block {made} stored it instead of returning it, as blocks on other stages do"
 
     def _receive(self, event: BlockCall) -> None:
-        """Process the call of the stage's first block: its missing arguments are received."""
+        """Record the call of the stage's first block: the arguments that are missing here become
+        `taken`, because the stage before sends them.
+
+        Raises InputError if the stage has not even a stub of an argument (a tensor of the right
+        shape), into which the sent values could be put.
+        """
         received: dict[int, PathTo] = {}
         for path, seen in event.inputs.items():
             if seen.tensor in received or self._reason_missing(seen) is None:
@@ -440,8 +483,9 @@ class _StageTrace:
                 self.known.setdefault(seen.storage, set()).add(seen.tensor)
 
     def _send(self, event: BlockCall) -> None:
-        """Process the call of the next stage's first block: note its arguments, and which of them
-        are missing here."""
+        """Record the call of the next stage's first block: set `sent` to its arguments, and `lacks`
+        to those that are missing here.
+        """
         reasons = {path: self._reason_missing(seen) for path, seen in event.inputs.items()}
         self.sent = dict(event.inputs)
         self.lacks = {path: why for path, why in reasons.items() if why is not None}

@@ -47,12 +47,13 @@ from tightfit.target_device import kind_of
 
 @dataclass
 class _InFlight:
-    """What a micro-batch's backward needs from its forward.
+    """The tensors that the backward of one micro-batch on one stage needs from its forward.
 
-    inputs          the tensors that the stage received, whose gradients backward sends back
-    backward_roots  the roots of the backward: [loss] on the last stage; on other stages, the
+    inputs          the tensors that the stage received. Backward computes their gradients and sends
+                    them back
+    backward_roots  where the backward begins: [loss] on the last stage; on other stages, the
                     gradient edges of the tensors that were sent
-    scale           factor of the loss in backward; 0 for a dummy micro-batch
+    scale           the factor of the loss in backward; 0 for a dummy micro-batch
     """
 
     inputs: StageInputs
@@ -62,14 +63,14 @@ class _InFlight:
 
 @dataclass(frozen=True)
 class RankBlocks:
-    """The stages and blocks of one pipeline rank.
+    """The stages and blocks of one pipeline rank, and the means to run one stage at a time.
 
-    stages         the range of blocks of each stage of the model
-    own_stages     numbers of this rank's stages
-    slots          for each block of the model: (parent module, the block's name in the parent)
+    stages         the range of block numbers of each stage of the model
+    own_stages     the numbers of this rank's stages
+    slots          for each block of the model, (parent module, the block's name in the parent)
     own_blocks     block number -> block, for the blocks that this rank has
     stubs          for each block of the model, the stub that replaces it when it does not run
-    forward_state  the state that all stubs and wrapped blocks share: which stage runs, for example
+    forward_state  the state that all stubs and wrapped blocks share, such as which stage runs
     """
 
     stages: list[range]
@@ -81,7 +82,9 @@ class RankBlocks:
 
     @cached_property
     def wrappers(self) -> dict[int, OwnBlock]:
-        """Block number -> the wrapper of this rank's block while the block's stage runs."""
+        """Return block number -> the wrapper of this block, for the blocks of this rank. While a
+        block's stage runs, the wrapper takes the block's place in the model.
+        """
         return {number: OwnBlock(number, self.forward_state, block) for number, block in self.own_blocks.items()}
 
     @property
@@ -90,11 +93,14 @@ class RankBlocks:
 
     @contextmanager
     def running(self, stage: int, receive: Callable[[list[Tensor]], list[Tensor]], batch: Batch) -> Iterator[None]:
-        """Within this context, the model's forward runs one stage: stubs replace all other blocks.
+        """Inside this context, the model's forward runs only one stage: stubs replace all other
+        blocks.
 
-        stage    number of the stage
-        receive  the arguments of the stage's first block that are missing -> the received tensors
-        batch    the micro-batch, whose shapes the stubs need
+        stage    the number of the stage
+        receive  a function that receives the stage's input. It is called once, with those arguments
+                 of the stage's first block that the stage before sends (here they are stubs), and
+                 returns the received tensors
+        batch    the micro-batch; the stubs take their shapes from it
         """
         blocks = self.stages[stage]
         self.forward_state.begin_stage(blocks, receive, sample_count(batch), sample_shapes(batch))
@@ -112,16 +118,16 @@ class RankBlocks:
 class PipelineRank:
     """The `StepExecutor` of a Run that runs one rank's part of a pipeline schedule.
 
-    blocks            this rank's stages and blocks
-    shared            names of the weights that the first and the last rank both use (tied
-                      embeddings)
-    messages          sends to and receives from the neighbouring ranks
-    in_flight         (stage, micro-batch) -> what its backward needs
-    loss_delay        how many steps after its forward a step's loss becomes known
-    replicated        names of the weights that an earlier rank has too. Norms over all devices
-                      leave out this rank's copies, to count each weight once
-    stale_buffers     names of buffers whose correct values are on another rank
-    deferred          with schedule: zero-bubble, the weight gradients that are computed later
+    blocks         this rank's stages and blocks
+    shared         names of the weights that the first and the last rank both use (tied embeddings)
+    messages       sends tensors to the neighbouring ranks, and receives theirs
+    in_flight      (stage, micro-batch) -> what its backward needs
+    loss_delay     how many steps after its forward a step's loss becomes known
+    replicated     names of the weights that an earlier rank has, too. A gradient norm over all
+                   devices leaves out this rank's copies, so that each weight counts once
+    stale_buffers  names of the buffers whose correct values are on another rank
+    deferred       with schedule: zero-bubble, the weight gradients that are computed later; else
+                   None
     """
 
     def __init__(
@@ -142,30 +148,39 @@ class PipelineRank:
     counted: tuple[int, int, int] | None = None
 
     def drain(self, run: Run) -> Iterator[None]:
-        """Return an empty iterator: no step is in flight when the next step begins."""
+        """Return an empty iterator, because no step is in flight when the next step begins."""
         return iter(())
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """Run the forwards and backwards of a step's micro-batches in the order of the schedule.
 
-        scale: factor of the losses in backward. Returns the sum of the micro-batches' losses on the
-        last rank, and 0 on all other ranks.
+        scale  the factor of the losses in backward
+
+        Returns the sum of the micro-batches' losses, without the factor, on the last rank, and 0 on
+        all other ranks.
         """
         return self._run_schedule(run, micro_batches, scale, self.plan.schedule)
 
     def run_micro_batch(self, run: Run, batch: Batch, scale: float | Tensor) -> Tensor:
-        """Run the forward and backward of a single micro-batch.
+        """Run the forward and backward of a single micro-batch. If the schedule is pipedream, 1f1b
+        is used in its place.
 
-        A pipedream pipeline runs it as 1f1b does. Returns the loss on the last rank, and 0 on all
-        other ranks.
+        scale  the factor of the loss in backward
+
+        Returns the loss, without the factor, on the last rank, and 0 on all other ranks.
         """
         schedule = "1f1b" if self.plan.schedule == "pipedream" else self.plan.schedule
         return self._run_schedule(run, [batch], scale, schedule)
 
     def _run_schedule(self, run: Run, micro_batches: list[Batch], scale: float | Tensor, schedule: str) -> Tensor:
-        """Run this rank's actions of `schedule`, then all-reduce the gradients of shared weights.
+        """Run this rank's actions of a schedule, and then all-reduce the gradients of the weights
+        that the first and the last rank share.
 
-        `schedule` is the plan's schedule, except that `run_micro_batch` replaces pipedream by 1f1b.
+        scale     the factor of the losses in backward
+        schedule  the name of the schedule, which may differ from the plan's (see `run_micro_batch`)
+
+        Returns the sum of the micro-batches' losses, without the factor, on the last rank, and 0 on
+        all other ranks.
         """
         table = make_schedule(schedule, self.pp_size, self.plan.virtual_stages, len(micro_batches))
         actions = table[self.rank]
@@ -202,7 +217,9 @@ class PipelineRank:
 
     @torch.no_grad()
     def evaluate(self, run: Run, batch: Batch) -> Tensor:
-        """Run a micro-batch's forward. Returns the loss on the last rank, else 0."""
+        """Run the forward of an evaluation batch through this rank's stages. Return the summed loss
+        on the last rank, and 0 on all other ranks.
+        """
         total: Tensor | None = None
         self.messages.positions = {Action(FORWARD, piece, 0): piece for piece in range(len(self.blocks.stages))}
         for piece in self.blocks.own_stages:
@@ -214,9 +231,11 @@ class PipelineRank:
     def forward(self, run: Run, action: Action, batch: Batch, scale: float | Tensor) -> Tensor | None:
         """Run one stage's forward on a micro-batch, and send the next stage its inputs.
 
-        scale: factor of the loss in the later backward. Returns the loss on the last stage, and
-        None on other stages or for a dummy micro-batch. Raises InputError if the model does not
-        call its blocks in order.
+        action  the stage and the number of the micro-batch
+        scale   the factor of the loss in the later backward
+
+        Returns the loss, without the factor, on the last stage. Returns None on other stages, and
+        for a dummy micro-batch. Raises InputError if the model does not call its blocks in order.
         """
         is_real = not isinstance(batch, DummyMicroBatch)
         there = to_device(batch if is_real else batch.batch, run)
@@ -245,9 +264,12 @@ class PipelineRank:
         return loss.detach().float() if is_real else None
 
     def backward(self, run: Run, action: Action, final: bool) -> None:
-        """Run one stage's backward, and send the gradients of its inputs to the preceding stage.
+        """Run one stage's backward of a micro-batch, and send the gradients of the stage's inputs
+        to the preceding stage.
 
-        final: whether this is the last backward of the step. FSDP reduces gradients after it.
+        action  the stage and the number of the micro-batch
+        final   whether this is the rank's last backward of the step. fully_shard (FSDP2) reduces
+                gradients after it
         """
         from torch.distributed.fsdp import FSDPModule  # imported late: most runs do not need it
 
@@ -271,8 +293,9 @@ class PipelineRank:
 
     @torch.no_grad()
     def _all_reduce_shared(self, run: Run) -> None:
-        """All-reduce the gradients of the weights that the first and the last rank share (tied
-        embeddings)."""
+        """All-reduce, between the first and the last rank, the gradients of the weights that both
+        use (tied embeddings).
+        """
         weights = [weight for weight in optimizer_weights_named(run, self.shared) if weight.requires_grad]
         if not weights:
             return
@@ -284,5 +307,7 @@ class PipelineRank:
 
 
 def add_losses(total: Tensor | None, loss: Tensor | None) -> Tensor | None:
-    """Return the sum of two losses. None counts as no loss; None + None is None."""
+    """Return the sum of two losses, either of which may be None for no loss. Return None if both
+    are None.
+    """
     return loss if total is None else total if loss is None else total + loss

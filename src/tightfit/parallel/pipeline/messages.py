@@ -4,9 +4,10 @@
 hidden states (4, 1024, 2048) of 4 sequences, 16 MiB, and receives their gradient of the same size.
 
 A stage does not know the shapes of the tensors that it will receive. So when a batch has new
-shapes, its tensors are preceded by a header: an int64 tensor of shape (tensors, 3 + MAX_DIMS), in
-the example (1, 11). Each of its rows describes one tensor: dtype, whether it requires a gradient,
-number of dimensions, and shape. Later micro-batches of the same shapes are sent without a header.
+shapes, the sender first sends a header: an int64 tensor of shape (number of tensors, 3 + MAX_DIMS),
+in the example (1, 11). Each of its rows describes one tensor: dtype, whether it requires a
+gradient, number of dimensions, and shape. Later micro-batches of the same shapes are sent without a
+header.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ TensorSpec = tuple[torch.dtype, tuple[int, ...], bool]
 class StageInputs:
     """The tensors that a stage received for one micro-batch and, after backward, their gradients.
 
-    tensors         the received tensors; empty after `for_model` has passed them on under autograd
+    tensors         the received tensors. `for_model` empties this list if it returns them under
+                    autograd
     differentiable  for each received tensor, whether it requires a gradient
-    metadata        (shape, dtype, device) of each differentiable tensor
-    gradients       after backward, the gradient of each differentiable tensor; None for a tensor
-                    that does not affect the loss
+    metadata        (shape, dtype, device) of each received tensor that requires a gradient
+    gradients       after backward, the gradient of each of these tensors; None for one that does
+                    not affect the loss
     """
 
     def __init__(self) -> None:
@@ -51,8 +53,11 @@ class StageInputs:
         self.gradients: tuple[Tensor | None, ...] = ()
 
     def for_model(self) -> list[Tensor]:
-        """Return the tensors to pass to the model. Differentiable tensors are outputs of an
-        autograd node that stores their gradients; without autograd, all are as received."""
+        """Return the received tensors in the form in which the model uses them.
+
+        Under autograd, tensors that require a gradient are returned as outputs of an autograd node,
+        which stores their gradients in this object. Otherwise the tensors are returned as received.
+        """
         followed = [tensor for tensor, is_so in zip(self.tensors, self.differentiable, strict=True) if is_so]
         if not (followed and torch.is_grad_enabled()):
             return self.tensors
@@ -64,19 +69,24 @@ class StageInputs:
         return found
 
     def backward(self) -> list[Tensor | None]:
-        """Return the gradients of the differentiable tensors; None for a tensor that does not
-        affect the loss."""
+        """Return the gradients of the received tensors that require one; None for a tensor that
+        does not affect the loss. Call this after the stage's backward.
+        """
         return list(self.gradients or (None,) * len(self.metadata))
 
     def zeros(self, place: int) -> Tensor:
-        """Return a gradient of zeros for the differentiable tensor with index `place`."""
+        """Return zeros of the gradient's shape for one of the received tensors that require a
+        gradient.
+
+        place  the tensor's index among these tensors
+        """
         shape, dtype, device = self.metadata[place]
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class _ReceivedInputs(torch.autograd.Function):
-    """Forward: return the received tensors unchanged. Backward: store their gradients in `inputs`,
-    from where `StageMessages` sends them.
+    """Forward: return `tensors`, the received tensors, unchanged. Backward: store their gradients
+    in `inputs`, from where `StageMessages` sends them.
 
     anchor  an empty tensor that requires a gradient: without it autograd would not call backward
     """
@@ -96,17 +106,22 @@ class _ReceivedInputs(torch.autograd.Function):
 class StageMessages:
     """Sends and receives a pipeline rank's messages to and from the neighbouring stages.
 
-    last_stage       number of the model's last stage
+    An action, such as the forward of one micro-batch on one stage, consumes the tensors that
+    another action has sent.
+
+    last_stage       the number of the model's last stage
     positions        action -> its index in its rank's list of actions
     pending_sends    sends that may not be complete: (action that consumes the tensor, work handle
                      or None in a dry run, tensor)
-    posted_receives  action -> the receives posted before the action begins: (work handle, tensor
-                     that the data arrive in)
-    tensor_specs     (stage, "in" or "out", shapes of the batch), or (stage, "gradient",
-                     micro-batch) -> the descriptions of the tensors, once they are known
-    has_gradient     (stage, "in" or "out") -> for each tensor, whether it gets a gradient
+    posted_receives  action -> its receives that have begun before it: (work handle, tensor that the
+                     data arrive in)
+    tensor_specs     descriptions of the tensors of a message, once they are known. The key is
+                     (stage, "in" or "out", shapes of the batch) for activations, and (stage,
+                     "gradient", micro-batch) for gradients
+    has_gradient     (stage, "in" or "out") -> for each tensor that requires a gradient, whether it
+                     gets one
     waited_s         seconds that this process has waited for other ranks. On a GPU the stream
-                     waits, and this does not count it
+                     waits, which this does not count
     """
 
     def __init__(self, mesh: Mesh, last_stage: int) -> None:
@@ -127,17 +142,18 @@ class StageMessages:
         self._free_sent(lambda taken: True)
 
     def free_completed(self) -> None:
-        """Free the sent tensors whose work handles report that the send is complete.
+        """Free the sent tensors whose work handles say that the send is complete.
 
-        NCCL's work handles report this. gloo's do not, so on a CPU `_acknowledge` frees the
-        tensors.
+        NCCL's work handles say so, but gloo's do not. On a CPU, `_acknowledge` frees the tensors
+        instead.
         """
         self.pending_sends = [one for one in self.pending_sends if one[1] is not None and not one[1].is_completed()]
 
     def _free_sent(self, has_arrived: Callable[[Action], bool]) -> None:
         """Free the sent tensors that have arrived.
 
-        has_arrived: action of the receiver -> whether the tensors that it consumes have arrived.
+        has_arrived  called with the action that consumes some sent tensors; returns whether these
+                     tensors have arrived
         """
         there, self.pending_sends = self.pending_sends, [one for one in self.pending_sends if not has_arrived(one[0])]
         for taken, work, _ in there:
@@ -145,30 +161,31 @@ class StageMessages:
                 work.wait()
 
     def _acknowledge(self, action: Action) -> None:
-        """Free sent tensors after the input of `action` has arrived.
+        """Free the sent tensors that must have arrived, because the input of `action` has arrived.
 
-        The rank that sent this input runs its actions in order. So it has received all tensors for
-        the action that made the input and for the actions before.
+        Each rank runs its actions in order. So the rank that sent this input has received all
+        tensors for the action that made the input, and for all actions before that.
         """
         producer = producer_of(action)
         sender, place = producer.stage % self.pp_size, self.position_of(producer)
         self._free_sent(lambda taken: taken.stage % self.pp_size == sender and self.position_of(taken) <= place)
 
     def link(self, piece: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
-        """Return (process group, rank in the group of the other stage's process) for messages
-        between two neighbouring stages.
+        """Return (process group, rank in the group) for messages to or from a neighbouring stage.
+        The rank is that of the neighbouring stage's process.
 
-        piece      number of this rank's stage
-        other      number of the neighbouring stage
+        piece      the number of this rank's stage
+        other      the number of the neighbouring stage
         direction  "forward" for activations, "backward" for gradients
         """
         around = " around" if max(piece, other) % self.pp_size == 0 else ""
         return self.mesh.p2p_groups[direction + around], other % self.pp_size
 
     def send(self, tensor: Tensor, action: Action, direction: str) -> None:
-        """Begin to send a result of `action` to the rank that consumes it. Does not wait.
+        """Begin to send a result of `action` to the rank that consumes it, and return without
+        waiting. A dry run sends nothing.
 
-        direction: "forward" for activations, "backward" for gradients. A dry run sends nothing.
+        direction  "forward" for activations, "backward" for gradients
         """
         taken = consumer_of(action)
         group, device = self.link(action.stage, taken.stage, direction)
@@ -179,9 +196,11 @@ class StageMessages:
         )
 
     def send_outputs(self, action: Action, key: Any, tensors: list[Tensor]) -> None:
-        """Send a stage's output tensors to the next stage.
+        """Begin to send a stage's output tensors to the next stage. A header precedes them if no
+        earlier batch had the same shapes.
 
-        A header precedes them if no batch had these shapes before. key: `shape_key` of the batch.
+        action  the forward that computed the tensors
+        key     `shape_key` of the batch
         """
         specs = [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
         if tensors and (known := (action.stage, "out", key)) not in self.tensor_specs:
@@ -197,20 +216,27 @@ class StageMessages:
             self.send(tensor, action, "forward")
 
     def post_receives(self, run: Run, actions: Iterable[tuple[Action, Batch]]) -> None:
-        """Post the receives of actions, in the order in which the tensors are sent.
+        """Begin to receive the tensors for several actions, in the order in which they are sent.
 
-        actions: (action, its micro-batch), in order. Stops at the first action whose tensor shapes
-        are not known yet, because its header has to be received first.
+        Stops at the first action whose tensors have unknown shapes, because their header has to be
+        received first.
+
+        actions  (action, its micro-batch) of each, in order
         """
         for action, batch in actions:
             if action not in self.posted_receives and not self.post_receive(run, action, batch):
                 break
 
     def post_receive(self, run: Run, action: Action, batch: Batch) -> bool:
-        """Post the receives of an action, so that tensors can arrive during the preceding action.
+        """Begin to receive the tensors for an action, so that they can arrive while the preceding
+        action runs.
 
-        Returns False, and posts nothing, if the shapes of the tensors are not known yet. Returns
-        True otherwise, also if the action receives nothing.
+        Returns whether this was possible. If the shapes of the tensors are not known yet, receive
+        nothing and return False. If the action needs no tensors of another stage, return True.
+
+        action  a forward, which receives activations; a backward, which receives gradients; or
+                weight gradients, which receive nothing
+        batch   the action's micro-batch
         """
         if action.kind == FORWARD and action.stage > 0:
             there = without_full_masks(batch.batch if isinstance(batch, DummyMicroBatch) else batch, run)
@@ -240,9 +266,11 @@ class StageMessages:
         return True
 
     def _collect(self, action: Action, specs: list[TensorSpec], other: int, direction: str) -> list[Tensor]:
-        """Wait for the tensors that stage `other` sends for an action, and return them.
+        """Wait for the tensors that a neighbouring stage sends for an action, and return them.
 
-        specs: descriptions of the tensors, used if their receives have not been posted.
+        specs      descriptions of the tensors, which are used if their receives have not begun yet
+        other      the number of the neighbouring stage
+        direction  "forward" for activations, "backward" for gradients
         """
         group, device = self.link(action.stage, other, direction)
         found = []
@@ -259,10 +287,13 @@ class StageMessages:
         return found
 
     def receive_inputs(self, action: Action, key: Any, arguments: list[Tensor], inputs: StageInputs) -> None:
-        """Receive a stage's inputs from the preceding stage, and put them into `inputs`.
+        """Wait for the tensors that the preceding stage sends for a forward, and put them into
+        `inputs`.
 
-        arguments: the missing arguments of the stage's first block, which the inputs will replace.
-        key: `shape_key` of the batch.
+        action     the forward
+        key        `shape_key` of the batch
+        arguments  those arguments of the stage's first block that the received tensors will replace
+        inputs     the object that gets the received tensors
         """
         group, device = self.link(action.stage, action.stage - 1, "forward")
         known = action.stage, "in", key
@@ -283,7 +314,11 @@ class StageMessages:
         inputs.differentiable = [spec[2] for spec in specs]
 
     def _receive_now(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
-        """Receive `tensor`, and wait until the data have arrived. Does nothing in a dry run."""
+        """Receive data into `tensor`, and wait until they have arrived. A dry run does nothing.
+
+        group   the process group
+        device  the rank of the sender in the group
+        """
         if active_fake_mode() is not None:
             return
         began = time.perf_counter()
@@ -291,18 +326,25 @@ class StageMessages:
         self.waited_s += time.perf_counter() - began
 
     def wait_for(self, work: Any) -> None:
-        """Wait for a posted receive (None: a dry run). On a GPU the stream waits, not the host."""
+        """Wait until a receive that has begun is complete. On a GPU the stream waits, not the host.
+
+        work  the handle of the receive; None in a dry run, which does not wait
+        """
         began = time.perf_counter()
         if work is not None:
             work.wait()
         self.waited_s += time.perf_counter() - began
 
     def send_gradients(self, action: Action, inputs: StageInputs) -> None:
-        """Send the gradients of a stage's inputs to the preceding stage.
+        """Begin to send the gradients of a stage's inputs to the preceding stage.
 
-        Before the first gradients, a mask is sent: for each input, whether it has a gradient. For
-        inputs without a gradient nothing is sent, so weights that do not affect the loss have no
-        gradient on the preceding stage either, and optimizers skip these weights.
+        Before the first gradients, a mask is sent: for each input that requires a gradient, whether
+        it has one. For an input without a gradient nothing is sent. So weights of the preceding
+        stage that do not affect the loss have no gradient, and the optimizer skips them, as without
+        a pipeline.
+
+        action  the backward that computed the gradients
+        inputs  the stage's inputs, with their gradients
 
         Raises InputError if an input had no gradient in the first micro-batch and has one now.
         """
@@ -325,8 +367,11 @@ class StageMessages:
                 )
 
     def receive_gradients(self, action: Action) -> list[Tensor | None]:
-        """Wait for the gradients of the tensors that a stage sent forward, and return them; None
-        for a tensor without a gradient."""
+        """Wait for the gradients of the tensors that a stage sent forward, and return them, with
+        None for a tensor without a gradient. Only tensors that require a gradient are in the list.
+
+        action  the backward that needs the gradients
+        """
         specs = self.tensor_specs.pop((action.stage, "gradient", action.micro_batch))
         if not specs:
             return []
@@ -336,10 +381,14 @@ class StageMessages:
         return [next(arrived) if is_so else None for is_so in has_gradient]
 
     def outputs_with_gradient(self, action: Action, count: int) -> list[bool]:
-        """Return whether each of the `count` tensors that a stage sent forward gets a gradient.
+        """Return, for each tensor that requires a gradient and that a stage sent forward, whether
+        the next stage sends a gradient back.
 
         The next stage sends this mask once, before its first gradients. The first call waits for
-        the mask; later calls return the same mask.
+        the mask, and later calls return the same mask.
+
+        action  a backward of the stage
+        count   the number of these tensors
         """
         known = action.stage, "out"
         if active_fake_mode() is not None:
@@ -352,7 +401,8 @@ class StageMessages:
 
 
 def shape_key(batch: Batch) -> Any:
-    """Return a key for batches whose messages have equal shapes: the shapes of the batch's tensors,
-    and whether autograd is on."""
+    """Return a key that is equal for batches whose messages have equal shapes. It contains the
+    shapes of the batch's tensors, and whether autograd is enabled.
+    """
     leaves = tuple(tuple(leaf.shape) for leaf in tensors_in(batch))
     return leaves, torch.is_grad_enabled()

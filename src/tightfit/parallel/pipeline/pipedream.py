@@ -1,4 +1,5 @@
-"""Run a pipeline that does not drain between steps, and keeps versions of the weights (PipeDream).
+"""Run a pipeline that does not drain between steps, and that keeps several versions of the weights
+(PipeDream).
 
 `pipeline` uses `PipeDream` in place of `PipelineRank` for schedule: pipedream. Its gradients are
 stale, which changes the job's mathematics, so the job's `allow` has to contain `asynchronous`.
@@ -34,10 +35,10 @@ MAX_MICRO_BATCHES = 2**20  # more micro-batches than a step can have
 class _StepInFlight:
     """A step whose forwards have run on this rank, and whose backwards have not.
 
-    number         number of the step, counted from when the pipeline was last empty
-    micro_batches  number of its micro-batches
-    rates          its learning rate of each parameter group
-    version        number of the version of the weights that its forwards used
+    number         the number of the step, counted from when the pipeline was last empty
+    micro_batches  the number of its micro-batches
+    rates          for each parameter group, the learning rate of this step
+    version        the number of the version of the weights that its forwards used
     """
 
     number: int
@@ -47,14 +48,15 @@ class _StepInFlight:
 
 
 class _StepMessages(StageMessages):
-    """Messages with several steps in flight: an action's position includes its step."""
+    """Sends and receives the messages of a rank that has several steps in flight. The order of the
+    rank's actions therefore also depends on the step."""
 
     def position_of(self, action: Action) -> Any:
-        """Return a value that orders the actions of a rank: (round, whether it is a backward,
-        micro-batch).
+        """Return a value that orders the actions of a rank: a later action has a larger value. It
+        is (round, whether the action is a backward, number of the micro-batch in its step).
 
-        In each round, a rank runs the forwards of one step and then the backwards of the step that
-        is due.
+        In each round, a rank first runs the forwards of one step, and then the backwards of the
+        same or of an earlier step.
         """
         step, number = divmod(action.micro_batch, MAX_MICRO_BATCHES)
         behind = self.pp_size - 1 - action.stage if action.kind == BACKWARD else 0
@@ -62,22 +64,23 @@ class _StepMessages(StageMessages):
 
 
 class PipeDream(PipelineRank):
-    """Runs 1F1B without draining the pipeline. Each rank updates its weights without waiting for
-    the other ranks.
+    """Runs a pipeline by 1F1B without draining it. Each rank updates its weights without waiting
+    for the other ranks.
 
-    In each step, a rank runs the step's forwards, and then the backwards of the earlier step whose
-    gradients have reached the rank (the step that is due). A step's backwards use the same version
-    of the weights as its forwards did (weight stashing).
+    In each step, a rank runs the step's forwards, and then the backwards of the step that is due:
+    the earlier step whose gradients have reached the rank. The backwards of a step use the same
+    version of the weights as its forwards did (weight stashing).
 
     On rank s of p, gradients are p - 1 - s updates stale. With vertical sync they are p - 1 updates
     stale on every rank. Example with p = 4: the gradients of rank 0 are 3 updates stale. Rank 0 has
     up to 4 steps in flight and keeps 3 versions of its weights beside the newest. The gradients of
     rank 3 are not stale.
 
-    losses            losses of the steps whose backwards have run on this rank, in order
+    losses            the losses of the steps whose backwards have run on this rank, in order
     pending_losses    on the last rank, step -> its loss, for steps whose backwards have not run yet
-    requested_losses  step -> (work handle, tensor) of its loss, which the next rank sends
-    versions          version of the weights -> {parameter of the model: its value in this version}
+    requested_losses  step -> (work handle, tensor) of the loss that the next rank sends
+    versions          number of a version of the weights -> {parameter of the model: its value in
+                      this version}
 
     Source: Harlap et al. 2018, arXiv:1806.03377.
     """
@@ -96,9 +99,14 @@ class PipeDream(PipelineRank):
         self.requested_losses: dict[int, tuple[Any, Tensor]] = {}
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Run this step's forwards, and then the backwards of the step that is due.
+        """Run this step's forwards, and then the backwards of the step that is due on this rank (an
+        earlier step, except on the last rank).
 
-        Returns NaN, because the loss becomes known only `loss_delay` steps later, in `losses`.
+        scale  the factor of the losses in backward. The losses in `losses` are multiplied by it,
+               too
+
+        Returns NaN, because a loss becomes known only `loss_delay` steps later. It is then in
+        `losses`.
         """
         assert run.mesh is not None
         version = max(self.steps_begun - self.loss_delay, 0) if self.plan.vertical_sync else self.updates_done
@@ -129,9 +137,8 @@ class PipeDream(PipelineRank):
         return torch.full((), float("nan"), device=run.device)
 
     def drain(self, run: Run) -> Iterator[None]:
-        """Run the backwards of the steps in flight, and yield after each step.
-
-        At each yield the caller has to update the weights. Afterwards the pipeline is empty.
+        """Run the backwards of all steps in flight, so that the pipeline is empty. Yield after each
+        step; the caller then has to update the weights.
         """
         while self.steps_in_flight:
             self._run_backward(run)
@@ -141,18 +148,25 @@ class PipeDream(PipelineRank):
         self.versions.clear()
 
     def _backwards(self, step: _StepInFlight) -> list[tuple[Action, Batch]]:
-        """Return the (action, None) of each backward of a step, for `post_receives`. A backward's
-        receives do not depend on the batch, so None takes its place."""
+        """Return a step's backwards as (action, None), the form that `post_receives` takes. None is
+        in the place of the batch, on which the receives of a backward do not depend.
+        """
         places = (self._unique_number(step, number) for number in range(step.micro_batches))
         return [(Action(BACKWARD, self.rank, place), None) for place in places]
 
     def _unique_number(self, step: _StepInFlight, number: int) -> int:
-        """Return the number of a micro-batch counted over all steps, so that micro-batches of
-        different steps in flight have different numbers. number: its number within the step."""
+        """Return a number for a micro-batch that differs from the numbers of all micro-batches of
+        other steps.
+
+        number  its number within the step
+        """
         return step.number * MAX_MICRO_BATCHES + number
 
     def _run_backward(self, run: Run) -> None:
-        """Run the oldest step's backwards, and assign the gradients to the newest weights."""
+        """Run the backwards of the oldest step in flight, with the version of the weights that its
+        forwards used. Then move the gradients to the newest version: they become the `.grad` of the
+        model's parameters.
+        """
         step = self.steps_in_flight.popleft()
         put_base_learning_rates(run.optimizer, step.rates)
         self._forward_loss(run, step)
@@ -172,7 +186,9 @@ class PipeDream(PipelineRank):
         self.updates_done += 1
 
     def _request_loss(self, number: int) -> None:
-        """Post the receive of step `number`'s loss, which arrives before the gradients."""
+        """Begin to receive the loss of step `number` from the next rank, which sends it before the
+        gradients. Does nothing if this has begun already, or on the last rank.
+        """
         if self.rank < self.pp_size - 1 and number not in self.requested_losses:
             loss = torch.zeros((), device=self.device)
             group, device = self.messages.link(self.rank, self.rank + 1, "backward")
@@ -180,11 +196,13 @@ class PipeDream(PipelineRank):
             self.requested_losses[number] = work, loss
 
     def _request_gradients(self, run: Run, due: list[tuple[Action, Batch]]) -> None:
-        """Post the receives of all gradients of the step that is due.
+        """Begin to receive all gradients of the step that is due.
 
-        They are posted before the forwards to prevent a deadlock. A GPU may stop within a forward
+        due  the backwards of this step, as `_backwards` returns them
+
+        This happens before the forwards to prevent a deadlock. A GPU may stop within a forward
         until the next rank has received this rank's activations, while the next rank stops until
-        this rank has received a gradient. See `coming`.
+        this rank has received a gradient. See `pipeline_schedule.late`.
         """
         self._request_loss(self.steps_in_flight[0].number)
         action, _ = due[0]
@@ -193,7 +211,8 @@ class PipeDream(PipelineRank):
         self.messages.post_receives(run, due)
 
     def _forward_loss(self, run: Run, step: _StepInFlight) -> None:
-        """Receive a step's loss from the next rank, and send it to the preceding rank.
+        """Append a step's loss to `losses`, and send it to the preceding rank. The last rank has
+        computed the loss; all others receive it from the next rank.
 
         So the loss travels from the last rank to the first, before the gradients.
         """
@@ -209,11 +228,12 @@ class PipeDream(PipelineRank):
 
     @torch.no_grad()
     def _preserve_version(self, run: Run) -> None:
-        """Preserve the newest version of the weights before an update, if a step still needs it.
+        """Prepare the versions of the weights for the next update. If a step still needs the newest
+        version, the model's parameters get new memory with equal values, so that the update does
+        not change this version. Versions that no step needs are freed.
 
         A step in flight needs the version that its forwards used. With vertical sync, later steps
-        need it too. The update then changes a copy of the weights. Versions that no step needs are
-        freed.
+        need the newest version, too.
         """
         needed = {step.version for step in self.steps_in_flight}
         if self.plan.vertical_sync:
@@ -227,9 +247,11 @@ class PipeDream(PipelineRank):
                 parameter.data = parameter.data.clone()
 
     def _newest_version(self, run: Run) -> dict[nn.Parameter, nn.Parameter]:
-        """Return parameter -> a second parameter that shares its memory, for the newest version.
+        """Return, for the newest version of the weights, trainable parameter of the model ->
+        another nn.Parameter that shares its memory. Create it at the first call for this version.
 
-        `_preserve_version` gives the model's parameter new memory if this version is preserved.
+        The forwards and backwards of this version compute with the second parameter. So it keeps
+        its memory if `_preserve_version` gives the model's parameter a copy.
         """
         if self.updates_done not in self.versions:
             trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
@@ -238,7 +260,7 @@ class PipeDream(PipelineRank):
 
     @contextmanager
     def _using_version(self, run: Run, version: int) -> Iterator[None]:
-        """Within this context, the model computes with the given version of its weights."""
+        """Inside this context, the model computes with version number `version` of its weights."""
         used = self._newest_version(run) if version == self.updates_done else self.versions[version]
         places = [
             (module, name, parameter)

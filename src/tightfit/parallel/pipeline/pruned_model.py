@@ -3,7 +3,7 @@
 `pipeline` calls `prune` when it builds a run. The rank still runs the model's own forward, so
 masks, positions and similar tensors are computed by the model's code. A block of another stage is
 replaced by a `StubBlock`, which returns stub tensors of the right shapes. Weights of other ranks
-are replaced by stub tensors too. After the stage's last block, the exception `StageEnd` ends the
+are replaced by stub tensors, too. After the stage's last block, the exception `StageEnd` ends the
 forward.
 
 Example: rank 1 of pp: 2 has blocks 4 to 7 of 8. The embedding's weight (50257, 2048) becomes a stub
@@ -31,11 +31,13 @@ from tightfit.models.dataflow import PP_FIELD, Leaf, OutputStructure, PathTo, bl
 
 
 def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
-    """Replace the parameters of other ranks in `model` by stub tensors, which are not parameters.
+    """Replace the parameters of other pipeline ranks in `model` by stubs.
 
-    foreign: the parameters of other ranks. A stub has the shape of its parameter and takes the
-    memory of one element. The code before the blocks runs with the stubs, and results that depend
-    on stubs are not used. An nn.Embedding whose weight is replaced returns a stub, too.
+    A stub is a plain tensor with the shape of its parameter, but takes the memory of one element.
+    The model's code before the blocks still runs, with the stubs; results that depend on a stub are
+    not used. An nn.Embedding whose weight is replaced returns a stub, too.
+
+    foreign  the parameters of other ranks
     """
     for module in model.modules():
         for name, parameter in list(own_parameters(module).items()):
@@ -49,11 +51,14 @@ def prune(model: nn.Module, foreign: set[nn.Parameter]) -> None:
 def stub_tensor(
     shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device, in_place: bool = False
 ) -> Tensor:
-    """Return a tensor that stands in for a tensor of another stage.
+    """Return a stub: a tensor of the given shape that replaces a tensor of another stage, whose
+    values this rank does not need.
 
-    It is filled with NaN, or with 0 for integers: a computation that used a stub by mistake would
-    give NaN. It is one expanded element, unless `in_place` is set because the model writes into the
-    tensor; then all elements have memory.
+    It is filled with NaN, or with 0 for integers, so that a computation that uses a stub by mistake
+    gives NaN.
+
+    in_place  whether the model writes into the tensor. If so, each element gets memory of its own.
+              Otherwise the tensor is a single element, expanded to `shape`
     """
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     if in_place:
@@ -63,9 +68,8 @@ def stub_tensor(
 
 @dataclass(frozen=True)
 class _StubEmbedding:
-    """Replaces the forward of an embedding whose weight is on another rank.
-
-    Token numbers of shape (...) -> a stub of shape (..., width).
+    """Replaces the forward of an embedding whose weight is on another rank. Called with token
+    numbers of shape (...), it returns a stub tensor of shape (..., width).
     """
 
     width: int
@@ -76,15 +80,19 @@ class _StubEmbedding:
 
 
 class ForwardState:
-    """The state of the running forward, which all stubs and wrapped blocks of a rank share.
+    """The state of the forward that runs, which all stubs and wrapped blocks of a rank share.
 
     block_outputs    for each block, the structure of its output
-    boundary_inputs  first block of a stage -> the paths of those of its arguments that are sent
-    shapes           shapes of one sample's tensors in the batch that was traced for `block_outputs`
-    stage            the range of blocks of the running stage
-    receive          missing arguments of the stage's first block -> the received tensors
-    samples          number of samples in the current batch
-    batch_shapes     shapes of one sample's tensors in the current batch
+    boundary_inputs  number of a stage's first block -> the paths of those arguments of this block
+                     that the stage before sends. A path leads to a value in (args, kwargs): (0, 2)
+                     is args[2]
+    shapes           the shapes of one sample's tensors in the batch for which `block_outputs` was
+                     recorded
+    stage            the range of block numbers of the stage that runs
+    receive          a function that is called with those arguments of the stage's first block that
+                     the stage before sends (here they are stubs); it returns the received tensors
+    samples          the number of samples in the current batch
+    batch_shapes     the shapes of one sample's tensors in the current batch
     blocks_called    how many blocks the current forward has called
     """
 
@@ -108,19 +116,20 @@ class ForwardState:
         samples: int,
         shapes: tuple[tuple[int, ...], ...],
     ) -> None:
-        """Set the state for the forward of a stage.
+        """Set the state for the forward of a stage. Call this before the forward.
 
-        piece    the range of the stage's blocks
-        take     missing arguments of the stage's first block -> the received tensors
-        samples  number of samples in the batch
-        shapes   shapes of one sample's tensors in the batch
+        piece    the range of the stage's block numbers
+        take     a function that is called with those arguments of the stage's first block that the
+                 stage before sends (here they are stubs); it returns the received tensors
+        samples  the number of samples in the batch
+        shapes   the shapes of one sample's tensors in the batch
         """
         self.stage, self.receive, self.samples, self.batch_shapes, self.blocks_called = piece, take, samples, shapes, 0
 
     def note_call(self, number: int) -> None:
-        """Note that block `number` is called.
+        """Record that the model calls block `number`.
 
-        Raises InputError unless the model calls each block once, in order: otherwise ranks would
+        Raises InputError unless the model calls each block once, in order. Otherwise ranks would
         wait for messages that are never sent.
         """
         if number != self.blocks_called:
@@ -128,15 +137,17 @@ class ForwardState:
         self.blocks_called += 1
 
     def replace_inputs(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> None:
-        """Replace the missing arguments of the stage's first block by the received tensors.
+        """Receive the tensors that the stage before sends, and put their values into the arguments
+        of the stage's first block, in place of stubs.
 
-        The contents of each tensor are replaced in place, so every reference to it sees the
-        received values.
+        The contents of each argument are replaced in place, so every reference to the tensor sees
+        the received values.
 
-        number     number of the stage's first block
-        arguments  (args, kwargs) of its call
+        number     the number of the stage's first block
+        arguments  (args, kwargs) of the block's call
 
-        Raises InputError if such an argument is a tensor subclass, or not a tensor.
+        Raises InputError if one of these arguments is not a plain tensor, for example of a subclass
+        of Tensor.
         """
         assert self.receive is not None
         given = self.sent_tensors(number, arguments)
@@ -151,10 +162,12 @@ class ForwardState:
             swap_contents(tensor, sent)
 
     def sent_tensors(self, number: int, arguments: tuple[Any, dict[str, Any]]) -> list[Tensor]:
-        """Return the arguments of a stage's first block, `number`, that are sent to the stage.
+        """Return those arguments of a stage's first block that the stage before has to send.
 
-        arguments: (args, kwargs) of the block's call. Raises InputError if one of them is no
-        tensor.
+        number     the number of the stage's first block
+        arguments  (args, kwargs) of the block's call
+
+        Raises InputError if one of these arguments is not a tensor.
         """
         found = []
         for path in self.boundary_inputs[number]:
@@ -169,18 +182,17 @@ class ForwardState:
         return found
 
     def end_stage(self) -> None:
-        """Check at the end of a stage's forward that all of its blocks were called.
-
-        Raises InputError if not.
+        """Raise InputError unless all blocks of the stage, and all blocks before them, have been
+        called. Call this at the end of the stage's forward.
         """
         if self.blocks_called != self.stage.stop:
             raise blocks_out_of_order()
 
 
 class StageEnd(BaseException):
-    """Raised after a stage's last block to end the forward.
+    """The exception that ends the forward of a stage after its last block.
 
-    sent: the tensors that the next stage needs.
+    sent  the tensors that the next stage needs
     """
 
     def __init__(self, sent: list[Tensor]) -> None:
@@ -189,10 +201,14 @@ class StageEnd(BaseException):
 
 
 class OwnBlock(nn.Module):
-    """Wraps a block of the running stage.
+    """Wraps a block of this rank while the block's stage runs.
 
     The wrapper of the stage's first block receives the stage's inputs before it calls the block.
     All other attributes of the wrapper are those of the block.
+
+    number         the number of the block in the model
+    forward_state  the state that all stubs and wrapped blocks of the rank share
+    block          the block
     """
 
     def __init__(self, number: int, forward_state: ForwardState, block: nn.Module) -> None:
@@ -210,15 +226,19 @@ class OwnBlock(nn.Module):
 
 
 class StubBlock(nn.Module):
-    """Replaces a block of another rank, or a block of this rank whose stage is not running.
+    """Replaces a block of another rank, or a block of this rank while another stage runs.
 
-    The stub of a block before the running stage returns stub tensors. The stub of the first block
-    after the running stage raises `StageEnd`.
+    The stub of a block before the running stage returns stub tensors of the right shapes. The stub
+    of the first block after the running stage raises `StageEnd`. All other attributes of the stub
+    are those of the block, because the model may read them.
 
-    block        the block that is replaced, because the model may read its attributes
-    output_like  the block's input -> a stub with the shape of its output, for a block whose output
-                 is shorter than its input (sequence parallelism); None if the shapes are equal
-    hooks        the model's own hooks on the block, which still run
+    number         the number of the block in the model
+    forward_state  the state that all stubs and wrapped blocks of the rank share
+    block          the block that is replaced
+    given          called with the block's input if the output is shorter than the input (sequence
+                   parallelism); returns a stub tensor of the output's shape. None if the shapes are
+                   equal. Stored as `output_like`
+    hooks          the model's own hooks on the block, which still run
     """
 
     def __init__(

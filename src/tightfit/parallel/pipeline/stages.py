@@ -1,11 +1,12 @@
-"""Assign blocks to pipeline stages, and reduce the ledger of the full model to one pipeline rank.
+"""Divide a model's blocks into pipeline stages, and reduce the full model's ledger to one pipeline
+rank.
 
 `pipeline` calls `rank_ledger` when it estimates a plan, and `stage_ranges` when it builds a run.
 
 Example: `split_evenly` divides 10 blocks over pp: 4 as 2, 3, 3, 2, because the first and the last
-stage also have the embedding and the output head. The stages are range(0, 2), range(2, 5),
-range(5, 8) and range(8, 10). With virtual_stages: 2 there are 8 stages, and rank r has the stages r
-and r + 4.
+stage also have the embedding and the output head. The stages are range(0, 2), range(2, 5), range(5,
+8) and range(8, 10). With virtual_stages: 2 there are 8 stages, and rank r has the stages r and r +
+4.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from tightfit.plan import Plan
 
 
 def stage_ranges(plan: Plan, blocks: int) -> list[range]:
-    """Return the range of blocks of each stage, from the first stage to the last.
+    """Return the range of block numbers of each stage, from the first stage to the last.
 
-    blocks: number of blocks of the model. Raises InputError if there are fewer blocks than stages,
-    or if the plan's `split` does not add up to the number of blocks.
+    blocks  the number of blocks of the model
+
+    Raises InputError if there are fewer blocks than stages, or if the plan's `split` does not add
+    up to the number of blocks.
     """
     split = plan.split or split_evenly(blocks, plan.stages)
     if sum(split) != blocks or min(split) < 1:
@@ -52,8 +55,10 @@ def stage_ranges(plan: Plan, blocks: int) -> list[range]:
 def stages_using(places: Iterable[int], stages: list[range]) -> set[int]:
     """Return the numbers of the stages that use a parameter.
 
-    places: the blocks that use it (see `parameter_uses`). stages: the range of blocks of each
-    stage.
+    places  the numbers of the blocks that use the parameter. -1 stands for the code before the
+            blocks, which is in the first stage. The number of blocks stands for the code after
+            them, which is in the last stage
+    stages  the range of block numbers of each stage
     """
     ends = [piece.stop for piece in stages]
     return {min(bisect_right(ends, max(place, 0)), len(stages) - 1) for place in places}
@@ -64,7 +69,9 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
 
     Every rank checks all ranks, so that all of them raise the error.
 
-    trained: for each trainable parameter, the blocks that use it (see `parameter_uses`).
+    stages   the range of block numbers of each stage
+    trained  for each trainable parameter, the numbers of the blocks that use it, -1 before the
+             blocks and the number of blocks after them
     """
     for device in range(plan.pp):
         own = set(range(device, plan.stages, plan.pp))
@@ -79,11 +86,12 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
 def rank_ledger(
     ledger: Ledger, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan, machine: Machine
 ) -> Ledger:
-    """Return the ledger of one pipeline rank, which is number `ledger.device`.
+    """Return the ledger of one pipeline rank. It has those segments, parameters and updates of the
+    full model's ledger that belong to the rank's stages, and the rank's schedule.
 
-    It has the segments, parameters and updates of the rank's stages, and the rank's schedule.
-
-    boundary_inputs: first block of a stage -> the paths of those of its arguments that are sent.
+    ledger           the ledger of the full model. Its `device` is the number of the pipeline rank
+    boundary_inputs  number of a stage's first block -> the paths of those arguments of this block
+                     that the stage before sends. A path leads to a tensor within the arguments
 
     Raises InputError if the model does not call its blocks in order, if there are fewer blocks than
     stages, or if a rank has no trainable parameter.
@@ -127,11 +135,15 @@ def rank_ledger(
 def _stage_programs(
     ledger: Ledger, stages: list[range], own: range, boundary_inputs: Mapping[int, tuple[PathTo, ...]], plan: Plan
 ) -> tuple[dict[int, StageProgram], dict[int, StageBoundary]]:
-    """Return two dicts: {stage: its program} for the rank's `own` stages, and {stage: the boundary
-    before the stage} for all stages but the first.
+    """Return two dicts. The first maps each of the rank's stages to its program: the recorded
+    segments that it runs in one micro-batch. The second maps each stage of the model but the first
+    to its boundary: the bytes of the tensors that pass between it and the stage before.
 
-    boundary_inputs  first block of a stage -> paths, in this block's arguments, of the tensors that
-                     the stage before sends
+    stages           the range of block numbers of each stage of the model
+    own              the numbers of the rank's stages
+    boundary_inputs  number of a stage's first block -> the paths of those arguments of this block
+                     that the stage before sends. A path leads to a value in (args, kwargs): (0, 2)
+                     is args[2]
     """
     sections = sections_of(ledger.training, ledger.blocks, plan.schedule == "zero-bubble")
     inputs = [_block_inputs(ledger.training, blocks.start, boundary_inputs.get(blocks.start, ())) for blocks in stages]
@@ -153,9 +165,15 @@ def _stage_programs(
 
 
 def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, ...]) -> list[BlockInput]:
-    """Return the tensors among the arguments of `block` that are at `paths`.
+    """Return the tensors at `paths` in the arguments of a block, as the recorded step lists them. A
+    path without a tensor in that list is left out.
 
-    Arguments that are not tensors are left out, and so are further views of the same storage.
+    The recorded step lists only one of several arguments that share a storage, so the others are
+    left out, too.
+
+    training  the segments of the recorded step
+    block     the number of the block
+    paths     places in the block's arguments (args, kwargs): (0, 2) is args[2]
     """
     called = next((one for one in training if one.phase == "forward" and one.block == block), None)
     known = {one.path: one for one in called.timeline.block_inputs} if called is not None else {}
@@ -163,10 +181,14 @@ def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, 
 
 
 def _stage_input(sections: Sections, piece: range, given: list[BlockInput]) -> StageInput:
-    """Return the description of a stage's inputs: the bytes that its backward needs, the other
-    bytes, and the buffers of the recorded step that the inputs replace.
+    """Describe the tensors that a stage receives in one micro-batch.
 
-    piece: the range of the stage's blocks. given: the inputs.
+    The result has the bytes of the tensors that the stage's backward needs, the bytes of the
+    others, and the buffers of the recorded step that the tensors replace.
+
+    sections  the recorded step, divided by blocks
+    piece     the range of the stage's block numbers
+    given     the received tensors
     """
     kept = sections.saved(piece)
     return StageInput(
@@ -181,7 +203,7 @@ def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
 
 
 def _communicated_bytes(segments: Iterable[Segment]) -> float:
-    """Return the bytes that collectives access in these segments, for one sample."""
+    """Return the bytes that the collectives in `segments` read and write for one sample."""
     return sum(
         operation.bytes_accessed.at(1) * operation.count.at(1)
         for segment in segments
@@ -191,10 +213,12 @@ def _communicated_bytes(segments: Iterable[Segment]) -> float:
 
 
 def _weight_versions(plan: Plan, device: int) -> int:
-    """Return how many versions of the weights a rank keeps beside the newest version.
+    """Return how many older versions of the weights a rank keeps beside the newest version.
 
-    This is 0 unless the schedule is pipedream. Example: pp: 4 gives 3, 2, 1 and 0 on ranks 0 to 3,
-    and 3 on every rank with vertical_sync.
+    This is 0 unless the schedule is pipedream. Example for pp: 4: it is 3, 2, 1 and 0 on ranks 0 to
+    3, or 3 on every rank with vertical_sync.
+
+    device  the number of the pipeline rank
     """
     if plan.schedule != "pipedream":
         return 0

@@ -1,12 +1,13 @@
-"""Split the backward of linear layers, so that weight gradients can be computed later.
+"""Split the backward of linear layers into two parts, so that weight gradients can be computed
+later.
 
 Zero-bubble pipelines use this to fill their idle time. The preceding stage waits for the gradient
 of a layer's input, but the gradient of a layer's weight is needed only before the update.
 
-Example: for input (4, 128, 512) and weight (2048, 512), backward receives the output's gradient
-(4, 128, 2048). It computes the input's gradient at once, (4, 128, 2048) @ (2048, 512), and stores
-the input and the output's gradient. Later, `run` views them as (4 x 128, 512) and (4 x 128, 2048)
-and computes the weight's gradient, (2048, 4 x 128) @ (4 x 128, 512).
+Example: for input (4, 128, 512) and weight (2048, 512), backward receives the output's gradient (4,
+128, 2048). It computes the input's gradient at once, (4, 128, 2048) @ (2048, 512), and stores the
+input and the output's gradient. Later, `run` views them as (4 x 128, 512) and (4 x 128, 2048) and
+computes the weight's gradient, (2048, 4 x 128) @ (4 x 128, 512).
 
 Source  Qi et al. 2023, arXiv:2401.10241 (zero-bubble pipelines).
 """
@@ -28,19 +29,22 @@ LINEAR = torch.nn.functional.linear
 
 
 class DeferredWeightGradients(TorchFunctionMode):
-    """Defers the weight gradients of linear layers: within this mode, the backward of a linear
-    layer computes only the gradient of its input.
+    """A mode that defers the weight gradients of linear layers. The backward of a linear layer that
+    ran in this mode computes only the gradient of its input, and stores the tensors that the
+    weight's gradient needs.
 
-    The tensors that the weight's gradient needs are stored until `run` is called.
+    To use it, call `attach` once: the model's linear layers then run in this mode, also when they
+    are recomputed in backward. Run each backward inside `group`, which sets the number of the
+    micro-batch. Later, `run` computes the weight gradients of a micro-batch.
 
-    `attach` activates the mode in a model's linear layers, also when they are recomputed in
-    backward. `group` sets the micro-batch under which a backward stores its tensors. `run` computes
-    the weight gradients of a micro-batch and accumulates them as a normal backward does, hooks
-    included. A weight that was used several times gets one gradient, the sum of the gradients of
-    its uses.
+    `run` accumulates gradients as a normal backward does, hooks included. A weight that was used
+    several times gets one gradient, the sum of the gradients of its uses.
 
     Only calls of `linear` and of `addmm` (transformers' Conv1D) on a trainable nn.Parameter are
     deferred. The gradients of all other operations and of all biases are computed at once.
+
+    left  number of a micro-batch -> for each use of a weight, (weight, a function that computes the
+          gradient)
     """
 
     def __init__(self) -> None:
@@ -49,7 +53,9 @@ class DeferredWeightGradients(TorchFunctionMode):
         self._group: int | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Make the forward of each nn.Linear and Conv1D of `model` run in this mode."""
+        """Make the linear layers (nn.Linear and Conv1D) of `model` defer their weight gradients:
+        from now on, their forwards run in this mode.
+        """
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
                 module.forward = partial(self._forward_in_mode, module.forward)  # type: ignore[method-assign]
@@ -60,7 +66,9 @@ class DeferredWeightGradients(TorchFunctionMode):
 
     @contextmanager
     def group(self, number: int) -> Iterator[None]:
-        """Within this context, weight gradients are stored under micro-batch `number`."""
+        """Inside this context, a backward stores its deferred weight gradients under micro-batch
+        `number`.
+        """
         self._group = number
         try:
             yield
@@ -68,7 +76,8 @@ class DeferredWeightGradients(TorchFunctionMode):
             self._group = None
 
     def run(self, number: int) -> None:
-        """Compute the weight gradients that are stored under micro-batch `number`, in order.
+        """Compute the weight gradients that are stored under micro-batch `number`, in the order in
+        which they were stored, and accumulate them in the weights' `.grad`.
 
         After a gradient is accumulated, the gradient and the tensors that it needed are freed.
         """
@@ -88,9 +97,10 @@ class DeferredWeightGradients(TorchFunctionMode):
                 torch.autograd.backward([get_gradient_edge(weight)], [gradient])
 
     def defer(self, weight: nn.Parameter, make: Callable[[], Tensor]) -> None:
-        """Store the weight gradient of one use of `weight`.
+        """Store the weight gradient of one use of `weight` under the micro-batch that `group` has
+        set.
 
-        make: a function that computes the gradient of this use.
+        make  a function that computes the gradient of this use
         """
         assert self._group is not None
         self.left.setdefault(self._group, []).append((weight, make))
@@ -113,9 +123,11 @@ def _is_trainable(weight: Any) -> bool:
 def _deferred_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, store: DeferredWeightGradients, transposed: bool
 ) -> Tensor:
-    """Return a linear layer's output, in autocast's dtype if autocast is enabled.
+    """Return the output of a linear layer whose weight gradient is deferred. The output has
+    autocast's dtype if autocast is enabled, else the input's dtype.
 
-    transposed: whether `weight` is (in, out), as in Conv1D, instead of (out, in).
+    store       the object that stores the weight gradient
+    transposed  whether `weight` has shape (in, out), as in Conv1D, instead of (out, in)
     """
     dtype = input.dtype
     if torch.is_autocast_enabled(input.device.type):
@@ -125,10 +137,12 @@ def _deferred_linear(
 
 
 class _DeferredMatmul(torch.autograd.Function):
-    """Forward: input (..., in) times weight -> (..., out), in `dtype`. Backward: the gradient of
-    `input` only; the weight's gradient is stored in `store`.
+    """Forward: multiply the input, (..., in), by the weight; the output has shape (..., out).
+    Backward: compute the gradient of the input only, and defer that of the weight.
 
-    weight is (out, in), or (in, out) if `transposed`.
+    weight  shape (out, in), or (in, out) if `transposed`
+    dtype   the dtype of the product
+    store   the object that stores the weight gradient
     """
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Run the processes of a parameter server and its workers."""
+"""The processes of a parameter server and its workers."""

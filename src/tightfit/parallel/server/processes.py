@@ -1,4 +1,4 @@
-"""Run the processes of a parameter server. Workers send gradients to the server, and the server
+"""Train with a parameter server: the workers send gradients to the server process, and the server
 sends updated weights to the workers.
 
 In each process, `parameter_server` makes an object of one of four classes: Worker or Server for
@@ -35,8 +35,11 @@ SERVER = 0  # the rank of the server among the dp_replicate processes
 
 @dataclass(frozen=True)
 class ServerData:
-    """The `Data` of the server process. It yields an empty list of micro-batches for each step of
-    the workers, because the server computes no loss."""
+    """The `Data` of the server process. The server computes no loss, so each step has no
+    micro-batches.
+
+    worker_data  the `Data` of the workers
+    """
 
     worker_data: Data
 
@@ -61,14 +64,18 @@ class ServerData:
         return self.worker_data.tokenizer
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
-        """Yield an empty list of micro-batches for each step."""
+        """Yield an empty list of micro-batches for each step of the workers.
+
+        consumed  the number of samples that earlier steps have used
+        until     the number of samples after which to stop; None: never stop
+        """
         batch = getattr(self.worker_data, "batch", 1)
         while until is None or consumed < until:
             yield []
             consumed += batch
 
     def held_out(self, samples: int | None) -> Iterator[Batch]:
-        """Return no batches, because the workers evaluate."""
+        """Return an iterator without batches, because only the workers evaluate."""
         return iter(())
 
     def example(self) -> Batch:
@@ -76,7 +83,8 @@ class ServerData:
 
 
 class ParameterMessages:
-    """Packs gradients and weights into the flat tensors that a worker and the server exchange.
+    """Converts gradients and weights to the flat tensors that a worker and the server exchange, and
+    back.
 
     The flat tensors are in host memory. Their dtype is fp64 if any parameter is fp64 or complex128,
     else fp32. A complex number takes two elements.
@@ -94,24 +102,27 @@ class ParameterMessages:
         self.workers = range(1, mesh.size("dp_replicate"))
 
     def empty(self) -> Tensor:
-        """Return an uninitialized message of gradients: one element for each parameter element, and
-        one more for each parameter (see `gradients`)."""
+        """Return an uninitialized tensor for a message of gradients. It has one element for each
+        parameter element (two for a complex one), and then one flag for each parameter.
+        """
         return torch.empty(sum(self.sizes) + len(self.sizes), dtype=self.dtype)
 
     def empty_weights(self) -> Tensor:
-        """Return an uninitialized message of weights: one element for each parameter element."""
+        """Return an uninitialized tensor for a message of weights. It has one element for each
+        parameter element (two for a complex one).
+        """
         return torch.empty(sum(self.sizes), dtype=self.dtype)
 
     def _to_flat(self, tensor: Tensor) -> Tensor:
-        """Return a flat copy of a tensor in host memory, in the dtype of messages."""
+        """Return a flat copy of `tensor` in host memory, in the dtype of the messages."""
         return _as_real(tensor.detach()).cpu().to(self.dtype).flatten()
 
     @torch.no_grad()
     def gradients(self) -> Tensor:
-        """Return this worker's gradients in one message, and set the parameters' gradients to None.
+        """Return this worker's gradients as one message, and set the parameters' `.grad` to None.
 
-        A missing gradient is sent as zeros. At the end of the message is one flag for each
-        parameter: 1 if the parameter has a gradient, else 0.
+        The message holds the gradients of all parameters, with zeros for a missing gradient, and
+        then one flag for each parameter: 1 if it has a gradient, else 0.
         """
         parts = [
             torch.zeros(size, dtype=self.dtype) if parameter.grad is None else self._to_flat(parameter.grad)
@@ -124,10 +135,10 @@ class ParameterMessages:
 
     @torch.no_grad()
     def put_gradients(self, flat: Tensor) -> None:
-        """Set the parameters' gradients from a message of `gradients`, or from the sum of such
-        messages.
+        """Set the parameters' `.grad` from a message.
 
-        A parameter whose flag is 0 has no gradient on any worker; its gradient is set to None.
+        flat  a message that `gradients` returned on a worker, or the sum of such messages. If a
+              parameter's flag is 0, no worker has a gradient for it, and its `.grad` becomes None
         """
         for parameter, part, there in zip(
             self.parameters, flat.split([*self.sizes, len(self.sizes)]), flat[-len(self.sizes) :].tolist(), strict=False
@@ -140,24 +151,32 @@ class ParameterMessages:
 
     @torch.no_grad()
     def weights(self) -> Tensor:
-        """Return all weights in one message."""
+        """Return the values of all parameters as one message."""
         return torch.cat([self._to_flat(parameter) for parameter in self.parameters])
 
     @torch.no_grad()
     def put_weights(self, flat: Tensor) -> None:
-        """Set the parameters from a message of `weights`."""
+        """Set the parameters, in place, from a message that another process got from `weights`."""
         for parameter, part in zip(self.parameters, flat.split(self.sizes), strict=True):
             real = _as_real(parameter)
             real.copy_(part.view_as(real))
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as a view of pairs of real numbers, and other tensors as they are."""
+    """Return a view of a complex tensor as real numbers, with a last dimension of size 2. Return
+    any other tensor as it is.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class _ServerProcess(UnshardedReduction):
-    """The common base class of the server and worker processes, a StepExecutor and a Reduction."""
+    """Base class of the server and worker processes. Each is the StepExecutor and the Reduction of
+    its run.
+
+    box         makes and reads the messages
+    plan        the plan
+    statistics  averages the buffers that a forward writes over the workers
+    """
 
     replicated: frozenset[str] = frozenset()
     stale_buffers: frozenset[str] = frozenset()
@@ -177,9 +196,11 @@ class _ServerProcess(UnshardedReduction):
         return run.loss_sum(to_device(batch, run))
 
     def drain(self, run: Run) -> Iterator[None]:
-        """After asynchronous updates, broadcast the server's weights to all workers.
+        """Make the weights of all processes equal after asynchronous updates: the server broadcasts
+        its weights. After synchronous updates they are equal already. `engine/step.py` calls this
+        before an evaluation, before a checkpoint and at the end of the training.
 
-        Returns an empty iterator: no step is in flight.
+        Returns an empty iterator, because no step is in flight.
         """
         if self.unsynchronized:
             flat = self.box.weights()
@@ -189,13 +210,16 @@ class _ServerProcess(UnshardedReduction):
 
 
 class Worker(_ServerProcess):
-    """A worker with synchronous updates: it sends gradients and waits for the updated weights."""
+    """A worker with synchronous updates. In each step it sends its gradients to the server, and
+    waits for the updated weights.
+    """
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
         """Compute the gradients of this worker's samples, and send them to the server.
 
-        scale: factor of the losses in backward. Returns the sum of the losses of this worker's
-        samples.
+        scale  the factor of the losses in backward
+
+        Returns the summed loss of this worker's samples, without the factor.
         """
         total = self._run_backward(run, micro_batches, scale)
         flat = self.box.gradients()
@@ -214,7 +238,7 @@ class Worker(_ServerProcess):
         return total
 
     def updated(self) -> None:
-        """Receive the updated weights from the server."""
+        """Receive the updated weights from the server, and put them into the model."""
         flat = self.box.empty_weights()
         if active_fake_mode() is None:
             dist.broadcast(flat, SERVER, group=self.box.group)
@@ -222,13 +246,16 @@ class Worker(_ServerProcess):
 
 
 class Server(_ServerProcess):
-    """A server with synchronous updates: it sums the gradients of all workers for one update."""
+    """The server with synchronous updates. In each step it sums the gradients of all workers for
+    one update.
+    """
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Receive the gradients of all workers, and set the parameters' gradients to their sum.
+        """Receive the gradients of all workers, and set the parameters' `.grad` to their sum.
 
         The sum is computed in the order of the workers, so it does not depend on timing. Returns 0
-        for the loss, because the server has no samples.
+        as the loss, because the server has no samples. The arguments micro_batches and scale are
+        not used.
         """
         total = torch.zeros_like(self.box.empty())
         for worker in self.box.workers:
@@ -251,10 +278,11 @@ _HEADER_LENGTH = 7
 
 
 class AsyncWorker(Worker):
-    """A worker with asynchronous updates: it sends the mean gradient of its own samples to the
-    server, and continues with the weights that it receives.
+    """A worker with asynchronous updates. In each step it sends the gradient of its own samples to
+    the server, and continues with the weights that it receives.
 
-    The server has updated these weights by this gradient, and perhaps by those of other workers.
+    The server has updated these weights by this gradient, and perhaps by the gradients of other
+    workers.
     """
 
     unsynchronized = True
@@ -264,10 +292,13 @@ class AsyncWorker(Worker):
         self.step = self.version = 0
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Compute the gradients of this worker's samples, and send them with a header.
+        """Compute the gradients of this worker's samples. Send them to the server, after a header
+        with this worker's rank, its step, the version of its weights, its counts of samples and its
+        loss.
 
-        scale: factor of the losses in backward. Returns the sum of the losses of this worker's
-        samples.
+        scale  the factor of the losses in backward
+
+        Returns the summed loss of this worker's samples, without the factor.
         """
         real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
         items = sum(map(run.objective.count, real))
@@ -283,9 +314,11 @@ class AsyncWorker(Worker):
         return total
 
     def updated(self) -> None:
-        """Receive the weights and their version from the server.
+        """Receive the weights and their version number from the server, and put the weights into
+        the model.
 
-        A worker that is more than `staleness` steps ahead waits here for the slowest worker.
+        A worker that is more than the plan's `staleness` steps ahead of the slowest worker waits
+        here, because the server sends nothing until the slowest worker has caught up.
         """
         version, flat = torch.zeros(1, dtype=torch.int64), self.box.empty_weights()
         if active_fake_mode() is not None:
@@ -297,17 +330,18 @@ class AsyncWorker(Worker):
 
 
 class AsyncServer(_ServerProcess):
-    """A server with asynchronous updates: it applies each gradient when the gradient arrives, and
-    sends the updated weights to the worker.
+    """The server with asynchronous updates. It applies each gradient as soon as it arrives, and
+    sends the updated weights to the worker that sent the gradient.
 
     A worker that is more than the plan's `staleness` steps ahead of the slowest worker gets the
     weights only after the slowest worker has caught up.
 
     version  the number of updates so far
-    done     worker -> number of its gradients that have arrived
+    done     worker -> the number of its gradients that have arrived
     waiting  workers to which no weights have been sent since their last gradient
-    log      for each update, in order: (worker, the worker's step, the version of the weights with
-             which the gradient was computed). Only this order and these versions depend on timing
+    log      for each gradient, in the order of arrival: (worker, the worker's step, the version of
+             the weights with which the gradient was computed). In a repeated run, only this order
+             and these versions may differ
     """
 
     unsynchronized = True
@@ -320,9 +354,11 @@ class AsyncServer(_ServerProcess):
         self.log: list[tuple[int, int, int]] = []
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor:
-        """Receive as many gradients as there are workers, with an update after each gradient.
+        """Receive as many gradients as there are workers, and update the weights after each
+        gradient but the last. The caller does the last update.
 
-        The caller does the update after the last gradient. Returns the sum of the workers' losses.
+        One worker may send several of these gradients. Returns the sum of the losses that the
+        workers sent. The arguments micro_batches and scale are not used.
         """
         counts, total = [0, 0, 0], 0.0
         self.staleness = []
@@ -348,9 +384,10 @@ class AsyncServer(_ServerProcess):
         return torch.tensor(total)
 
     def updated(self) -> None:
-        """Count an update, and send the weights to the waiting workers that may continue.
+        """Count an update, and send the newest weights to the waiting workers that may continue.
 
-        A worker may continue if it is at most the plan's `staleness` steps ahead of the slowest.
+        A worker may continue if it is at most the plan's `staleness` steps ahead of the slowest
+        worker. Without a `staleness`, each may.
         """
         self.version += 1
         slowest, bound = min(self.done.values()), self.plan.staleness

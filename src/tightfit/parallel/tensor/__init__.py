@@ -1,1 +1,1 @@
-"""Shard linear layers and embeddings over the tp devices, by columns and rows."""
+"""Tensor parallelism: linear layers and embeddings are sharded over the tp devices."""

@@ -33,11 +33,13 @@ _ATTRIBUTE = "sequences_divided_by"
 
 
 class SequenceParallel:
-    """Shards the hidden states between blocks along the sequence: (samples, length, width) ->
-    (samples, ceil(length / tp), width).
+    """Shards the hidden states between the tp-sharded modules along the sequence: from (samples,
+    length, width) to (samples, ceil(length / tp), width).
 
-    blocks  (name, block) of each of the model's blocks. The input of the first block is sharded,
-            and the output of the last block is all-gathered
+    Creating the object makes the model's first block shard its input, and the last block all-gather
+    its output.
+
+    blocks  (name, block) of each of the model's blocks
     plan    the plan
     group   the process group of the tp devices
 
@@ -58,11 +60,12 @@ class SequenceParallel:
         blocks[-1][1].register_forward_hook(self._gather_output)
 
     def gather_input(self, parent: nn.Module, module: nn.Module) -> None:
-        """All-gather the input of `module`, a column-parallel child of `parent`.
+        """Make the forward of `module`, a column-parallel child of `parent`, get an input that is
+        all-gathered along the sequence.
 
-        The input of the parent is gathered, because the parent's code may use the full shape. If
-        the parent is a block, only the input of `module` is gathered, because the block's input is
-        also the residual stream, which stays sharded.
+        If the parent is a block, the input of `module` is gathered, because the block's input is
+        also the residual stream, which stays sharded. Otherwise the input of the parent is
+        gathered, because the parent's code may use the full shape.
         """
         inner = parent if all(parent is not block for _, block in self.blocks) else module
         if inner not in self.regions:
@@ -80,21 +83,23 @@ class SequenceParallel:
         module.forward = forward  # type: ignore[method-assign]
 
     def reduce_scatter(self, product: Tensor) -> Tensor:
-        """Reduce-scatter the output of a row-parallel module.
+        """Sum the outputs of a row-parallel module over the tp devices, and return this device's
+        shard of the sum along the sequence.
 
-        (samples, length, width) on each device -> this device's positions of the sum over the
-        devices.
+        product  this device's summand, (samples, length, width). The result is (samples,
+                 ceil(length / tp), width)
         """
         return _ReduceScatter.apply(product, self.group)
 
     def partial_gradients(self, model: nn.Module, sharded: set[str]) -> frozenset[str]:
-        """Return the names of the replicated parameters whose gradients need an all-reduce over tp.
+        """Return the names of the parameters in blocks whose gradients need an all-reduce over tp.
+        These are the parameters that tp does not shard: each device computes their gradients from
+        its own positions only.
 
-        Each device computes the gradients of these parameters from its own positions only.
+        sharded  names of the parameters that tp shards
 
-        sharded  names of the sharded parameters, which are not in the result
-
-        Raises InputError if a sharded module contains a replicated parameter.
+        Raises InputError if a module whose input is all-gathered contains a parameter that tp does
+        not shard, other than the bias of a row-parallel module.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         found = {names[id(p)] for _, block in self.blocks for p in block.parameters() if id(p) in names} - sharded
@@ -109,9 +114,11 @@ class SequenceParallel:
         return frozenset(found)
 
     def _shard_input(self, hidden: Tensor) -> Tensor:
-        """Return this device's shard of the first block's input.
+        """Return this device's shard of the first block's input along the sequence.
 
-        Raises InputError unless the input has three dimensions.
+        hidden  the full input, (samples, length, width)
+
+        Raises InputError if the input does not have three dimensions.
         """
         if hidden.dim() != 3:
             raise InputError(
@@ -123,9 +130,11 @@ class SequenceParallel:
         return _ScatterToSequence.apply(hidden, self.group)
 
     def _note_length(self, length: int) -> None:
-        """Store the length if tp does not divide it, so that padding can be removed after gathers.
+        """Remember the length of the current sequences if tp does not divide it, so that gathers
+        can remove the padding.
 
-        Raises InputError if this cannot work with the plan's pipeline and recompute.
+        Raises InputError if tp does not divide the length and the plan has both a pipeline and
+        recompute.
         """
         self.length = length if length % self.size else None
         if self.length is not None and self.plan.pp > 1 and self.plan.recompute != "none":
@@ -136,21 +145,27 @@ class SequenceParallel:
             )
 
     def stub_input(self, hidden: Tensor) -> Tensor:
-        """Return a view of `hidden` with the shape of a shard, for the stub of the first block on
-        pipeline ranks without this block.
+        """Return a view of `hidden`, (samples, length, width), with the shape of a shard: (samples,
+        ceil(length / tp), width).
+
+        On pipeline ranks without the first block, a stub replaces this block. The stub uses this
+        view to make an output of the right shape.
         """
         self._note_length(hidden.shape[1])
         return hidden[:, : -(-hidden.shape[1] // self.size)]
 
     def _gather_output(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """All-gather the output of the last block, as its forward hook."""
+        """Return the output of the last block, all-gathered along the sequence. This is the block's
+        forward hook. If the output is a tuple, only its first element is gathered.
+        """
         if isinstance(output, tuple):
             return (_GatherFromSequence.apply(output[0], self.length, self.group), *output[1:])
         return _GatherFromSequence.apply(output, self.length, self.group)
 
     def _gather(self, hidden: Tensor) -> Tensor:
-        """All-gather the input of column-parallel modules. Save the shard alone if
-        `gathers_again`."""
+        """Return the input of column-parallel modules, all-gathered along the sequence. If
+        `gathers_again`, only this device's shard is saved for backward, and backward gathers again.
+        """
         # the matrix products would cast anyway; a cast before the gather halves the sent bytes
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
@@ -164,25 +179,25 @@ class SequenceParallel:
 
 
 def sequence_parallel_of(block: nn.Module) -> SequenceParallel | None:
-    """Return the SequenceParallel that shards the input of `block`; None if `block` is not the
-    model's first block or sequences are not sharded.
+    """Return the SequenceParallel that shards the input of `block`. Return None if `block` is not
+    the model's first block, or if the model has no sequence parallelism.
     """
     found: SequenceParallel | None = getattr(block, _ATTRIBUTE, None)
     return found
 
 
 def regathers_inputs(plan: Plan) -> bool:
-    """Return whether column-parallel modules save only a shard of their input for backward.
+    """Return whether column-parallel modules save only this device's shard of their input for
+    backward, so that backward has to all-gather the full input again.
 
-    False with recompute or offloaded activations, where the full input is not kept on the device
-    anyway, and in compiled blocks.
+    They do not with recompute or offloaded activations, where the full input is not kept on the
+    device anyway. They do not in compiled blocks either.
     """
     return plan.recompute == "none" and "activations" not in plan.offload and plan.compile == "none"
 
 
 def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Apply `change` to the first argument of a module's forward, in each call.
-
+    """Make each call of `module` replace the first argument of its forward by `change(argument)`.
     The argument may be passed by position or by name.
     """
     name = next(iter(inspect.signature(module.forward).parameters))
@@ -196,11 +211,10 @@ def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> No
 
 
 def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
-    """Return the names of the biases of row-parallel modules in `region`.
+    """Return the names of the biases of the row-parallel modules in `region`. Each is added after
+    the reduce-scatter, to this device's positions only.
 
-    These biases are added after the reduce-scatter, to this device's positions only.
-
-    names: id of a parameter -> its name in the model.
+    names  id of a parameter -> its name in the model
     """
     return {
         names[id(module.bias)]
@@ -210,14 +224,14 @@ def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
 
 
 class _SavedShard:
-    """This device's shard of an all-gathered tensor, which is saved for backward in place of the
-    full tensor.
+    """Saves this device's shard of an all-gathered tensor for backward, in place of the full
+    tensor. `pack` and `unpack` are autograd's hooks for saved tensors.
 
     part     the shard
-    length   the length of the full sequence, if it was padded for the shards; else None
+    length   the length of the full sequence if the shards are padded; else None
     group    the tp devices
-    storage  identity of the full tensor's storage
-    whole    the full tensor, from its gather in backward until its last use
+    storage  identifies the storage of the full tensor in forward
+    whole    the full tensor, from the time when backward gathers it until its last use; else None
     """
 
     def __init__(self, part: Tensor, length: int | None, group: dist.ProcessGroup) -> None:
@@ -226,16 +240,21 @@ class _SavedShard:
         self.whole: Tensor | None = None
 
     def pack(self, saved: Tensor) -> Any:
-        """Return what autograd saves for a tensor.
+        """Return what autograd saves for backward in place of the tensor `saved`.
 
-        This is (shape, strides, offset) for a view of the gathered tensor, else the tensor itself.
+        This is (shape, strides, offset) if `saved` is a view of the all-gathered tensor, else
+        `saved` itself.
         """
         if storage_id(saved) != self.storage:
             return saved
         return saved.shape, saved.stride(), saved.storage_offset()
 
     def unpack(self, saved: Any) -> Tensor:
-        """Return the tensor that `pack` was given. All-gathers the full tensor again if needed."""
+        """Return the tensor that `pack` was given. If it was a view of the all-gathered tensor, the
+        first call gathers that tensor again.
+
+        saved  the result of `pack`
+        """
         if isinstance(saved, Tensor):
             return saved
         if self.whole is None:  # one gather for all products of the same input
@@ -244,10 +263,11 @@ class _SavedShard:
 
 
 def all_gather_sequence(part: Tensor, length: int | None, group: dist.ProcessGroup) -> Tensor:
-    """All-gather along the sequence: (samples, shard length, width) of each device -> (samples,
-    length, width).
+    """All-gather shards of the sequence, and return the full tensor, (samples, length, width).
 
-    length  the length without padding; None: the shards have no padding
+    part    this device's shard, (samples, shard length, width)
+    length  the length of the sequence without padding; None: the shards have no padding
+    group   the process group; all of its devices must call this function
     """
     size = dist.get_world_size(group)
     parts = part.new_empty(size, *part.shape)
@@ -258,10 +278,13 @@ def all_gather_sequence(part: Tensor, length: int | None, group: dist.ProcessGro
 
 
 def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Reduce-scatter along the sequence: (samples, length, width) of each device -> this device's
-    positions of the sum, (samples, shard length, width).
+    """Sum `whole` over the devices, and return this device's shard of the sum along the sequence:
+    (samples, shard length, width).
 
-    Pads the sequence with zeros if the number of devices does not divide the length.
+    The sequence is padded with zeros if the number of devices does not divide its length.
+
+    whole  this device's summand, (samples, length, width)
+    group  the process group; all of its devices must call this function
     """
     parts = torch.stack(_padded_chunks(whole, dist.get_world_size(group)))
     mine = torch.empty_like(parts[0])
@@ -270,17 +293,21 @@ def reduce_scatter_sequence(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def local_shard(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a copy of this device's shard of a tensor that all devices have.
+    """Return a copy of this device's shard, along the sequence, of a tensor that all devices have.
 
-    It is a copy because with one sample the shard would be a contiguous view, which would keep the
-    full tensor's memory allocated.
+    It is copied because with one sample, the shard would be a contiguous view, which would keep the
+    memory of the full tensor allocated.
+
+    whole  (samples, length, width). The last shard is padded with zeros
     """
     part = _padded_chunks(whole, dist.get_world_size(group))[dist.get_rank(group)]
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _padded_chunks(whole: Tensor, size: int) -> tuple[Tensor, ...]:
-    """Pad `whole` with zeros, and split it into `size` equal chunks along the sequence."""
+    """Pad `whole`, (samples, length, width), with zeros, and split it into `size` equal chunks
+    along the sequence.
+    """
     missing = -whole.shape[1] % size
     if missing:
         whole = nn.functional.pad(whole, (0, 0, 0, missing))
@@ -288,7 +315,9 @@ def _padded_chunks(whole: Tensor, size: int) -> tuple[Tensor, ...]:
 
 
 class _ScatterToSequence(torch.autograd.Function):
-    """Forward: return this device's shard. Backward: all-gather the gradient."""
+    """Forward: return this device's shard, along the sequence, of a tensor that all devices have.
+    Backward: all-gather the shards of the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -305,8 +334,8 @@ class _ScatterToSequence(torch.autograd.Function):
 
 
 class _GatherFromSequence(torch.autograd.Function):
-    """Forward: all-gather. Backward: return this device's shard of the gradient, which is the same
-    on all devices.
+    """Forward: all-gather along the sequence. Backward: return this device's shard of the gradient,
+    which is the same on all devices.
     """
 
     @staticmethod
@@ -320,7 +349,9 @@ class _GatherFromSequence(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Forward: all-gather. Backward: reduce-scatter the gradient."""
+    """Forward: all-gather along the sequence. Backward: reduce-scatter (sum) the gradient, which
+    differs between the devices.
+    """
 
     @staticmethod
     def forward(
@@ -337,7 +368,9 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Forward: reduce-scatter. Backward: all-gather the gradient."""
+    """Forward: reduce-scatter (sum) along the sequence. Backward: all-gather the shards of the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:

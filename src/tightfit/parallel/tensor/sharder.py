@@ -1,9 +1,9 @@
 """Shard a model's modules for tensor parallelism, and insert the communication between devices.
 
-`tensor_parallel` calls a `Sharder` for each module in its table of styles. A column-parallel module
-("colwise") has some of the output features on each device, and its input is the same on all
-devices. A row-parallel module ("rowwise") has the matching input features, and its outputs are
-all-reduced.
+`tensor_parallel` has a table with a style for each module to shard, and calls a `Sharder` for each
+entry. A column-parallel module ("colwise") computes some of its output features on each device,
+from an input that is the same on all devices. A row-parallel module ("rowwise") takes the matching
+input features, and its outputs are all-reduced.
 
 Example: an MLP of shapes 64 -> 256 -> 64 on tp=2. Each device has 128 of the 256 hidden features:
 its first weight has shape (128, 64), its second (64, 128). Each device's output has shape (tokens,
@@ -35,7 +35,9 @@ GATHER_OUTPUT = "colwise_gather_output"
 
 
 class Sharder:
-    """Replaces a model's weights by this device's shards, and records how each is sharded."""
+    """Replaces the weights of a model's modules by this device's shards, and makes the modules
+    communicate. It also records how each weight is sharded.
+    """
 
     def __init__(
         self,
@@ -44,10 +46,10 @@ class Sharder:
         sequences: SequenceParallel | None = None,
         blocks: list[tuple[str, nn.Module]] | None = None,
     ) -> None:
-        """Record which modules own each parameter of `model`. Nothing is sharded yet.
+        """Record which modules own each parameter of `model`. No parameter is sharded yet.
 
         mesh       the devices, with an axis "tp"
-        sequences  shards the sequences; None without sequence parallelism
+        sequences  the object that shards sequences; None without sequence parallelism
         blocks     (name, block) of each of the model's blocks if they are compiled, else None
         """
         self.model, self.mesh, self.sequences = model, mesh, sequences
@@ -70,14 +72,16 @@ class Sharder:
                 block.register_forward_hook(self.rng_tracker.leave)
 
     def shard_module(self, name: str, module: nn.Module, style: str) -> None:
-        """Shard one module, and insert the communication that its style needs.
+        """Shard the parameters of one module, and insert the communication that its style needs.
 
         name   the module's name in the model
-        style  "colwise"; "rowwise"; "colwise_gather_output" (every device gets the full output);
-               "qkv" (three matrices in one weight, each sharded by columns); or "heads" (an
-               embedding with a column for each head)
+        style  "colwise": by output features. "rowwise": by input features. "colwise_gather_output":
+               by output features, which are then all-gathered, so that every device gets the full
+               output. "qkv": as "colwise", for a weight that fuses three matrices. "heads": an
+               embedding that has a column for each head, sharded by columns
 
-        Raises InputError if this style cannot shard the module, or if tp does not divide its size.
+        Raises InputError if this style cannot shard the module, or if tp does not divide the number
+        of features.
         """
         if style == "heads" and isinstance(module, nn.Embedding):
             self._shard_parameter(module, "weight", 1)
@@ -121,7 +125,11 @@ class Sharder:
         self._set_sizes(name, module, style, is_transposed)
 
     def _set_sizes(self, name: str, module: Any, style: str, is_transposed: bool) -> None:
-        """Update the attributes in which the module and its parent store sizes."""
+        """Change the attributes in which the sharded module and its parent store sizes, such as
+        `out_features`, to the sizes of this device's shard.
+
+        is_transposed  whether the weight has shape (in, out), as in Conv1D
+        """
         if is_transposed:
             module.nf = module.weight.shape[1]
         else:
@@ -135,7 +143,9 @@ class Sharder:
     def _shard_parameter(self, module: nn.Module, name: str, dim: int, pieces: int = 1) -> None:
         """Replace a parameter by this device's shard, in all modules that own the parameter.
 
-        dim: the dimension to shard. pieces: number of fused matrices along it, 3 for qkv.
+        name    the parameter's name in `module`
+        dim     the dimension to shard
+        pieces  how many matrices the parameter fuses along this dimension: 3 for "qkv"
         """
         whole = getattr(module, name)
         if whole in self.made:
@@ -157,9 +167,11 @@ class Sharder:
             own_parameters(owner)[key] = self.cut[whole][0]
 
     def _copy_input(self, name: str, module: nn.Module) -> None:
-        """Make backward all-reduce the gradient of a column-parallel module's input (Megatron's f).
+        """Insert the communication at the input of a column-parallel module: backward all-reduces
+        the input's gradient (Megatron's f). With sequence parallelism, forward all-gathers the
+        input instead.
 
-        With sequence parallelism, the input is all-gathered instead.
+        name  the module's name in the model
         """
         if self.sequences is not None:
             self.sequences.gather_input(self.model.get_submodule(name.rpartition(".")[0]), module)
@@ -174,27 +186,35 @@ class Sharder:
         module.register_forward_pre_hook(lambda module, inputs: (self._copy_to_region(inputs[0]), *inputs[1:]))
 
     def _copy_to_region_hook(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Apply Megatron's f to the module's input, as a forward pre-hook."""
+        """A forward pre-hook that makes backward all-reduce the gradient of the module's first
+        input (Megatron's f).
+        """
         return _CopyToRegion.apply(inputs[0], self.group), *inputs[1:]
 
     def _is_sequence_parallel(self, module: nn.Module) -> bool:
-        """Return whether the module is in a block whose sequences are sharded."""
+        """Return whether the module is in a block whose hidden states are sharded along the
+        sequence.
+        """
         blocks = [] if self.sequences is None else [block for _, block in self.sequences.blocks]
         return any(module is inner for block in blocks for inner in block.modules())
 
     def _feeds_all(self, parent: nn.Module) -> bool:
-        """Return whether all column-parallel modules in `parent` get the input of `parent` itself.
+        """Return whether all column-parallel modules in `parent` have the same input, the input of
+        `parent` itself.
 
-        This is not so if `parent` is a block, or if it may attend to an encoder.
+        This is assumed, unless `parent` is a block or the model has an encoder and a decoder, whose
+        attention also has the encoder's output as an input.
         """
         assert self.compiled is not None
         config: Any = getattr(self.model, "config", None)
         return all(parent is not block for block in self.compiled) and not getattr(config, "is_encoder_decoder", False)
 
     def _copy_to_region(self, input: Tensor) -> Tensor:
-        """Apply Megatron's f once for all modules that have the same input, such as q, k and v.
+        """Return a tensor that equals `input`, and whose gradient is all-reduced over tp in
+        backward (Megatron's f).
 
-        So the gradients of these modules are added on the device, and one all-reduce is enough.
+        Successive calls with the same input, such as those for q, k and v, return the same tensor.
+        So backward adds the gradients of these modules on the device, and one all-reduce is enough.
         """
         if torch.compiler.is_compiling():
             return _CopyToRegion.apply(input, self.group)
@@ -203,7 +223,9 @@ class Sharder:
         return self.copied[1]
 
     def _reduce_output(self, module: Any) -> None:
-        """Reduce the output of a row-parallel module over the devices, and then add the bias."""
+        """Make the forward of a row-parallel module sum its output over the tp devices, and then
+        add the bias once.
+        """
         bias, product = module.bias, module.forward
         module.sums = True
 
@@ -224,7 +246,9 @@ class Sharder:
         module.forward = forward
 
     def _reduce(self, product: Tensor) -> Tensor:
-        """All-reduce a matrix product over tp; with sequence parallelism, reduce-scatter it."""
+        """Return the sum of `product` over the tp devices. With sequence parallelism, return this
+        device's shard of the sum along the sequence.
+        """
         return (
             self.sequences.reduce_scatter(product)
             if self.sequences is not None
@@ -232,16 +256,15 @@ class Sharder:
         )
 
     def shard_vocabulary(self, model: Any, head: nn.Linear, objective: Objective) -> Objective:
-        """Shard the embedding and the output head by vocabulary.
+        """Shard the output head and, if it has as many tokens, the input embedding by vocabulary.
+        Return the objective with a vocabulary-parallel cross entropy.
 
-        The full logits are never computed; the devices exchange a few numbers for each token.
+        The logits of all classes are never gathered; the devices exchange a few numbers for each
+        token.
 
         model      a model with get_input_embeddings
         head       the output head, which computes the logits
         objective  the job's objective; its `logits` and `targets` must not be None
-
-
-        Returns the objective with a vocabulary-parallel cross entropy.
         """
         part = ParameterSharding(self.mesh, head.weight.shape, 0)
         first, last = part.range()
@@ -269,9 +292,8 @@ class Sharder:
         return replace(objective, total=total)
 
     def _look_up(self, embedding: nn.Embedding, first: int, last: int) -> None:
-        """Make an embedding look up this device's shard of the vocabulary only.
-
-        Tokens of other shards get zeros, and an all-reduce adds the results of all devices.
+        """Make an embedding look up only the tokens of this device's shard, and all-reduce the
+        results of the devices. Tokens of other shards get zeros before the all-reduce.
 
         first  the first token of this device's shard
         last   the end of the shard, exclusive
@@ -288,21 +310,27 @@ class Sharder:
         embedding.forward = forward  # type: ignore[method-assign]
 
     def shardings(self) -> dict[str, ParameterSharding]:
-        """Return the name of each sharded parameter -> how the parameter is sharded."""
+        """Return parameter name -> how the parameter is sharded, for each sharded parameter of the
+        model.
+        """
         parts = dict(self.cut.values())
         return {name: parts[p] for name, p in self.model.named_parameters() if p in parts}
 
 
 class RNGTracker:
     """Makes dropout draw different random numbers on each tp device where activations are sharded,
-    as Megatron's RNG tracker does.
+    as Megatron's RNG tracker does. Elsewhere all devices draw the same numbers.
 
     Activations are sharded between a column-parallel and the next row-parallel module, and with
-    sequence parallelism in the whole block. Elsewhere all devices draw the same numbers.
+    sequence parallelism in the whole block.
 
-    At the beginning of a sharded region, all devices draw the same number from the common
-    generator, and each device seeds the generator with this number and its rank. So a recomputation
-    draws the same numbers again.
+    At the beginning of such a region, all devices draw the same number from their generators, which
+    have equal states. Each device then seeds its generator with this number and its rank. At the
+    end of the region, the generator gets its earlier state back. A recomputation draws the same
+    numbers again.
+
+    model  the model. Without dropout, the tracker does nothing
+    rank   this process's rank along tp
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:
@@ -312,12 +340,16 @@ class RNGTracker:
         self.needed = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()) or _has_dropout(model)
 
     def enter(self, module: nn.Module, inputs: Any) -> None:
-        """Begin a sharded region, as a forward pre-hook of its first module."""
+        """Begin a region of sharded activations. This is a forward pre-hook of the region's first
+        module. Does nothing inside a region, or if the module is not in training mode.
+        """
         if self.needed and module.training:
             self._enter_sharded(module)
 
     def leave(self, *ignored: Any) -> None:
-        """End a sharded region: restore the common generator."""
+        """End a region of sharded activations: restore the state that the random generator had
+        before it.
+        """
         if self.needed:
             self._leave_sharded()
 
@@ -337,7 +369,9 @@ class RNGTracker:
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Return whether the model's config has a dropout probability above 0."""
+    """Return whether the model's config has a dropout probability above 0, in any float whose name
+    contains "drop".
+    """
     config: Any = getattr(model, "config", None)
     return any(
         "drop" in name and isinstance(value, float) and value > 0 for name, value in vars(config or object).items()
@@ -355,7 +389,9 @@ def _restore_rng(states: tuple[Tensor, Tensor | None]) -> None:
 
 
 class _CopyToRegion(torch.autograd.Function):
-    """Forward: return the input. Backward: all-reduce the gradient (Megatron's f)."""
+    """Forward: return the input. Backward: all-reduce (sum) the gradient over tp. This is
+    Megatron's f.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -368,7 +404,9 @@ class _CopyToRegion(torch.autograd.Function):
 
 
 class _ReduceFromRegion(torch.autograd.Function):
-    """Forward: all-reduce the input. Backward: return the gradient (Megatron's g)."""
+    """Forward: all-reduce (sum) the input over tp. Backward: return the gradient. This is
+    Megatron's g.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -380,8 +418,8 @@ class _ReduceFromRegion(torch.autograd.Function):
 
 
 class _GatherFromRegion(torch.autograd.Function):
-    """Forward: all-gather the columns (last dimension). Backward: return this device's columns of
-    the gradient, which is the same on all devices.
+    """Forward: all-gather the columns (last dimension) over tp. Backward: return this device's
+    columns of the gradient, which is the same on all devices.
     """
 
     @staticmethod

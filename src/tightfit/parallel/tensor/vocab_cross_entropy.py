@@ -1,4 +1,4 @@
-"""Compute cross entropy from logits that are sharded by class (vocabulary-parallel).
+"""Compute the cross entropy of logits whose classes are sharded over devices (vocabulary-parallel).
 
 `tensor_parallel` and the loss kernels use this module if the output head is sharded by vocabulary.
 No device ever has the logits of all classes of a token.
@@ -22,15 +22,16 @@ from tightfit.models.objective import IGNORED
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the summed cross entropy of logits that are sharded by class.
+    """Return the cross entropy, summed over the tokens, of logits whose classes are sharded over
+    devices.
 
     logits   (tokens, classes of this device)
-    targets  (tokens), the class of each token; IGNORED for tokens that are left out of the loss
-    first    the first class of this device's shard
-    group    the devices among which the classes are sharded
+    targets  (tokens): the class of each token, or IGNORED for a token that is left out of the loss
+    first    the number of the first class of this device's shard
+    group    the devices over which the classes are sharded; all must call this function
 
     For each token, the devices all-reduce the largest logit, the sum of exponentials and the
-    target's logit, in fp32. Returns an fp32 scalar, which is the same on all devices.
+    target's logit. The result is an fp32 scalar (fp64 for fp64 logits), the same on all devices.
     """
     return _VocabCrossEntropy.apply(logits, targets, first, group)
 
@@ -54,11 +55,17 @@ class _VocabCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy_with_gradient(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Compute vocab_parallel_cross_entropy and the gradient of this device's logits.
+    """Return (loss, gradient): the loss of `vocab_parallel_cross_entropy`, and its gradient with
+    respect to this device's logits.
 
-    Returns (loss, gradient). The gradient has the shape and dtype of `logits`. Its rows of tokens
-    with the target IGNORED are meaningless. 16-bit logits are overwritten by their gradient, which
-    so has the same memory layout, with aligned rows.
+    logits   (tokens, classes of this device). 16-bit logits are overwritten by their gradient, so
+             that the gradient has the same memory layout, with aligned rows
+    targets  (tokens): the class of each token, or IGNORED for a token that is left out of the loss
+    first    the number of the first class of this device's shard
+    group    the devices over which the classes are sharded; all must call this function
+
+    The gradient has the shape and dtype of `logits`. The rows of tokens whose target is IGNORED are
+    meaningless: the caller has to ignore them.
     """
     losses, probabilities, local, here = _forward(logits, targets, first, group)
     gradient = _logits_gradient(probabilities, local, here)
@@ -68,13 +75,20 @@ def vocab_parallel_cross_entropy_with_gradient(
 def _forward(
     logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute the losses, and what the gradient of this device's logits needs.
+    """Compute the loss of each token, and the tensors from which `_logits_gradient` computes the
+    gradient.
+
+    logits   (tokens, classes of this device)
+    targets  (tokens): the class of each token, or IGNORED
+    first    the number of the first class of this device's shard
 
     Returns four tensors:
-    loss of each token, 0 if its target is IGNORED (tokens);
-    probabilities of this device's classes (tokens, classes);
-    index of each token's target among this device's classes, 0 if on another device (tokens);
-    whether this device has the token's target (tokens).
+
+    - the loss of each token, (tokens); 0 if its target is IGNORED;
+    - the probabilities of this device's classes, (tokens, classes);
+    - the index of each token's target among this device's classes, (tokens); 0 if the target is
+      IGNORED or on another device;
+    - whether this device has the token's target, (tokens).
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = values.amax(-1)
@@ -91,5 +105,11 @@ def _forward(
 
 
 def _logits_gradient(probabilities: Tensor, local: Tensor, here: Tensor) -> Tensor:
-    """Return the gradient of the logits, softmax - onehot, in the memory of `probabilities`."""
+    """Return the gradient of each token's loss with respect to this device's logits, softmax -
+    onehot. It overwrites `probabilities`.
+
+    probabilities  (tokens, classes of this device)
+    local          the index of each token's target among this device's classes
+    here           whether this device has the token's target
+    """
     return probabilities.scatter_add_(-1, local.unsqueeze(-1), -here.to(probabilities.dtype).unsqueeze(-1))

@@ -1,1 +1,2 @@
-"""Simulate CUDA's caching allocator and glibc's heap: the bytes that they reserve for a step."""
+"""Simulate two allocators, torch's CUDA caching allocator and glibc's heap, to find how many bytes
+they reserve for a training step."""

@@ -34,13 +34,14 @@ SIMULATED_STEPS = 2
 
 
 class Pool:
-    """The segments for small memory blocks (up to 1 MiB), or those for large memory blocks.
+    """The memory that the caching allocator reserves for small memory blocks (up to 1 MiB), or for
+    large ones, as segments. It allocates and frees memory blocks in these segments.
 
     Addresses are simulated. Segments that cannot grow are never adjacent, so memory blocks of
     different segments are not coalesced.
 
     small       whether the pool is for small memory blocks
-    expandable  whether its segment can grow
+    expandable  whether the pool has a single segment that can grow
     reserved    bytes of all segments
     """
 
@@ -84,10 +85,10 @@ class Pool:
 
 
 class CachingAllocator(Allocator):
-    """torch's CUDA caching allocator.
+    """Simulates torch's CUDA caching allocator.
 
     expandable  whether the allocator has expandable segments
-    reserved    bytes of all segments
+    reserved    bytes of all segments so far; they are never returned to the device
     """
 
     def __init__(self, expandable: bool) -> None:
@@ -109,11 +110,12 @@ class CachingAllocator(Allocator):
 
 
 def reserved_bytes(ledger: Ledger, expandable: bool, zero_grad_late: bool = False) -> float:
-    """Return the bytes of the segments that are reserved after a few steps of `ledger`, without the
-    ledger's fixed rows.
+    """Return the bytes that torch's caching allocator reserves on a GPU for the steps that `ledger`
+    describes. The ledger's fixed rows, such as the CUDA context, are not counted.
 
     expandable      whether the allocator has expandable segments
-    zero_grad_late  see `simulate`
+    zero_grad_late  whether the training loop zeroes gradients just before backward, so that they
+                    are alive during the next step's forward
     """
     heap = CachingAllocator(expandable)
     for _ in simulate(heap, ledger, SIMULATED_STEPS, zero_grad_late):

@@ -26,9 +26,10 @@ NOISE_BYTES = 22 * 2**20
 
 
 def extrapolate_layers(ledger: Ledger, taken: Callable[[Ledger], float]) -> float:
-    """Return `taken(ledger)`. For a deep model, extrapolate it from two smaller depths.
+    """Return `taken(ledger)`, the bytes that a simulated allocator needs. For a deep model, compute
+    it for two models with fewer blocks, and extrapolate to the full depth, to save time.
 
-    taken  function of a ledger: the bytes that a simulated allocator needs for its step
+    taken  function of a ledger that simulates an allocator for its step, and returns the bytes
     """
     period = _period(ledger)
     simulated = SIMULATED_BLOCKS if period is None else max(SIMULATED_BLOCKS, MIN_PERIODS * period)
@@ -55,8 +56,8 @@ def _tensor_bytes(ledger: Ledger) -> float:
 
 
 def _segments_by_stage(ledger: Ledger) -> list[tuple[Segment, ...]]:
-    """Return the segments of one micro-batch, stage by stage: those of each stage of a pipeline
-    rank. Without a pipeline, the model is one stage."""
+    """Return the segments of one micro-batch as a list with one item for each pipeline stage on the
+    ledger's rank. Without a pipeline, the list has one item, the whole model."""
     if ledger.rank_program is None:
         return [ledger.training]
     return [part.segments for part in ledger.rank_program.stage_programs.values()]
@@ -67,8 +68,9 @@ def _block_numbers(program: Iterable[Segment]) -> list[int]:
 
 
 def _period(ledger: Ledger) -> int | None:
-    """Return the number of blocks after which the blocks repeat, in every stage. Returns None if a
-    stage has at most SIMULATED_BLOCKS blocks, or if the blocks do not repeat.
+    """Return the period of the blocks: after how many blocks the same kinds of blocks follow again,
+    in every stage. Return None if a stage has at most SIMULATED_BLOCKS blocks, or if the blocks do
+    not repeat.
 
     Example: a model that alternates sliding-window and full attention has period 2.
     """
@@ -98,10 +100,12 @@ def _period(ledger: Ledger) -> int | None:
 
 
 def _repeats(row: list[tuple[int, ...]], period: int) -> bool:
-    """Return whether a stage's blocks repeat with `period`, apart from the first and last blocks.
+    """Return whether a stage's blocks repeat with the period `period`, apart from the first and
+    last blocks.
 
-    The first two blocks and the last are traced individually. So a group of blocks that is
-    recomputed together and contains one of these differs from the other groups as well.
+    The first two blocks and the last are not compared, because they are traced individually. With
+    activation recomputation in groups of blocks, the groups that contain one of these blocks differ
+    as well, so one more period is left out at each end.
 
     row  for each block of the stage: the kinds of its segments, in order
     """
@@ -110,7 +114,8 @@ def _repeats(row: list[tuple[int, ...]], period: int) -> bool:
 
 
 def _without_middle_blocks(ledger: Ledger, count: int) -> Ledger:
-    """Return the ledger without `count` blocks in the middle of each stage."""
+    """Return the ledger of the model without `count` blocks in the middle of each pipeline
+    stage."""
     removed: set[int] = set()
     for program in _segments_by_stage(ledger):
         numbers = _block_numbers(program)

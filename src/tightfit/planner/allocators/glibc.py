@@ -74,8 +74,8 @@ class GlibcHeap(Allocator):
     """Simulates glibc's heap (malloc and free), with default settings or told to keep freed memory.
 
     keeps_memory  whether glibc is told never to return freed memory to the system
-    nodes         whether to simulate the small memory blocks of autograd's nodes, which lie between
-                  the tensors' memory blocks and keep freed ones from coalescing
+    nodes         whether to simulate the small memory blocks of autograd's nodes as well. They lie
+                  between the memory blocks of tensors, and keep freed blocks from being coalesced
     page_faulted  total bytes of the pages that the system had to supply so far; a page that is
                   returned and supplied again counts again
     peak          the most bytes that the process held at one time
@@ -179,8 +179,8 @@ class GlibcHeap(Allocator):
 
 
 def peak_heap_bytes(ledger: Ledger) -> float:
-    """Return the peak bytes of the heap during simulated steps of `ledger`, without the ledger's
-    fixed rows.
+    """Return the most bytes that the process's heap holds during simulated steps of `ledger`. The
+    ledger's fixed rows are not counted.
 
     The peak is larger than the tensors' bytes, because freed memory blocks wait to be reused.
     Returns 0 if the ledger has an `mmap_threshold`: then every large memory block is mapped on its
@@ -195,8 +195,8 @@ def peak_heap_bytes(ledger: Ledger) -> float:
 
 
 def page_fault_bytes(ledger: Ledger) -> float:
-    """Return the bytes that a step page-faults: the system provides new pages, filled with zeros.
-    Returns 0 if the process keeps the memory that it frees."""
+    """Return the bytes of the page faults in one step of `ledger`: the system provides new pages of
+    memory, filled with zeros. Return 0 if the process keeps the memory that it frees."""
     if ledger.caches_memory:
         return 0.0
     if ledger.mmap_threshold is not None:
@@ -214,8 +214,8 @@ def page_fault_bytes(ledger: Ledger) -> float:
 
 
 def _mapped_bytes(ledger: Ledger, mapped_from: float) -> float:
-    """Return the bytes of a micro-batch's memory blocks of at least `mapped_from` bytes, which are
-    mapped on their own."""
+    """Return the total bytes of the memory blocks that a micro-batch allocates and that have at
+    least `mapped_from` bytes. Each of these is mapped on its own."""
     sizes = (
         buffer.size.at(ledger.micro_batch)
         for segment in ledger.training

@@ -18,8 +18,12 @@ from tightfit.cost.recorded_step import Segment
 
 
 class FreeList:
-    """The free memory blocks of an allocator. The smallest block that is large enough is taken
-    (best fit), and adjacent free blocks are coalesced."""
+    """Holds the free memory blocks of an allocator. `take` returns the smallest block that is large
+    enough (best fit), and `insert` coalesces adjacent free blocks.
+
+    begins  address of a free block -> its size
+    ends    address of a free block's end -> address of the block
+    """
 
     def __init__(self) -> None:
         self._by_size: list[tuple[int, int]] = []  # sorted (size, address)
@@ -54,7 +58,7 @@ class FreeList:
         return address, size
 
     def remove(self, address: int) -> int:
-        """Remove the free memory block at an address and return its size."""
+        """Remove the free memory block that begins at `address`, and return its size in bytes."""
         size = self.begins.pop(address)
         del self.ends[address + size]
         del self._by_size[bisect.bisect_left(self._by_size, (size, address))]
@@ -76,15 +80,16 @@ class Allocator(ABC):
 
     @abstractmethod
     def allocate(self, size: int) -> Any:
-        """Allocate at least `size` bytes. Return the memory block in the form that `release`
-        takes."""
+        """Allocate a memory block of at least `size` bytes. Return it in the form that `release`
+        expects."""
 
     @abstractmethod
     def release(self, block: Any) -> None:
         """Free a memory block that `allocate` returned."""
 
     def enter_segment(self, segment: Segment | None) -> None:
-        """Begin a segment of the recorded step. None: what follows belongs to no segment."""
+        """Begin to simulate a segment of the recorded step. None: the next allocations and frees
+        belong to no segment, for example those of the optimizer."""
         self.segment = segment
 
     def allocate_for(self, owner: object, size: float) -> None:
@@ -95,7 +100,7 @@ class Allocator(ABC):
             self.release(self._blocks[owner].pop())
 
     def free_owners(self, owners: set[Any]) -> None:
-        """Free all memory blocks of all `owners`, and clear the set."""
+        """Free all memory blocks of all `owners`. Then make the set `owners` empty."""
         for owner in owners:
             self.free_all(owner)
         owners.clear()
@@ -106,10 +111,12 @@ class Allocator(ABC):
 
 
 def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: bool = False) -> Iterator[int]:
-    """Allocate and free the buffers of `steps` steps of `ledger`.
+    """Simulate `steps` training steps: make `allocator` allocate and free the buffers of `ledger`,
+    in order.
 
-    Yields the number of the step after each micro-batch (in a pipeline, after each action of the
-    rank) and after the optimizer update, so that the caller can read the allocator's counters.
+    Yields the number of the step again and again, so that the caller can read the allocator's
+    counters in between: after each micro-batch (in a pipeline, after each action of the rank), and
+    after the optimizer update.
 
     zero_grad_late  whether the training loop zeroes gradients just before backward, so that they
                     are alive during the next step's forward
@@ -158,9 +165,9 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
 
 
 def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
-    """Return, by parameter: (bytes of the optimizer states, bytes of their largest memory block). A
-    memory block has at most the parameter's own bytes. Example: Adam's two states are two memory
-    blocks."""
+    """Return parameter name -> (bytes of its optimizer states, bytes of the largest memory block in
+    which they are allocated). Such a memory block has at most the parameter's own bytes. Example:
+    Adam's two states are two memory blocks."""
     sizes = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
         name: (update.state_bytes, min(sizes[name], update.state_bytes))

@@ -17,18 +17,19 @@ from tightfit.cost.recorded_step import TRACED_ROWS, BatchLinear, BlockInput, Bu
 def fit_batch_scaling(
     small: tuple[Segment, ...], large: tuple[Segment, ...], samples: tuple[int, int]
 ) -> tuple[Segment, ...] | None:
-    """Return segments whose sizes are linear in the number of samples, with the sizes of `small`
-    and of `large` at the micro-batch sizes of these traces.
+    """Combine two traces of the same model into one. Return its segments, whose sizes are linear in
+    the number of samples: they equal those of `small` and of `large` at the micro-batch sizes of
+    these two traces.
 
-    small, large  traces of the same model
+    small, large  the segments (parts of the recorded step) of the two traces
     samples       the micro-batch sizes of `small` and `large`
 
     A segment may run different operations in the two traces, for example a loop over chunks. Then
     only three things of the segment are kept: the bytes at its peak, the buffers that it shares
     with other segments, and the number of operations of each kind.
 
-    Returns None if the traces have different segments, or if a segment shares different buffers
-    with the other segments in the two traces.
+    Returns None if the traces have different segments, or if the buffers that a segment shares with
+    other segments are not the same in both traces.
     """
     if [one.key for one in small] != [one.key for one in large]:
         return None
@@ -90,9 +91,14 @@ class _BatchScaling:
         return self.buffers[small]
 
     def _compressed(self, small: Timeline, large: Timeline) -> tuple[tuple[Buffer, int], ...]:
-        """Return the events of the buffers that this segment does not both allocate and free. All
-        other buffers are replaced by one buffer per row, with the row's bytes at the segment's
-        peak."""
+        """Return events (allocations and frees) for a segment that runs different operations in the
+        two traces.
+
+        They are the events of the buffers that this segment does not both allocate and free,
+        because other segments use these buffers. All other buffers are replaced by one buffer per
+        row, with the row's bytes at the segment's peak. Raises _TracesDiffer if the buffers that
+        the segment shares with other segments are not the same in both traces.
+        """
         one, other = _Outline(small), _Outline(large)
         common = Counter(map(_event_key, one.outside)) & Counter(map(_event_key, other.outside))
         mine, its = one.kept(common), other.kept(common)
@@ -126,11 +132,13 @@ NEGLIGIBLE = 1e-3
 
 
 class _TracesDiffer(Exception):
-    """Raised if a segment shares different buffers with other segments in the two traces."""
+    """Raised if two traces cannot be combined, because the buffers that a segment shares with other
+    segments are not the same in both traces."""
 
 
 class _Outline:
-    """A timeline as other segments see it.
+    """Summarizes a segment's timeline (its allocations and frees) by what matters to other
+    segments.
 
     outside  events of the buffers that the segment does not both allocate and free
     before   number of outside events before the segment's peak
@@ -155,8 +163,11 @@ class _Outline:
         self.most = best
 
     def kept(self, common: Counter[Any]) -> list[tuple[Buffer, int]]:
-        """Return the outside events that are in `common`. Raises _TracesDiffer if the event of a
-        large buffer is not in `common`."""
+        """Return the outside events that both traces have. Raises _TracesDiffer if only this trace
+        has the event of a large buffer.
+
+        common  key of an event (see `_event_key`) -> how often both traces have it
+        """
         left, kept = Counter(common), []
         for event in self.outside:
             if left[_event_key(event)]:
@@ -168,8 +179,10 @@ class _Outline:
 
 
 def _event_key(event: tuple[Buffer, int]) -> tuple[str, str, int]:
-    """Return a key that is equal for the same event in two traces. The key does not contain the
-    row, because a buffer that outlives its segment may be in another row."""
+    """Return a key that is equal for the same event in two traces: the operation that allocates the
+    buffer, the buffer's parameter, and +1, 0 or -1 (allocated, gradient complete, freed). The key
+    does not contain the row, because a buffer that outlives its segment may be in another row in
+    the other trace."""
     buffer, sign = event
     return buffer.maker, buffer.parameter, sign
 

@@ -25,9 +25,10 @@ VERSION = 5  # of the file format: raise it when the meaning of the content chan
 
 
 def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
-    """Return `make()`, or the cached result of an earlier call with the same key.
+    """Return the trace that is cached on disk for `key`. If there is none, make it by `make()`,
+    write it to the cache and return it.
 
-    key   everything that the result depends on, as plain data; None: do not use the cache
+    key   everything that the trace depends on, as plain data; None: do not use the cache
     make  function that makes the trace
     """
     if key is None:
@@ -54,7 +55,8 @@ def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
 
 
 def write(path: Path, programs: RecordedStep) -> None:
-    """Write a trace atomically: after a failure, the file does not exist or is unchanged."""
+    """Write a trace to the file `path` atomically: after a failure, the file does not exist or is
+    unchanged."""
     text = json.dumps(to_content(programs), separators=(",", ":"))
     header = {"version": VERSION, "trace": path.stem, "sha256": _checksum(path.stem, text)}
     half = path.with_suffix(f".{os.getpid()}")
@@ -63,8 +65,8 @@ def write(path: Path, programs: RecordedStep) -> None:
 
 
 def read(path: Path) -> RecordedStep:
-    """Read a trace. Raises OSError, ValueError, TypeError, KeyError, IndexError or RecursionError
-    if the file is not what `write` wrote."""
+    """Read the trace in the file `path`. Raises OSError, ValueError, TypeError, KeyError,
+    IndexError or RecursionError if the file is not one that `write` wrote."""
     first, _, text = path.read_text(encoding="utf-8").partition("\n")
     header, text = json.loads(first), text.removesuffix("\n")
     if (header["version"], header["trace"], header["sha256"]) != (VERSION, path.stem, _checksum(path.stem, text)):
@@ -77,8 +79,9 @@ def _checksum(trace: str, text: str) -> str:
 
 
 def cache_key(job: Job) -> Any:
-    """Return what a job's traces depend on, as plain data. Returns None for traces that are not
-    cached: if the model or the loss is the user's own code, or if the model comes from a folder."""
+    """Return everything in the job's model that its traces depend on, as plain data. Return None if
+    the traces are not to be cached, because the model or the loss is the user's own code, or the
+    model comes from a folder."""
     spec = job.model
     if not job.of_transformers or spec.from_ is not None or job.loss is not None:
         return None
@@ -95,8 +98,8 @@ def _source_hash() -> str:
 
 
 def _evict(folder: Path) -> None:
-    """Remove the least recently used traces beyond MAX_FILES, and the pickle files of earlier
-    versions."""
+    """Delete the least recently used traces in `folder`, so that MAX_FILES remain. Also delete the
+    pickle files that earlier versions of tightfit wrote there."""
     for path in folder.glob("*.pickle"):
         path.unlink(missing_ok=True)
     files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)

@@ -49,8 +49,8 @@ _WIDEST = {
 
 @contextmanager
 def emulate_device(device: str) -> Iterator[None]:
-    """Inside this context, fake CPU tensors are treated like tensors on `device` ("cpu" or
-    "cuda")."""
+    """Return a context manager inside which torch treats fake CPU tensors like tensors on `device`
+    ("cpu" or "cuda")."""
     meant = TARGET.set(device)
     try:
         with _cuda_rules() if device == "cuda" else nullcontext():
@@ -79,9 +79,9 @@ def _cuda_rules() -> Iterator[None]:
 
 @cache
 def _cuda_autocast_overloads() -> tuple[OpOverload, ...]:
-    """Return the operations that have an autocast rule on CUDA and none on a CPU.
+    """Return the operations of torch that have an autocast rule on CUDA and none on a CPU.
 
-    Operations that have a rule only on a CPU are ignored, because they are rare: reflection
+    Operations that have a rule only on a CPU are not looked for, because they are rare: reflection
     padding, 3-d pooling, Fourier transforms and matrix decompositions, which run in fp32 on a CPU.
     """
     found = []
@@ -125,19 +125,20 @@ def _without_dropout(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """Run attention with the CPU kernel and without dropout. The CPU kernel is fused only without
-    dropout, while CUDA's fused kernel draws the dropout mask inside the kernel."""
+    """Run `attention` (torch's scaled_dot_product_attention) with the CPU kernel and without
+    dropout, and return its output. The CPU kernel is fused only without dropout, while CUDA's fused
+    kernel draws the dropout mask inside the kernel, so that no memory is needed for the mask."""
     return attention.decompose(query, key, value, attn_mask, 0.0, *rest, **named)
 
 
 @contextmanager
 def fake_process_group(count: int, rank: int = 0, group: bool = False) -> Iterator[None]:
-    """Initialise torch.distributed with a fake process group, whose collectives return at once and
-    send nothing.
+    """Return a context manager inside which torch.distributed has a fake process group. Its
+    collectives return at once and send nothing.
 
-    count  world size
+    count  world size. With 1, there is a group only if `group` is true
     rank   rank of this process
-    group  whether a single process gets a group, too
+    group  whether a world of a single process gets a group, too
 
     Raises InputError if torch.distributed is initialised already.
     """

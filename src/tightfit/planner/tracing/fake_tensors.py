@@ -1,5 +1,5 @@
-"""Run a model on fake tensors, which have no values: give results to operations that read values,
-and turn failures into errors that say what to do.
+"""Run a model on fake tensors, which have no values. Operations that read values get a result, and
+failures become errors that say what to do.
 
 The profiler and the dry run enter `FakeValues` inside FakeTensorMode.
 """
@@ -59,11 +59,11 @@ class FakeValues(TorchDispatchMode):
 
     transformers does not read the values of an attention mask that is a fake tensor, and then
     builds masks that training would not build. Inside this mode transformers does read the mask,
-    unless `padded`.
+    unless `padded` is true.
 
     The tokens of a mixture of experts are spread over its experts: see `models/expert_routing.py`.
 
-    padded            whether the batch has padding, so that the mask hides something
+    padded            whether the batch has padding, so that its attention mask hides some positions
     expert_imbalance  tokens of the busiest expert divided by the mean over all experts
     """
 
@@ -116,8 +116,8 @@ class FakeValues(TorchDispatchMode):
 
 
 def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run `func` on fake tensors whose values are known. On a CPU, the values of the result are
-    known as well; on other devices, they are not."""
+    """Run the operation `func` on fake tensors whose values are known, and return its fake result.
+    On a CPU, the values of the result are computed and remembered as well."""
     made = func(*args, **kwargs)
     fakes = tree_leaves(made)
     if all(fake.device.type == "cpu" for fake in fakes):
@@ -134,11 +134,11 @@ def _always_false(tensor: Any = None) -> bool:
 
 @contextmanager
 def untraceable_errors(model: nn.Module | None = None) -> Iterator[None]:
-    """Inside this context, an error of a model that runs on fake tensors becomes an Untraceable
-    with the reason and a remedy.
+    """Return a context manager that turns errors of a model on fake tensors into Untraceable, an
+    error with the reason and a remedy. An InputError passes unchanged.
 
-    model  if it has recurrent layers, an Untraceable is raised at once: their kernels allocate a
-           workspace that fake tensors do not show
+    model  the model that runs. If it has recurrent layers, Untraceable is raised at once, because
+           their kernels allocate a workspace that fake tensors do not show. None: no such check
     """
     recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
     if recurrent:
@@ -155,8 +155,8 @@ def untraceable_errors(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def _place(error: Exception) -> str:
-    """Return the file and line of the last stack frame outside of torch, in the user's model or in
-    tightfit."""
+    """Return the file and line where the error occurred, such as "model.py, line 12". It is the
+    last stack frame outside of torch."""
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     last = next((frame for frame in reversed(frames) if not frame.filename.startswith(library)), frames[-1])

@@ -32,11 +32,11 @@ Take = Callable[[Run], Result]
 
 @dataclass(frozen=True)
 class Peak:
-    """Live bytes at the instant of the largest total.
+    """The live bytes at the instant with the most live bytes.
 
     total     live bytes of all rows
-    rows      live bytes by row
-    phase     forward, backward or optimizer
+    rows      live bytes by row, such as "parameters"
+    phase     "forward", "backward" or "optimizer"
     timeline  (phase, live bytes) after each allocation and each free
     """
 
@@ -48,23 +48,24 @@ class Peak:
 
 @dataclass(eq=False, slots=True)
 class _LiveStorage:
-    """A live storage: the row that it was assigned to last, and its bytes."""
+    """What the tracker knows of a live storage: the row to which it was assigned last, and its
+    bytes."""
 
     row: str = "temporaries"
     size: int = 0
 
 
 class StorageTracker(StorageMode[_LiveStorage]):
-    """Tracks every storage that operations allocate, until the storage is freed. Call `peak`
-    afterwards.
+    """Tracks every storage that operations allocate while the tracker is entered, until the storage
+    is freed. Call `peak` afterwards.
 
     The purpose of a storage is often known only after its allocation. For its whole life, a storage
     therefore counts in the row to which it was assigned last:
 
-    parameters   the model's parameters, and what else `assign` was told to count as parameters
-    gradients    became the .grad of one of `parameters`
-    optimizer    passed to `assign` before the step, and again after it, because each update
-                 allocates 8-bit and 4-bit states again
+    parameters   the model's parameters, and other tensors that `assign` was told to count here
+    gradients    tensors that became the .grad of one of `parameters`
+    optimizer    optimizer states: `assign` gets them before the step, and again after it, because
+                 each update allocates 8-bit and 4-bit states anew
     activations  the batch, and what the forward allocated and saved for backward
     temporaries  all other storages, including recomputed activations
 
@@ -75,7 +76,7 @@ class StorageTracker(StorageMode[_LiveStorage]):
     Everything between a backward and the next forward is the optimizer. An update in backward
     counts as backward.
 
-    again  whether the tracker will be entered again; frees are recorded between two uses,
+    again  whether the tracker will be entered again. Between two uses, frees are recorded and
            allocations are not
     """
 
@@ -92,22 +93,26 @@ class StorageTracker(StorageMode[_LiveStorage]):
         self.assign(self._parameters, "parameters")
 
     def assign(self, tensors: Iterable[Tensor], row: str) -> None:
-        """Count the storages of `tensors` in `row`."""
+        """Count the storages of `tensors` in `row`, from their allocation on.
+
+        row  one of ROWS, or OTHER_MEMORY for tensors in host memory or on disk, which are not
+             counted
+        """
         for tensor in tensors:
             for storage in storages_of(tensor):
                 seen = self._record(storage)
                 seen.row = row if seen.row != OTHER_MEMORY else OTHER_MEMORY
 
     def add_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """Count more parameters, which did not exist when the tracker was made, and their
-        gradients."""
+        """Count these parameters in the row "parameters", and their gradients in "gradients". Call
+        it for parameters that did not exist when the tracker was made."""
         more = list(parameters)
         self._parameters += more
         self.assign(more, "parameters")
 
     def forward(self, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        """Return `function`, the forward of a micro-batch, wrapped: its arguments, and what it
-        allocates and does not free, count as activations."""
+        """Wrap `function`, the forward of a micro-batch, and return the wrapped function. Its
+        arguments, and the storages that it allocates and does not free, count as activations."""
 
         def watched(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
             self._assign_gradients(self._parameters)
@@ -125,14 +130,15 @@ class StorageTracker(StorageMode[_LiveStorage]):
         return watched
 
     def mark(self) -> int:
-        """Return the number of events so far, for `peak`."""
+        """Return the number of events (allocations and frees) so far. Pass it to `peak` to find the
+        peak after this point."""
         return len(self._events)
 
     def peak(self, since: int = 0) -> Peak:
-        """Return the live bytes at the instant of the largest total. A storage counts in the row to
-        which it was assigned last.
+        """Return the live bytes, by row, at the instant with the most live bytes.
 
-        since  what `mark` returned at the beginning of the time that counts
+        since  a number that `mark` returned: only instants after that call are compared; 0: all
+               instants
         """
         rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
         for number, (seen, change, phase) in enumerate(self._events):
@@ -153,7 +159,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
         return super().__enter__()
 
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
-        """Record the new size of a storage, if the storage is tracked."""
+        """Record the new size of a storage whose size was changed in place, if the storage is
+        tracked."""
         if id(storage) in self._live:
             self._record(storage)
 
@@ -179,8 +186,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
         self._without_gradient.clear()
 
     def _update_phase(self) -> None:
-        """Find the phase of the operation that just ran, and the gradients that were set since the
-        operation before it."""
+        """Find out in which phase (forward, backward or optimizer) the operation ran that just
+        ended. Also count the gradients that were set since the operation before it."""
         if in_backward():
             if self._phase != "backward":
                 self._phase, self._without_gradient, self._node = "backward", list(self._parameters), None
@@ -201,7 +208,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
         return without
 
     def _record(self, storage: torch.UntypedStorage) -> _LiveStorage:
-        """Return the record of a storage. Adds an event if the storage is new or was resized."""
+        """Return what is known of a storage. If the storage is new or was resized, first add an
+        event: the change of its bytes in the current phase."""
         size = storage.nbytes()
         if id(storage) in self._live:
             seen = self._live[id(storage)][0]
@@ -220,8 +228,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
 
 
 class RunTracker:
-    """Tracks the storages of a run. `take` runs a step inside the tracker, and `peak` returns the
-    result. Fake tensors count like real tensors."""
+    """Tracks the storages of a run while `take` runs steps with it. Afterwards, `peak` returns the
+    live bytes at the peak. Fake tensors count like real tensors."""
 
     def __init__(self, run: Run) -> None:
         self._tracker = StorageTracker([*run.model.parameters(), *run.optimizer_weights.values()])
@@ -230,11 +238,11 @@ class RunTracker:
         self._tracker.assign(run.model.buffers(), "parameters")
 
     def take(self, run: Run, micro_batches: list[Batch], take: Take[Result], last: bool = True) -> Result:
-        """Return `take(run)`, called inside the tracker.
+        """Call `take(run)` while all storages are tracked, and return its result.
 
         micro_batches  the micro-batches that are in device memory before the step
         take           function that takes a step with the run that it is given
-        last           whether this is the last step inside the tracker
+        last           whether this is the last step to track; the tracker then forgets all storages
         """
         tracker = self._tracker
         tracker.again = not last
@@ -255,16 +263,20 @@ class RunTracker:
 
 
 def track_peak(run: Run, micro_batches: list[Batch], take: Take[Result]) -> tuple[Result, Peak]:
-    """Return `take(run)`, and the peak of the live storages during this call. The arguments are
-    those of `RunTracker.take`."""
+    """Call `take(run)` while all storages are tracked. Return (its result, the peak of the live
+    storages).
+
+    micro_batches  the micro-batches that are in device memory before the step
+    take           function that takes a step with the run that it is given
+    """
     tracking = RunTracker(run)
     result = tracking.take(run, micro_batches, take)
     return result, tracking.peak()
 
 
 def _states_of(run: Run) -> list[Tensor]:
-    """Return the tensors that persist from one update to the next: optimizer states, and the error
-    feedback of compressed gradients."""
+    """Return the tensors of a run that persist from one update to the next: the optimizer states,
+    and the errors that compressed gradients add to the next step's gradients (error feedback)."""
     return [*state_tensors(run.optimizer), *(run.reduction.states() if run.reduction is not None else [])]
 
 

@@ -23,13 +23,15 @@ from tightfit.planner.tracing.storages import tensor_bytes
 
 
 def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False) -> dict[str, Update]:
-    """Trace the optimizer's update of each parameter. Return, by parameter name, the bytes of its
-    optimizer states, and the bytes and operations of its second update. The first update is not
-    used, because it creates the states.
+    """Trace the optimizer's update of each parameter. Return parameter name -> `Update`: the bytes
+    of its optimizer states, and the temporary bytes and operations of one update.
 
-    model    a model with fake parameters; afterwards their gradients are None
-    foreach  use torch's foreach kernels, which update all parameters at once, if the optimizer has
-             such kernels
+    The second update is recorded, because the first one creates the states.
+
+    model      a model with fake parameters; afterwards their gradients are None
+    optimizer  an optimizer of the model's parameters
+    foreach    whether to use torch's foreach kernels, which update all parameters at once, if the
+               optimizer has such kernels
     """
     known: dict[object, Update] = {}
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
@@ -54,8 +56,8 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False)
 
 
 def enable_foreach(optimizer: Optimizer) -> None:
-    """Enable the optimizer's foreach kernels, if it has any and the choice is torch's. On CUDA, torch
-    enables them by default."""
+    """Enable the optimizer's foreach kernels, as torch does by default on CUDA. An optimizer
+    without such kernels is unchanged, and so is one whose user has set `foreach`."""
     for group in optimizer.param_groups:
         if "foreach" in group and group["foreach"] is None:
             group["foreach"] = True
@@ -75,10 +77,11 @@ def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update
 
 
 def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
-    """Return the bytes that a parameter's states would have if none were packed in blocks of 8-bit
-    or 4-bit codes. Returns 0 if no state is packed.
+    """Return the bytes that a parameter's states would have in fp32, if some of them are packed in
+    blocks of 8-bit or 4-bit codes. Return 0 if no state is packed.
 
-    kept  bytes of the states as they are
+    states  name -> state of the parameter; a packed state is a dict
+    kept    bytes of the states as they are
     """
     packed = [state for state in states.values() if isinstance(state, dict)]
     wide = 4 * parameter.numel() * len(packed)  # a state is packed from fp32
@@ -86,11 +89,14 @@ def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
 
 
 def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
-    """Return the share of an update's temporary bytes that is still alive while the next parameter
-    is updated.
+    """Return the share of an update's temporary bytes that is still allocated while the next
+    parameter is updated.
 
-    A Python loop over parameters keeps its local variables until they are assigned again. The share
-    is found by tracing the update together with that of a second parameter of the same shape.
+    A Python loop over parameters keeps its local variables until they are assigned again. To find
+    the share, the update of `parameter` is traced together with that of a second parameter of the
+    same shape.
+
+    alone  the update of `parameter` alone
 
     Example: one update needs 8 MiB of temporaries. If both updates together need 12 MiB, the share
     is 0.5.
@@ -108,8 +114,9 @@ def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float
 
 
 def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
-    """Return the timeline of the second update of `parameters` alone. The first update, which
-    creates the states, is not recorded in it."""
+    """Run the optimizer twice on `parameters` alone, and return the timeline (allocations, frees
+    and operations) of the second update. The first update is not recorded, because it creates the
+    states."""
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
@@ -130,7 +137,8 @@ def _peak_bytes(timeline: Timeline) -> int:
 
 
 def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | None) -> tuple[Operation, ...]:
-    """Return the operations on all gradients before the update: unscaling and clipping.
+    """Return the operations that run on all gradients before the update: dividing by the loss scale
+    and clipping.
 
     parameters  all parameters; a parameter is listed several times if it represents equal
                 parameters of removed blocks

@@ -1,4 +1,4 @@
-"""The result of a trace, and its conversion to and from plain data (lists, numbers, strings).
+"""Define the result of a trace, and convert it to and from plain data (lists, numbers, strings).
 
 The cache writes the plain data to a JSON file. `from_content` checks every value that it reads, so
 a damaged file is an error and never a wrong trace.
@@ -20,12 +20,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a model does with one micro-batch.
+    """The result of a trace: what a model does with one micro-batch.
 
-    segments    segments of a training micro-batch (forward and backward), or of an evaluation
+    segments    the recorded parts of a training micro-batch (forward and backward) or of an
+                evaluation, in the order in which they ran
     parameters  the model's parameters and buffers
     blocks      number of the model's blocks; 0 if the whole model is one compiled region
-    experts     for each kind of mixture of experts: (number of experts, number that a token chooses)
+    experts     for each kind of mixture of experts: (number of experts, number that a token
+                chooses)
     """
 
     segments: tuple[Segment, ...]
@@ -35,8 +37,8 @@ class RecordedStep:
 
 
 def to_content(programs: RecordedStep) -> dict[str, Any]:
-    """Convert a recorded step to plain data. Each buffer, operation and timeline is written once
-    and referred to by its number."""
+    """Convert a recorded step to plain data: lists, numbers and strings, in a dict. Each buffer,
+    operation and timeline is written only once; all uses refer to it by its number."""
     buffers: dict[Buffer, int] = {}
     operations: dict[Operation, int] = {}
     timelines: dict[Timeline, int] = {}
@@ -45,7 +47,8 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
         return table.setdefault(one, len(table))
 
     def buffer_number(buffer: Buffer) -> int:
-        """Return the buffer's number. Buffers that it refers to have smaller numbers."""
+        """Return the number of a buffer, after numbering all buffers that it refers to. These
+        therefore have smaller numbers."""
         for source in (*buffer.operands, *buffer.terms):
             buffer_number(source)
         return number(buffers, buffer)
@@ -107,8 +110,8 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
 
 
 def from_content(content: Any) -> RecordedStep:
-    """Convert the plain data that `to_content` returned to a recorded step. Raises ValueError,
-    TypeError, KeyError or IndexError for any other content."""
+    """Convert plain data, which `to_content` returned, back to the recorded step. Raises
+    ValueError, TypeError, KeyError or IndexError for any other content."""
     buffers: list[Buffer] = []
     for size, row, maker, parameter, operands, terms in content["buffers"]:
         sources = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))

@@ -25,9 +25,11 @@ from tightfit._torch.pytree import tree_map_only
 from tightfit.cost.entries import EVERYWHERE, Parameter, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Operation
+from tightfit.data import model_input
+from tightfit.data.streams import stream_bytes
 from tightfit.distributed.mesh import make_mesh
 from tightfit.errors import InputError, Untraceable
-from tightfit.job import Job, LossSpec
+from tightfit.job import DataSpec, Job, LossSpec
 from tightfit.methods import (
     METHODS,
     compile,
@@ -78,12 +80,12 @@ REMOVED, SKIPPED, EXECUTED = range(3)  # what a trace does with blocks that repe
 
 class _RepeatedBlockFailure(Exception):
     """Raised if the model failed because repeated blocks did not run. args[0] says what the next
-    trace does with them: SKIPPED or EXECUTED."""
+    trace has to do with them: SKIPPED (they return their input) or EXECUTED (they run)."""
 
 
 class Profiler:
     """Traces a job's model. Each variant (precision, attention kernel, size of the micro-batch and
-    so on) is traced when it is first needed.
+    so on) is traced only once, when it is first needed.
 
     job      what to train
     device   kind of device to predict for: "cpu" or "cuda"
@@ -95,6 +97,7 @@ class Profiler:
     def __init__(self, job: Job, device: str) -> None:
         self.job, self.device = job, device
         self.batch, self.sample_s = example_batch(job)
+        self.stream_bytes = stream_bytes(job.data, model_input(job)) if isinstance(job.data, DataSpec) else 0.0
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
         self.labelled = label_share(job, self.batch)
@@ -118,8 +121,8 @@ class Profiler:
         return has_complex_parameters(self.job.model)
 
     def ledger(self, plan: Plan) -> Ledger:
-        """Return the base ledger of `plan`, with its precision, kernels and optimizer. The other
-        methods of the plan are not applied.
+        """Return the base ledger of `plan`: the buffers and operations of a step, with the plan's
+        precision, kernels and optimizer. The other methods of the plan are not applied.
 
         The ledger has one micro-batch: all samples that one device processes in a step. Raises
         InputError if the model cannot be traced.
@@ -141,14 +144,19 @@ class Profiler:
             whole_step=self.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
             sample_s=self.sample_s,
+            stream_bytes=self.stream_bytes,
             host_batch=self.device == "cpu",
             dataflow=self.dataflow,
             check_segments=self.try_segments,
         )
 
     def dataflow(self) -> Dataflow:
-        """Return the dataflow graph of a forward; it is traced at the first call. Most repeated
-        blocks of a transformers model are left out of the trace."""
+        """Return the dataflow graph of a forward: which operation computes each tensor from which
+        others. It is traced at the first call. Most repeated blocks of a transformers model are
+        left out of the trace.
+
+        Raises InputError if the model cannot be traced.
+        """
         if self._dataflow is None:
             with self._mode, self._values():
                 model, depth = self._model(torch.float32, False)
@@ -159,8 +167,8 @@ class Profiler:
         return self._dataflow
 
     def try_segments(self) -> None:
-        """Raise InputError if training with `recompute: sqrt` would be refused, because this
-        model's blocks cannot be recomputed in groups. Later calls reuse the result of the first."""
+        """Raise InputError if this model's blocks cannot be recomputed in groups, so that training
+        with `recompute: sqrt` would be refused. Later calls reuse the result of the first."""
         if not self._segments_tried:
             self._segments_tried = True
             try:
@@ -185,8 +193,8 @@ class Profiler:
                 check_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
-        """Return the bytes of one sample on one device. With context parallelism, the device has
-        only its chunks of the sequence."""
+        """Return the bytes of one sample's data on one device. With context parallelism, the device
+        has only its chunks of the sequence."""
         if plan.cp == 1:
             return tensor_bytes(tensors_in(self.batch)) / self.samples
         with self._mode:
@@ -196,10 +204,9 @@ class Profiler:
         """Return the recorded step of one micro-batch, with the plan's precision, attention and
         loss.
 
-        The step is traced with `micro_batch` samples, or interpolated from two sizes that were
-        traced before.
-
-        training  True: forward and backward; False: the forward of an evaluation
+        micro_batch  number of samples. The step is traced with this number, or interpolated from
+                     two other numbers that were traced before
+        training     True: forward and backward; False: the forward of an evaluation
 
         Raises InputError if the model cannot be traced.
         """
@@ -240,16 +247,25 @@ class Profiler:
         return self._fitted_steps[key, small, large]
 
     def _samples_per_chunk(self, plan: Plan) -> int:
-        """Return how many samples fill one chunk of a chunked loss; 0 if the plan has no chunked
-        loss. A micro-batch with fewer samples has one smaller chunk. A micro-batch with more
-        samples has more chunks of the same size."""
+        """Return how many samples fill one chunk of a chunked loss, which computes the logits of
+        one chunk of tokens at a time. Return 0 if the plan has no chunked loss.
+
+        A micro-batch with fewer samples has one smaller chunk. A micro-batch with more samples has
+        more chunks of the same size.
+        """
         if plan.chunked_loss is None:
             return 0
         taken = loss.computed_rows(self.labelled, self.tokens, 1) or self.tokens
         return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
 
     def _cached_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> RecordedStep:
-        """Return a trace. If the same trace was made before, read it from the disk cache."""
+        """Return a trace of one micro-batch. If the same trace was made before, read it from the
+        disk cache.
+
+        key       the options of the plan that need a trace of their own
+        samples   number of samples in the micro-batch
+        training  True: forward and backward; False: the forward of an evaluation
+        """
         model = cache_key(self.job)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
         kernels = self.device == "cuda" and can_generate_kernels()
@@ -269,8 +285,9 @@ class Profiler:
                 raise
 
     def _trace_once(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
-        """Trace once. Raises _RepeatedBlockFailure if the model fails while repeated blocks are
-        removed or skipped."""
+        """Trace one micro-batch of `samples` samples: forward and backward, or only the forward of
+        an evaluation if not `training`. Raises _RepeatedBlockFailure if the model fails while
+        repeated blocks are removed or skipped."""
         values = self._values()
         with fake_process_group(plan.tp * plan.cp), self._mode, values, emulate_device(self.device):
             run, depth = self._build_traced_run(plan)
@@ -309,8 +326,12 @@ class Profiler:
             return RecordedStep(segments, parameters, count, tuple(sorted(values.routing.choices)))
 
     def _build_traced_run(self, plan: Plan) -> tuple[Run, BlockMap]:
-        """Build the job's model and apply the methods with TRACED_FIELDS. Return the run and the
-        model's BlockMap. Call this inside `_mode`."""
+        """Build the job's model and apply the plan's methods that decide which operations run
+        (those with TRACED_FIELDS). Return (run, BlockMap). The BlockMap says which blocks the model
+        lacks because each of them repeats a traced block.
+
+        Call this inside `_mode`, the fake tensor mode.
+        """
         if plan.compile != "none":
             torch.compiler.reset()  # else compilations of earlier traces count against the recompile limit
         run, depth = self._build_model(plan)
@@ -325,8 +346,12 @@ class Profiler:
         return run, depth
 
     def _build_model(self, plan: Plan) -> tuple[Run, BlockMap]:
-        """Build the job's model; with tensor or context parallelism, the part of rank 0. Return a
-        run without data and optimizer, and the model's BlockMap. Call this inside `_mode`."""
+        """Build the job's model; with tensor or context parallelism, the part of rank 0. Return
+        (run, BlockMap). The run has no data and no optimizer. The BlockMap says which blocks the
+        model lacks because each of them repeats another block.
+
+        Call this inside `_mode`, the fake tensor mode.
+        """
         objective = self._objective()
         unset, processor = cast(Any, None), torch.device("cpu")
         model, depth = self._model(materialize.weights_dtype(plan), plan.compile == "model")
@@ -349,13 +374,15 @@ class Profiler:
         return run, depth
 
     def _model(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, BlockMap]:
-        """Return a model that a method may edit, and its BlockMap.
+        """Return (model, BlockMap): the job's model on fake tensors, which a method may edit, and
+        which of its blocks are left out.
 
         A transformers model is created once for each parameter dtype, because creating a deep model
         takes a second. Later calls copy its modules and share its tensors.
 
         dtype  dtype of the parameters
-        whole  keep all blocks; otherwise the repeated blocks of a transformers model are removed
+        whole  whether to keep all blocks; otherwise the repeated blocks of a transformers model are
+               removed
         """
 
         def create(model: Any) -> nn.Module:
@@ -381,9 +408,12 @@ class Profiler:
         return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
 
     def _tensor_parallel_model(self, plan: Plan) -> tuple[nn.Module, BlockMap]:
-        """Return the model as tensor parallelism shards it on rank 0, and its BlockMap. Only its
-        parameters are as in training: context parallelism, sequence parallelism and compile are
-        left out."""
+        """Return (model, BlockMap): the model as tensor parallelism shards it on rank 0, and which
+        of its blocks are left out.
+
+        Use only its parameters: context parallelism, sequence parallelism and compile are not
+        applied.
+        """
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._tensor_parallel_models:
             run, depth = self._build_model(plan.replace(cp=1, sequence_parallel=False, compile="none"))
@@ -391,7 +421,8 @@ class Profiler:
         return self._tensor_parallel_models[key]
 
     def _sized(self, plan: Plan, samples: int) -> Batch:
-        """Return a batch of zeros, shaped like a micro-batch of `samples` samples on one device."""
+        """Return a batch of zeros, shaped like a micro-batch of `samples` samples on one device.
+        With context parallelism, it has only the first rank's chunks of the sequences."""
         batch = zeros_like_batch(self.batch, samples)
         if plan.cp == 1:
             return batch
@@ -408,7 +439,7 @@ class Profiler:
 
     def parameters(self, plan: Plan) -> tuple[Parameter, ...]:
         """Return the parameters and buffers of one device, in the dtypes in which the plan stores
-        them. Only tensor parallelism is applied: the other kinds of sharding are not."""
+        them. Only tensor parallelism shards them: sharding by ZeRO or a pipeline is not applied."""
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
             with fake_process_group(plan.tp), self._mode, FakeValues():
@@ -417,8 +448,9 @@ class Profiler:
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
-        """Return the optimizer's update of each parameter, by name, with the optimizer states and
-        kernels of the plan."""
+        """Return parameter name -> the optimizer's update of this parameter (its optimizer states,
+        temporary bytes and operations), with the plan's kernels and dtypes of states. Raises
+        InputError if a name pattern of the job's parameter groups matches no parameter."""
         fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
         together = optimizer_states.uses_foreach(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
@@ -433,11 +465,16 @@ class Profiler:
         return self._updates[key]
 
     def _in_groups(self, model: nn.Module, depth: BlockMap, updates: dict[str, Update]) -> dict[str, Update]:
-        """Return the updates of the full-depth model, each with the number of its parameter group.
+        """Return parameter name -> update for the full-depth model (with all of its blocks), each
+        update with the index of its parameter group.
 
-        Without groups of the job, a removed block's parameters are in the groups of the block that
-        it repeats. A pattern of the job may match other names there. Raises InputError if a pattern
-        matches nothing.
+        model    the model, perhaps without its repeated blocks
+        depth    maps the model's blocks to those of the full-depth model
+        updates  parameter name -> update, for the parameters of `model`
+
+        If the job has no groups, a removed block's parameters are in the groups of the block that
+        it repeats. If it has groups, its name patterns are matched against the names of removed
+        blocks, too. Raises InputError if a pattern matches nothing.
         """
         expanded = depth.expand(updates, lambda update, name, number: update)
         train = self.job.train
@@ -451,8 +488,8 @@ class Profiler:
         return {name: replace(update, group=numbers[keys[name]]) for name, update in expanded.items()}
 
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
-        """Return the operations on all gradients before the update: unscaling, norm and
-        clipping."""
+        """Return the operations that run on all gradients before the update: dividing by the loss
+        scale (fp16), computing the norm, and clipping."""
         key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
         if key not in self._clippings:
             _, scaled, clip, _ = key
@@ -465,11 +502,12 @@ class Profiler:
 
 
 def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[Parameter, ...]:
-    """Return the parameters and buffers of the full-depth model.
+    """Return a description of each parameter and buffer of the full-depth model (with all of its
+    blocks).
 
     model   the model, perhaps without its repeated blocks
     blocks  name of the list that holds the blocks, from the job; None to find it
-    depth   maps the model's blocks to the full depth
+    depth   maps the model's blocks to those of the full-depth model
     """
     places, numbers = parameter_uses(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
 
@@ -488,10 +526,13 @@ def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[
 
 
 def profile(job: Job, plan: Plan | None = None, device: str = "cpu") -> Ledger:
-    """Return the base ledger of a job on a kind of device ("cpu" or "cuda").
+    """Trace the model of `job`, and return its base ledger: the buffers and operations of a step.
 
-    Of the methods of `plan`, only those that decide which operations run are applied. Raises
-    InputError if the model cannot be traced.
+    plan    of its methods, only those that decide which operations run are applied; None: the
+            reference plan `Plan()`
+    device  kind of device to predict for: "cpu" or "cuda"
+
+    Raises InputError if the model cannot be traced.
     """
     return Profiler(job, device).ledger(plan or Plan())
 

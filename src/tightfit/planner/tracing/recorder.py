@@ -1,7 +1,8 @@
-"""Record one micro-batch on fake tensors as segments of buffers and operations.
+"""Record what one micro-batch does on fake tensors: its allocations, frees and operations, in
+segments (parts of the step, such as the forward of one block).
 
-The profiler calls `trace` and builds a ledger from the result. `Recorder` is a torch dispatch
-mode: it sees every operation, the storages that it allocates, and when these are freed.
+The profiler calls `trace` and builds a ledger from the result. `Recorder` is a torch dispatch mode:
+it sees every operation, the storages that the operation allocates, and when these are freed.
 
 Of each kind of repeated block, only the first two and the last run. A block between them returns
 its input, and the recorder uses the segments of the second block in its place. A deep model
@@ -79,7 +80,8 @@ _SAME_FLOPS = {  # torch has no FLOP formula for its CPU kernels
 
 @dataclass
 class _OpenSegment:
-    """A segment that is being recorded."""
+    """A segment (a part of the step, such as the forward of one block) that is still being
+    recorded. `_closed_segments` converts it to a `Segment`."""
 
     part: str
     phase: str
@@ -97,9 +99,11 @@ class _OpenSegment:
 
 @dataclass(eq=False)
 class _Storage:
-    """A storage while the step is recorded. `_buffer` makes a Buffer of it.
+    """A storage while the step is recorded. `_buffer` converts it to a `Buffer`, whose fields have
+    the same meaning.
 
-    sources  if a product, cast or sum in backward made the storage: the storages of its inputs
+    sources  if a matrix product, cast or sum in backward allocated the storage: the storages of its
+             inputs
     """
 
     size: int
@@ -114,10 +118,11 @@ class _Storage:
 
 @dataclass(eq=False)
 class _BlockInput:
-    """A tensor argument of a block while the step is recorded.
+    """A tensor argument of a block while the step is recorded. `_to_given` converts it to a
+    `BlockInput`.
 
     path          position among the block's arguments
-    size          bytes
+    size          bytes of the tensor
     storage       the argument's storage if this step allocated it, else None
     has_gradient  whether backward has computed a gradient of the argument
     """
@@ -157,25 +162,31 @@ class Recorder(StorageMode[_Storage]):
         self._hooks: list[Any] = []
 
     def see_kernel(self, bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
-        """Record a generated kernel that reads and writes `bytes_accessed` bytes. The kernel's
-        FLOPs are not counted.
+        """Record one operation: a kernel that the compiler generated. Its FLOPs are not counted.
 
-        kind  name of the recorded operation
+        bytes_accessed  bytes that the kernel reads and writes
+        dtype           dtype that it computes in
+        kind            name of the recorded operation
         """
         name = str(dtype).removeprefix("torch.")
         self.program[-1].operations.append(Operation(kind, name, BatchLinear(), BatchLinear(float(bytes_accessed))))
 
     def mark_existing(self, tensors: Any) -> None:
         """Mark tensors that exist before the step, such as parameters. Their storages are not
-        recorded, because the ledger has rows of their own for them."""
+        recorded, because the ledger counts them in rows of their own.
+
+        tensors  tensors in any nested structure of lists and dicts
+        """
         self._existing.update(keys_of(tensors_in(tensors)))
 
     def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None:
-        """Begin a segment of the forward.
+        """Begin a segment of the forward: operations, allocations and frees are recorded in it
+        until the next segment begins.
 
         part     "block", "between" (after a block) or another name
         block    number of the block; for part "between", number of the block that ran before
-        copy_of  for a skipped block: number of the block whose segments are copied
+        copy_of  for a skipped block: number of the block whose segments are copied; None for a
+                 block that runs
         """
         first = next_sequence_number()
         opened = _OpenSegment(part, self.phase, block, self._calls[part, block], first, copy_of)
@@ -184,8 +195,8 @@ class Recorder(StorageMode[_Storage]):
         self.program.append(opened)
 
     def note_inputs(self, arguments: Any) -> None:
-        """Record the tensors that a block is called with. If this step allocated their storages,
-        record these as well."""
+        """Record the tensors among `arguments`, with which a block is called, in the current
+        segment. Also record their storages if this step allocated them."""
         segment = self.program[-1]
         leaves = tree_flatten_with_path(arguments)[0]
         tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
@@ -198,8 +209,8 @@ class Recorder(StorageMode[_Storage]):
                 tensor.register_hook(given.note_gradient)
 
     def end_forward(self) -> None:
-        """End the forward. Storages that the forward allocated and that are still alive count as
-        activations."""
+        """End the forward. Storages that the forward allocated and that are still alive are counted
+        as activations, because they are saved for backward."""
         for seen in self.notes_of(self._made_in_forward):
             seen.row = "activations"
         self._made_in_forward.clear()
@@ -218,25 +229,25 @@ class Recorder(StorageMode[_Storage]):
         self._enter_backward(-1)
 
     def mark_saved(self, tensor: Tensor) -> Tensor:
-        """Note that autograd saves `tensor` in the current segment. Pack hook of
-        saved_tensors_hooks."""
+        """Record in the current segment that autograd saves `tensor` for backward, and return the
+        tensor without its graph. This is the pack hook that is passed to `saved_tensors_hooks`."""
         segment = self.program[-1]
         segment.needed = len(segment.events), len(segment.operations)
         segment.kept.update(self.notes_of(keys_of([tensor])))
         return tensor.detach()
 
     def deduplicate_loop(self, of: Sequence[int]) -> Iterator[int]:
-        """Yield the indices of a loop of equal iterations, but only the first two and the last. The
-        events and operations of the second iteration are recorded again for every iteration that is
-        left out.
+        """Yield the indices for a loop of equal iterations, but only the first two and the last, to
+        save time. For every iteration that is left out, the events and operations of the second
+        iteration are recorded once more.
 
         Example: a loop of 10 iterations runs iterations 0, 1 and 9. What iteration 1 recorded is
-        repeated 7 times.
+        recorded another 7 times.
 
         All indices are yielded if the second iteration allocates a buffer that it does not free, or
         frees a buffer that it did not allocate.
 
-        of  the iterations' indices
+        of  the indices of all iterations
         """
         if len(of) <= 3:
             yield from of
@@ -264,10 +275,11 @@ class Recorder(StorageMode[_Storage]):
             self.program[-1].events.append((seen, 0))
 
     def _enter_backward(self, position: int) -> None:
-        """Begin the backward of the forward segment at `position`. First add the backward segments
-        of the skipped blocks that come after this segment in the forward.
+        """Begin to record a backward segment: the backward of the forward segment
+        `segments[position]`. With -1, end the backward.
 
-        position  index into `segments`; -1 at the end of backward
+        Skipped blocks run no backward of their own. So first add the backward segments of the
+        skipped blocks between this segment and the last one that was begun.
         """
         for between in range(self._lowest - 1, position, -1):
             passed = self.segments[between]
@@ -356,8 +368,12 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
 
 
 def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
-    """Return the share of its model FLOPs that an operation computes. The share is below 1 for
-    attention with a causal mask, whose kernels skip the masked pairs of queries and keys."""
+    """Return which share of its model FLOPs an operation really computes. It is 1, except for
+    attention with a causal mask, whose kernels skip the masked pairs of queries and keys.
+
+    name          the operation's name, such as "aten.mm"
+    args, kwargs  the arguments with which it is called
+    """
     if name not in _ATTENTION:
         return 1.0
     names = [argument.name for argument in schema_of(func).arguments]
@@ -372,8 +388,10 @@ def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Return the number of (query, key) pairs that a causal mask permits, if the first query
-    attends to the first key only.
+    """Return the number of (query, key) pairs that a causal mask permits. Query number i attends to
+    the keys 0 to i.
+
+    queries, keys  the numbers of queries and of keys
 
     With s queries and s keys: s (s + 1) / 2. Example: 4 queries and 4 keys give 10 of 16 pairs.
     """
@@ -382,9 +400,13 @@ def causal_pairs(queries: int, keys: int) -> int:
 
 
 def _with_heads_of_query(name: str, args: Any) -> Any:
-    """Return attention's arguments with as many key and value heads as query heads. torch 2.11's
-    FLOP formulas refuse fewer key and value heads (grouped-query attention). Keys and values are
-    replaced by shapes, because the formulas read only shapes."""
+    """Return the arguments `args` of an attention operation with the shapes of its keys and values
+    in place of these tensors. The shapes have as many heads as the query. Return the arguments of
+    other operations (`name`) unchanged.
+
+    torch 2.11's FLOP formulas read only shapes, and refuse fewer key and value heads than query
+    heads (grouped-query attention).
+    """
     if not name.startswith("aten._scaled_dot_product_"):
         return args
     at = name.endswith("_backward")
@@ -394,8 +416,8 @@ def _with_heads_of_query(name: str, args: Any) -> Any:
 
 
 def _tensor_bytes_accessed(tensor: Tensor) -> int:
-    """Return the bytes that a tensor's elements occupy in memory. An expanded dimension (stride 0)
-    counts as one element."""
+    """Return the bytes that a tensor's elements occupy in memory. A dimension that was expanded
+    (stride 0) counts as one element, because its elements are the same memory."""
     count = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
         count *= size if stride else 1
@@ -403,9 +425,13 @@ def _tensor_bytes_accessed(tensor: Tensor) -> int:
 
 
 def _product_sizes(name: str, args: Any) -> tuple[BatchLinear, ...]:
-    """Return (batches, rows, columns, depth) of a matrix product: `batches` products of (rows,
-    depth) x (depth, columns). For attention, they are the sizes of query x key. For other
-    operations, the tuple is empty."""
+    """Return (batches, rows, columns, depth) of an operation that is a matrix product: `batches`
+    products of (rows, depth) x (depth, columns). For attention, they are the sizes of query x key.
+    For other operations, the tuple is empty.
+
+    name  the operation's name, such as "aten.mm"
+    args  the arguments with which it is called
+    """
     if name in _ATTENTION:
         query, key = args[_ATTENTION[name] : _ATTENTION[name] + 2]
         found = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2], query.shape[3])
@@ -430,17 +456,18 @@ def trace(
     removed: Mapping[int, int] | None = None,
     run_all: bool = False,
 ) -> tuple[Segment, ...]:
-    """Record one micro-batch of fake tensors: forward and backward, or the forward of an
-    evaluation.
+    """Record what one micro-batch of fake tensors does, and return it as segments, in the order in
+    which they ran.
 
     model     a model whose parameters and buffers are fake tensors
     loss_sum  function of a batch that returns its summed loss
     batch     the micro-batch
     blocks    the model's blocks, in order, without those that were removed
-    training  True: forward and backward; False: a forward that saves nothing for backward
+    training  True: forward and backward; False: the forward of an evaluation, which saves nothing
+              for backward
     removed   number of each block that was removed from the model -> number of the block that it
               repeats
-    run_all   run all blocks, repeated ones included
+    run_all   whether to run all blocks; otherwise repeated blocks are skipped
 
     Afterwards all gradients are None, and the model is otherwise unchanged.
     """
@@ -477,8 +504,9 @@ def trace(
 
 
 def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
-    """Convert the recorded segments to Segments. A segment of a skipped block gets the timeline of
-    the block that it copies. Segments without events and operations are dropped."""
+    """Convert recorded segments to `Segment` objects, in the same order. A segment of a skipped
+    block gets the timeline (allocations, frees and operations) of the block that it copies.
+    Segments without events and operations are dropped."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
     closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in program:
@@ -506,8 +534,8 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
 
 
 def _describe_gradient(seen: _Storage, parameter: str) -> None:
-    """Note which parameter's gradient a storage holds, and the product, cast or sum that computed
-    it.
+    """Record in `seen` that this storage holds the gradient of `parameter` (a name), and from which
+    storages the matrix product, cast or sum in backward computed it.
 
     Example: fp32 weights under bf16 autocast. The weight gradient is a cast of the bf16 product
     grad_output.T @ input, so its operands are the storages of grad_output and input.
@@ -538,7 +566,7 @@ def _to_given(one: _BlockInput) -> BlockInput:
 
 
 def recorded_segments(recorder: Recorder) -> tuple[Segment, ...]:
-    """Return the segments that a recorder has recorded, in the order in which they ran."""
+    """Return the segments that `recorder` has recorded, in the order in which they ran."""
     return _closed_segments(recorder.program)
 
 

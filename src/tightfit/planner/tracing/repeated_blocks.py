@@ -37,13 +37,15 @@ Value = TypeVar("Value")
 
 
 def representatives(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, int]:
-    """Return the representative of each repeated block: number of the block -> number of the second
-    block of its kind.
+    """Return which block represents each repeated block: number of the repeated block -> number of
+    the second block of its kind. Blocks are of the same kind if they have the same modules and
+    shapes.
 
     Only the blocks between the second and the last block of a kind have a representative.
 
-    lists  for each block, the path of the list that contains it; blocks of different lists are then
-           of different kinds. None: lists are not compared
+    blocks  the model's blocks, in order
+    lists   for each block, the dotted name of the list that contains it, such as "model.layers";
+            blocks of different lists are then of different kinds. None: lists are not compared
 
     Example: five equal blocks give {2: 1, 3: 1}.
     """
@@ -64,9 +66,10 @@ def _kind(block: nn.Module) -> Any:
 
 @dataclass(frozen=True)
 class BlockMap:
-    """Maps the blocks of a model without its repeated blocks to the blocks of the full-depth model.
+    """Says which blocks of the user's model were removed before a trace, and which remaining block
+    each of them repeats.
 
-    names    names of all blocks, in order, removed blocks included
+    names    names of all blocks of the user's model, in order, removed blocks included
     removed  number of each removed block -> number of the block that it repeats
     """
 
@@ -79,14 +82,15 @@ class BlockMap:
         return [number for number in range(len(self.names)) if number not in self.removed]
 
     def expand(self, named: dict[str, Value], another: Callable[[Value, str, int], Value]) -> dict[str, Value]:
-        """Expand values by name (parameters, updates) to the full depth, in the order of the full
-        model.
+        """Return values by name (of parameters or updates) for the user's entire model, in its
+        order. The values of removed blocks are made from those of the blocks that they repeat.
 
-        named    values of the remaining blocks and of the rest of the model, by dotted name
+        named    dotted name -> value, for the remaining blocks and the rest of the model
         another  function of (value, new name, number of the removed block) that returns the value
                  for the removed block
 
-        Example: "layers.1.weight" also gives the values of "layers.2.weight" to "layers.30.weight".
+        Example: if layers 2 to 30 were removed and repeat layer 1, the value of "layers.1.weight"
+        also gives the values of "layers.2.weight" to "layers.30.weight".
         """
         if not self.removed:
             return named
@@ -110,13 +114,15 @@ class BlockMap:
 def create_without_repeated_blocks(
     spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], whole: bool
 ) -> tuple[nn.Module, BlockMap]:
-    """Create a transformers model without its repeated blocks. Return the model and its BlockMap.
+    """Create a transformers model without its repeated blocks. Return (model, BlockMap). The
+    BlockMap says which blocks the model lacks, and which block each of them repeats.
 
     If the configuration states the number of blocks and all are of one kind, the repeated blocks
-    are never created.
+    are never created. Otherwise they are removed afterwards.
 
-    create  function that creates a model from its spec
-    whole   keep all blocks
+    spec    the job's description of the model
+    create  function that creates a model from such a description
+    whole   whether to keep all blocks
     """
     few = None if whole else with_fewer_blocks(spec, FEW_BLOCKS)
     if few is not None:
@@ -130,9 +136,14 @@ def create_without_repeated_blocks(
 
 
 def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> BlockMap | None:
-    """Reduce a model with FEW_BLOCKS blocks to three and return the BlockMap from these to the full
-    depth of `count` blocks. Returns None if the model has further blocks, or if its blocks are not
-    all of one kind."""
+    """Reduce a model that was created with only FEW_BLOCKS (4) blocks to three blocks: the first
+    two and the last of a model with `count` blocks. Return the BlockMap, which says that the second
+    one also represents all blocks in between.
+
+    name  name of the list that contains the blocks; None to find it
+
+    Returns None if the model has further blocks, or if its blocks are not all of one kind.
+    """
     few = remove_repeated_blocks(model, name)
     lists = {path.rpartition(".")[0] for path in few.names}
     if len(few.names) != FEW_BLOCKS or len(few.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
@@ -146,7 +157,8 @@ def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Blo
 
 
 def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
-    """Remove the repeated blocks of a transformers model, in place. Return the model's BlockMap.
+    """Remove the repeated blocks of a transformers model, in place. Return the BlockMap, which says
+    which blocks were removed.
 
     Nothing is removed if the config names layers of different types, if blocks share parameters, or
     if the blocks are not in a ModuleList.
@@ -180,7 +192,7 @@ def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
 
 
 class SegmentRecorder(Protocol):
-    """What `record_blocks` needs of a recorder. `recorder.Recorder` implements it."""
+    """The methods that `record_blocks` calls on a recorder. `recorder.Recorder` implements them."""
 
     def begin_segment(self, part: str, block: int | None = None, copy_of: int | None = None) -> None: ...
 
@@ -199,14 +211,14 @@ class _NoRecorder:
 def record_blocks(
     blocks: list[nn.Module], recorder: SegmentRecorder, removed: Mapping[int, int] | None = None, run_all: bool = False
 ) -> Iterator[None]:
-    """Inside this context, each call of a block is recorded as a segment, and repeated blocks are
-    skipped.
+    """Return a context manager. Inside it, each call of a block is recorded as a segment of its
+    own, and repeated blocks are skipped: they return their input.
 
     blocks    the model's blocks, in order, without those that were removed
     recorder  its methods are called when a segment begins and when a block's inputs are known
     removed   number of each block that was removed from the model -> number of the block that it
               repeats; segments are recorded for removed blocks as well
-    run_all   skip no block
+    run_all   True: run repeated blocks as well, instead of skipping them
     """
     absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
@@ -233,15 +245,21 @@ def record_blocks(
 
 @contextmanager
 def skip_repeated_blocks(blocks: list[nn.Module]) -> Iterator[None]:
-    """Inside this context, repeated blocks return their input without computing. Nothing is
-    recorded."""
+    """Return a context manager. Inside it, repeated blocks return their input without computing.
+    Nothing is recorded.
+
+    blocks  the model's blocks, in order
+    """
     with record_blocks(blocks, _NoRecorder()):
         yield
 
 
 class _RecordedForward:
-    """Replaces the forward of a block. A call runs the block as a segment. It skips the block if
-    the block's representative was called with inputs of the same shapes and dtypes."""
+    """Replaces the `forward` of a block. A call records the block as a segment of its own.
+
+    The block is skipped if it is a repeated block and its representative (an equal block that ran
+    before) was called with inputs of the same shapes and dtypes.
+    """
 
     def __init__(
         self,
@@ -272,8 +290,8 @@ class _RecordedForward:
         return output
 
     def _copy_segments(self, number: int, copy_of: int) -> None:
-        """Begin the segments of a block that does not run, as copies of the segments of its
-        representative."""
+        """Tell the recorder that block `number` does not run, and that its segments are copies of
+        those of block `copy_of`, its representative."""
         self.recorder.begin_segment("block", number, copy_of=copy_of)
         self.recorder.begin_segment("between", number, copy_of=copy_of)
 
@@ -285,12 +303,13 @@ def _describe(leaf: Any) -> Any:
 
 
 def _describe_call(arguments: Any, output: Any) -> Any:
-    """Return what `_output_without_running` has to know of a call: descriptions of its inputs, the
-    structure of its output, and two lists with an entry for each leaf of the output.
+    """Describe a call of a block, so that `_output_without_running` can make the output of an equal
+    call.
 
-    The first list has the position of an input that is this tensor, or else has the same shape and
-    dtype; None if there is no such input. The second list has the leaf itself if it is not a
-    tensor.
+    Returns (descriptions of the inputs, structure of the output, sources, constants). The last two
+    are lists with an entry for each leaf of the output. For a tensor, `sources` has the position of
+    an input that is this tensor, or else has the same shape and dtype; None if there is no such
+    input. For another leaf, `constants` has the leaf itself.
     """
     inputs = tree_leaves(arguments)
     leaves, tree = tree_flatten(output)
@@ -315,14 +334,14 @@ def _constant(leaf: Any) -> Any:
 
 
 def _output_without_running(known: Any, inputs: list[Any]) -> tuple[Any] | None:
-    """Return the output of a skipped block, in a tuple of one element. Its tensors are taken from
-    the block's inputs.
+    """Return the output of a skipped block, in a tuple of one element. Its tensors are tensors of
+    the block's inputs, with the right shapes and dtypes.
+
+    known   what `_describe_call` returned for the call of an equal block that ran
+    inputs  leaves of the skipped block's arguments
 
     Returns None if the inputs differ from those of the known call, or if an output tensor has the
     shape and dtype of no input.
-
-    known   what `_describe_call` returned for the call of the representative
-    inputs  leaves of the skipped block's arguments
     """
     described, tree, sources, constants = known
     if [_describe(leaf) for leaf in inputs] != described:

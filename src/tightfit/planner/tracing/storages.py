@@ -1,4 +1,5 @@
-"""Storages of tensors, and a torch dispatch mode that follows each one until it is freed.
+"""Find the storages of tensors, and follow each storage until it is freed, with a torch dispatch
+mode.
 
 `recorder.Recorder` and `live_storages.StorageTracker` are such modes. The first records the
 operations of a trace, the second adds up the live bytes of a step.
@@ -32,7 +33,8 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
     """A dispatch mode that follows storages by weak references, on real or fake tensors.
 
     A subclass implements `run_operation`, and calls `follow` for each new storage. The mode calls
-    `record_free` when a storage is freed. A Note is what the subclass remembers of a storage.
+    `record_free` when a storage is freed. `Note` is the type of the object that the subclass
+    remembers for a storage.
     """
 
     def __init__(self) -> None:
@@ -42,9 +44,9 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: torch traces compiled regions below this mode. The mode sees the operations
-        of a region when they run; on fake tensors, it sees the kernels that compilation is expected
-        to make."""
+        """Return True, so that torch turns this mode off while torch.compile compiles a region. The
+        mode then sees only the operations that a compiled region runs. On fake tensors, they are
+        the kernels that the compiler is expected to generate."""
         return True
 
     def run_operation(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -56,14 +58,13 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
         raise NotImplementedError
 
     def follow(self, storage: torch.UntypedStorage, note: Note) -> None:
-        """Keep `note` until `storage` is freed, then pass it to `record_free`."""
+        """Remember `note` for `storage`. When the storage is freed, pass the note to
+        `record_free`."""
         self._live[id(storage)] = note, weakref.ref(storage, partial(self._end, id(storage)))
 
     def notes_of(self, keys: Iterable[int]) -> list[Note]:
-        """Return the notes of those storages that are followed and not freed yet.
-
-        keys  ids of storages
-        """
+        """Return the notes of the storages with these ids (`id(storage)`). Storages that are not
+        followed or already freed are left out."""
         return [self._live[key][0] for key in keys if key in self._live]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,15 +81,19 @@ class StorageMode(TorchDispatchMode, Generic[Note]):
 
 
 def backward_node() -> int:
-    """Return the sequence number of the autograd node that runs. It is at least ACCUMULATES if the
-    node belongs to no operation of the forward, or if no node runs."""
+    """Return the sequence number of the autograd node that is running in backward. torch numbers
+    nodes in the order in which the forward creates them.
+
+    The number is at least ACCUMULATES if the node belongs to no operation of the forward, or if no
+    node runs.
+    """
     number = running_sequence_number()
     return ACCUMULATES if number is None else number
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages that contain a tensor's bytes. For a tensor subclass (such as DTensor)
-    these are the storages of its inner tensors, for a sparse tensor those of its indices and
+    """Yield the storages that contain a tensor's bytes. For a tensor subclass (such as DTensor),
+    they are the storages of its inner tensors; for a sparse tensor, those of its indices and
     values."""
     if is_traceable_wrapper_subclass(tensor):
         for inner in map(partial(getattr, tensor), tensor.__tensor_flatten__()[0]):
@@ -102,7 +107,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def keys_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the ids of the storages of `tensors`, each id once."""
+    """Return the ids (`id(storage)`) of the storages of `tensors`, each id once."""
     return list(dict.fromkeys(id(storage) for tensor in tensors for storage in storages_of(tensor)))
 
 

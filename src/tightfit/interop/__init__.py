@@ -1,0 +1,1 @@
+"""Advice for users of other tools' training loops."""
