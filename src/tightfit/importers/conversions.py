@@ -315,8 +315,8 @@ def existing(value: Any, folder: Path) -> Any:
 
 
 def switched_on(value: Any) -> bool | Lacks:
-    """Return true for true. false switches the feature off in the other tool: then tightfit's field
-    is left out (Lacks, with the reason)."""
+    """Return true if the feature is on. If it is off, tightfit's field is left out (Lacks, with the
+    reason)."""
     return True if flag(value) else Lacks("it is off", is_lost=False)
 
 
