@@ -728,6 +728,7 @@ OUTCOMES: dict[str, dict[str, str]] = {
         "loraplus_lr_ratio": "mapped",
         "lora_modules_to_save": "no counterpart",
         "lora_qkv_kernel": "not needed",
+        "datasets": "mapped",
         "early_stopping_patience": "mapped",
     },
     "axolotl/dora_template.yaml": {

@@ -3,6 +3,7 @@ adapters are what the files say."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typer.testing import CliRunner
 from tests.models.test_pretrained import TEMPLATE, write_pretrained
 from tightfit.cli import app
 from tightfit.data import open_samples
+from tightfit.errors import InputError
 from tightfit.importers.importing import IMPORTERS, Imported, file_texts, import_content, import_file
+from tightfit.importers.mapping import Importer
 from tightfit.job import Job, LoraSpec, ModelSpec
 from tightfit.models import model_factory
 
@@ -218,7 +221,7 @@ def test_the_text_of_a_template_becomes_a_file(folder: Path) -> None:
     "content",
     [
         CASES["axolotl-chat"][0],
-        CASES["llama-factory-chats"][0],
+        {**CASES["llama-factory-chats"][0], "quantization_bit": 4},
         pytest.param(CASES["torchtune-instruct"][0], marks=pytest.mark.slow),
         pytest.param({**SFT, "assistant_only_loss": True, "dataset_name": "saved"}, marks=pytest.mark.slow),
     ],
@@ -239,6 +242,7 @@ def test_explain_reads_the_imported_job(content: dict[str, Any], folder: Path, t
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "LoRA of rank 4" in result.output
+    assert ("in 4 bits" in result.output) == ("quantization_bit" in content)
 
 
 CONTRADICTIONS: list[tuple[str, dict[str, Any], str]] = [
@@ -273,3 +277,26 @@ def test_json_that_is_one_list_is_named(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump({**AXOLOTL, "datasets": [{"path": "rows.json", "type": "completion"}]}))
     imported = import_file(path)
     assert any("rows.json as JSON lines" in sentence for sentence in imported.to_do)
+
+
+ODD: list[Any] = [True, 0, 3, 0.5, "", "x", "a.json", [], [1, "x"], ["x"], {"a": 1}, {"a": ["b"]}, None]
+KEYS = ("type", "path", "data_files", "name", "split", "field", "field_messages", "message_property_mappings", "roles")
+KEYS += ("roles_to_train", "chat_template", "chat_template_jinja", "ds_type", "train_on_eos")
+INFO = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "split", "subset", "ranking")
+
+
+def test_no_data_set_ends_in_a_traceback() -> None:
+    importers = {one.name: one for one in IMPORTERS}
+    for value in ODD:
+        for key in KEYS:
+            one = {"path": "a.jsonl", "field_messages": "turns", **CHAT, key: value}
+            refuse_or_import(importers["axolotl"], {**AXOLOTL, "datasets": [one, {"path": "b", "type": "alpaca"}]})
+        for key in INFO:
+            info = {"a": {"file_name": "a.json", "formatting": "sharegpt", key: value}}
+            refuse_or_import(importers["llama-factory"], {**LLAMA_FACTORY, "dataset": "a", "dataset_dir": info})
+
+
+def refuse_or_import(importer: Importer, content: dict[str, Any]) -> None:
+    """Import a content, which may be refused with an InputError and with no other error."""
+    with contextlib.suppress(InputError):
+        import_content(importer, content, "file")

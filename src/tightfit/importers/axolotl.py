@@ -678,7 +678,8 @@ def _source(draft: Draft, one: dict[str, Any]) -> Source:
 
 def _loss(draft: Draft, sets: list[dict[str, Any]], sources: list[Source]) -> None:
     """Set data.loss_on from train_on_inputs and the roles_to_train of the data sets."""
-    roles = {tuple(_known_roles(one, one.get("roles_to_train", ["assistant"]))) for one in sets if _format_of(one)}
+    chats = [one for one in sets if _format_of(one) in ("messages", "sharegpt")]
+    roles = {tuple(_known_roles(one, one.get("roles_to_train", ["assistant"]))) for one in chats}
     value: str | list[str] = "response"
     if draft.parts.get("train_on_inputs"):
         value = "all"
@@ -694,13 +695,21 @@ def _loss(draft: Draft, sets: list[dict[str, Any]], sources: list[Source]) -> No
     elif len(roles) > 1:
         draft.contradict("the data sets have different roles_to_train, but data.loss_on holds for all sources")
         draft.drop("data.loss_on")
-    data.set_loss(draft, "train_on_inputs", sources, value, "train_on_inputs", False)
+    if isinstance(value, list):
+        draft.fields["data.loss_on"] = value
+        draft.remark("datasets", f"data.loss_on: {value}")
+    else:
+        data.set_loss(draft, "train_on_inputs", sources, value, "train_on_inputs", False)
 
 
 def _known_roles(one: dict[str, Any], roles: Any) -> list[str]:
+    """Return tightfit's names of the roles that are trained on in a data set, such as assistant for
+    gpt. The data set's own names come first."""
     own = one.get("roles")
-    names = {source: role for role, sources in own.items() for source in sources} if isinstance(own, dict) else _ROLES
-    return [names.get(str(role), str(role)) for role in roles or []]
+    own = own if isinstance(own, dict) else {}
+    names = {str(source): role for role, sources in own.items() if isinstance(sources, list) for source in sources}
+    given = roles if isinstance(roles, list) else [roles] if roles else []
+    return [str((names or _ROLES).get(str(role), role)) for role in given]
 
 
 def _template(draft: Draft, chats: list[dict[str, Any]]) -> None:
@@ -714,7 +723,7 @@ def _template(draft: Draft, chats: list[dict[str, Any]]) -> None:
         return
     written = draft.parts.get("template_text")
     shared = "jinja" if written else draft.parts.get("template")
-    named = {(one.get("chat_template") or one.get("conversation") or shared, _text_of(one, written)) for one in chats}
+    named = {(_template_of(one, shared), _text_of(one, written)) for one in chats}
     if len(named) > 1:
         draft.contradict("the data sets have different chat templates, but data.chat_template holds for all sources")
         draft.drop("data.chat_template")
@@ -738,30 +747,31 @@ def _template(draft: Draft, chats: list[dict[str, Any]]) -> None:
         draft.to_do.append(f"chat_template is {name}: {data.OTHER_TEMPLATE}, unless the tokenizer has it")
 
 
+def _template_of(one: dict[str, Any], shared: Any) -> str | None:
+    found = one.get("chat_template") or one.get("conversation") or shared
+    return str(found) if found else None
+
+
 def _text_of(one: dict[str, Any], shared: Any) -> str | None:
     found = one.get("chat_template_jinja") or shared
     return str(found) if found else None
 
 
 def _packing(draft: Draft, is_pretraining: bool) -> None:
+    """Set data.packing. Two of the keys count only for a pretraining_dataset."""
     parts = draft.parts
-    is_packed, is_joined = parts.get("packing"), is_pretraining and parts.get("concatenation")
-    value = "separate" if is_packed else "padded"
-    if is_packed and is_pretraining and parts.get("packing_apart") is False:
-        value = "packed"
-    elif is_packed:
-        draft.settle("concatenation", "not needed", "sample_packing is on")
-    elif is_joined:
-        value = "packed"
+    decides, value = "packing", "separate" if parts.get("packing") else "padded"
+    if is_pretraining and parts.get("packing") and parts.get("packing_apart") is False:
+        decides, value = "packing_apart", "packed"
+    elif is_pretraining and parts.get("concatenation") and not parts.get("packing"):
+        decides, value = "concatenation", "packed"
         draft.settle("packing", "not needed", "it is off, and pretraining_sample_concatenation is on")
-    if value != "packed" or not is_packed:
-        draft.settle("packing_apart", "not needed", "it is for a packed pretraining_dataset")
-    if not is_joined and not is_packed:
-        draft.settle("concatenation", "not needed", "it is for a pretraining_dataset")
-    if is_joined and not is_packed:
+    for part in {"packing_apart", "concatenation"} - {decides}:
+        draft.settle(part, "not needed", "sample_packing decides it")
+    if decides in parts:
         draft.fields["data.packing"] = value
     else:
-        data.set_packing(draft, "packing", value, "sample_packing", False)
+        draft.assume("sample_packing", False, "data.packing", value)
 
 
 def _adapters(draft: Draft) -> None:

@@ -92,9 +92,7 @@ def has_format(sources: Sequence[Source]) -> bool:
     return any("format" in one for one in sources)
 
 
-def set_loss(
-    draft: Draft, part: str, sources: Sequence[Source], value: str | list[str], key: str, default: Any
-) -> None:
+def set_loss(draft: Draft, part: str, sources: Sequence[Source], value: str, key: str, default: Any) -> None:
     """Set data.loss_on, if the rows have a format. Otherwise, all tokens count in the loss.
 
     part     the part of the tool's key that decides it
@@ -134,8 +132,8 @@ def name_json_arrays(draft: Draft) -> None:
     sources = [*draft.fields.get("data.sources", ()), {"jsonl": draft.fields.get("data.jsonl")}]
     for source in sources:
         files = source.get("jsonl")
-        for file in [files] if isinstance(files, str) else files or []:
-            if _begins_with_bracket(Path(str(file))):
+        for file in files if isinstance(files, list) else [files]:
+            if isinstance(file, str) and _begins_with_bracket(Path(file)):
                 draft.to_do.append(f"write {file} as JSON lines, with one row in each line: it is one list of rows")
 
 
