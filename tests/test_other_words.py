@@ -19,7 +19,7 @@ SECTIONS: dict[str, list[str]] = {
     "plan": Plan.field_names(),
     "data": DataSpec.field_names(),
     "evaluate": Evaluation.field_names(),
-    "model": ["from"],
+    "model": ["from", "lora"],
 }
 
 
