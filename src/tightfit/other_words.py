@@ -12,6 +12,7 @@ from __future__ import annotations
 _BATCH = "train.batch, the samples of one step on all devices, with plan.micro_batch, the samples of one forward"
 _SHARDED = "plan.zero: 1, 2 or 3; tightfit import reads a file of that tool"
 _PRECISION = "plan.precision: {0}-mixed or {0}-true, and allow: [{0}]"
+_QLORA = "model.lora.quantize: nf4"
 _WARMUP = "train.warmup, a number of steps"
 
 FIELDS = {
@@ -109,6 +110,10 @@ FIELDS = {
     "dataloader_pin_memory": "plan.pin_memory",
     "model_name_or_path": "model: {from: folder}",
     "base_model": "model: {from: folder}",
+    "load_in_4bit": _QLORA,
+    "bnb_4bit_quant_type": _QLORA,
+    "quantization_bit": _QLORA,
+    "quantize_base": _QLORA,
     "seq_len": "data.sequence_length",
     "sequence_len": "data.sequence_length",
     "max_seq_len": "data.sequence_length",

@@ -49,6 +49,10 @@ def _has_lora(job: Job) -> bool:
     return isinstance(job.model, ModelSpec) and job.model.lora is not None
 
 
+def _quantizes(job: Job) -> bool:
+    return isinstance(job.model, ModelSpec) and job.model.lora is not None and job.model.lora.quantize is not None
+
+
 def _gathers(plan: Plan, device: str) -> bool:
     """Return whether each block's parameters are in device memory only while the block computes:
     gathered by ZeRO-3, or copied from host memory. `device` is "cpu" or "cuda"."""
@@ -100,6 +104,11 @@ RULES = (
         "tensor parallelism and float8 replace plain linear layers, and model.lora puts adapters around them",
         lambda plan, job, device: (plan.tp == 1 and plan.float8 == "none") or not _has_lora(job),
         "use tp: 1 and float8: none; zero: 3 and pp also divide a model with adapters",
+    ),
+    Rule(
+        "model.lora.quantize makes 4-bit layers of full weights in host memory, before the model moves to its device",
+        lambda plan, job, device: plan.materialize == "host" or not _quantizes(job),
+        "use materialize: host",
     ),
     Rule(
         "zero-bubble delays the gradients of weights, and float8 layers compute them at once",

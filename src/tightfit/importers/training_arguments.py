@@ -32,10 +32,10 @@ from tightfit.importers.conversions import (
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
 from tightfit.importers.reading import read_settings
 
-LORA = "adapters are not translated; add them to the job, such as model.lora: {rank: 16}"
+LORA = "adapters are not translated; add them to the job, such as model.lora: {rank: 16}, with quantize: nf4 for QLoRA"
 CHAT = "prompts are not translated; set data.format (prompt-response, messages, alpaca or sharegpt) in the job"
 PREFERENCES = "tightfit has no training on preferences or rewards (DPO, KTO, PPO, GRPO, ORPO)"
-QUANTIZED = "tightfit does not load quantized weights for training"
+QUANTIZED = "tightfit quantizes the weights itself: for QLoRA, add model.lora: {quantize: nf4} to the job"
 MASKED = "tightfit computes the loss over all tokens of a text"
 TOKENIZER = "tightfit uses the tokenizer unchanged"
 HUB = "tightfit does not upload"

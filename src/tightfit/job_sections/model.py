@@ -30,6 +30,9 @@ class LoraSpec(Value):
         'patterns such as "*.mlp.*"',
     )
     dora: bool = Field(False, description="also train the magnitude of each output of a layer (DoRA)")
+    quantize: Literal["nf4"] | None = Field(
+        None, description="nf4: store the frozen linear layers, all but the output layer, in 4 bits (QLoRA)"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -39,12 +42,21 @@ class LoraSpec(Value):
                 f"is {self.targets!r}, which names nothing",
                 "use all-linear, or [q_proj, v_proj]",
             )
+        if self.dora and self.quantize:
+            raise InputError(
+                "job: model.lora.dora",
+                "needs the full weights, and model.lora.quantize stores them in 4 bits",
+                "leave out dora or quantize",
+            )
         return self
 
     def __str__(self) -> str:
         where = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
-        return f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}"
+        stored = f", frozen layers in 4 bits ({self.quantize})" if self.quantize else ""
+        return (
+            f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}{stored}"
+        )
 
 
 class ModelSpec(Value):

@@ -23,10 +23,7 @@ embeddings, or a layer with hooks or a wrapped forward. Parameters keep their na
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import logging
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -34,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit._torch.loggers import PYTREE
+from tightfit._torch.loggers import quiet_import
 from tightfit._torch.modules import has_hooks
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
@@ -177,20 +174,11 @@ def _torchao(recipe: str) -> Any:
     """Import and return `torchao.float8`, without its log messages and warnings. Raises InputError
     if torchao cannot be imported.
     """
-    notes = [logging.getLogger(name) for name in ("torchao", PYTREE)]
-    before = [one.level for one in notes]
-    for one in notes:
-        one.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return importlib.import_module("torchao.float8")
+        return quiet_import("torchao.float8")
     except ImportError as error:
         raise InputError(
             f"plan: float8={recipe}",
             f"float8 needs the package torchao, which cannot be imported ({error})",
             "pip install torchao (or tightfit[float8]), or use float8: none",
         ) from None
-    finally:
-        for one, level in zip(notes, before, strict=True):
-            one.setLevel(level)

@@ -43,6 +43,8 @@ from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.create import model_factory
+from tightfit.models.lora import quantizes
+from tightfit.models.nf4 import Nf4Linear, element_count, is_quantized_part, quantizing_bytes
 from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.parallel.pipeline.boundaries import MAX_REPLICATED_SHARE
 from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
@@ -66,10 +68,13 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     materialize=device: the device holds the weights in their final type. In addition, one parameter
     at a time is in fp32, in host memory.
     materialize=host: all weights are created in fp32 on the host, moved to the device, and cast
-    there one by one.
+    there one by one. The frozen layers of QLoRA are quantized on the host, before the model moves.
     """
     stored = [parameter.bytes for parameter in ledger.parameters]
-    single = [max(4 * parameter.count, parameter.bytes) for parameter in ledger.parameters]  # in fp32
+    single = [  # in fp32; layers in 4 bits are moved and stored as they are
+        parameter.bytes if is_quantized_part(parameter.name) else max(4 * parameter.count, parameter.bytes)
+        for parameter in ledger.parameters
+    ]
     cast = [(size, whole) for size, whole in zip(stored, single, strict=True) if size < whole]
     on_gpu = machine.device == "cuda"
     if plan.materialize == "device":
@@ -78,7 +83,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         on_host = float(max(single, default=0) + SLACK_BYTES) if on_gpu else 0.0
     else:
         on_device = sum(single) + max((size for size, _ in cast), default=0)
-        on_host = float(sum(single)) if on_gpu else 0.0
+        quantizing = _bytes_before_quantizing(ledger, single)
+        if not on_gpu:
+            on_device = max(on_device, quantizing)
+        on_host = float(max(sum(single), quantizing)) if on_gpu else 0.0
     if on_gpu and "parameters" in plan.offload:
         on_device = 0
     return replace(
@@ -86,6 +94,22 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         phases={**ledger.phases, "materialize": float(on_device)},
         passing={**ledger.passing, "materialize": on_host},
     )
+
+
+def _bytes_before_quantizing(ledger: Ledger, single: list[int]) -> int:
+    """Return the peak bytes of the model while its first layer is quantized to 4 bits, when all other
+    weights are still in fp32; 0 for a model without such layers.
+
+    single  the bytes of each parameter in fp32, and those of each part of a layer in 4 bits
+    """
+    found = [
+        (one, size, element_count(one.name, one.shape)) for one, size in zip(ledger.parameters, single, strict=True)
+    ]
+    weights = [count for one, _, count in found if is_quantized_part(one.name)]
+    if not weights:
+        return 0
+    others = sum(size for one, size, _ in found if not is_quantized_part(one.name))
+    return others + 4 * sum(weights) + quantizing_bytes(max(weights))
 
 
 def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
@@ -115,7 +139,11 @@ def enabled(plan: Plan) -> bool:
 
 
 def defaults(job: Job, machine: Machine) -> Iterator[Default]:
-    """Yield the default materialize=device: the model is created directly on its device."""
+    """Yield the default materialize=device: the model is created directly on its device. A model
+    whose layers are quantized on the host has no such default.
+    """
+    if quantizes(job.model):
+        return
     yield Default("materialize", "device", "the model is created on its device, in its final type")
 
 
@@ -190,15 +218,16 @@ def storage_dtype(module: nn.Module, name: str, tensor: Tensor, dtype: torch.dty
     """Return the type in which `tensor`, a parameter or buffer with this name in `module`, is
     stored if the plan stores weights in `dtype`.
 
-    Only floating-point tensors of up to 32 bits are cast to `dtype`. Two kinds are stored in fp32,
+    Only floating-point tensors of up to 32 bits are cast to `dtype`. Three kinds are stored in fp32,
     because 16 bits are not precise enough:
 
+    - the factors of layers in 4 bits, from which weights are computed
     - the frequencies of rotary embeddings (inv_freq), which are multiplied by positions
     - running statistics of normalisations such as BatchNorm, whose small updates would be rounded
       away. The weight and bias of such a normalisation are in fp32, too, because torch's batch_norm
       requires its weight, bias and statistics to have the same type
     """
-    if tensor.dtype not in CASTABLE:
+    if tensor.dtype not in CASTABLE or (isinstance(module, Nf4Linear) and name != "bias"):
         return tensor.dtype
     if name.endswith("inv_freq"):
         return torch.float32

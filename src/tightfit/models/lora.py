@@ -1,4 +1,5 @@
 """Adds low-rank adapters (LoRA, DoRA) to models, merges them and saves them, with the library peft.
+For QLoRA, also stores the frozen layers in 4 bits.
 
 The adapted model keeps its class and its modules' names. A layer of peft replaces each adapted
 linear layer. It holds the frozen layer as `base_layer` and the trained matrices as `lora_A` and
@@ -8,6 +9,7 @@ Example: rank 16 adapters of a 4096 x 4096 layer train 2 x 16 x 4096 = 131,072 w
 own 16.8 million weights get no gradients and no optimizer states.
 
 Source  LoRA: Hu et al. 2021, arXiv:2106.09685. DoRA: Liu et al. 2024, arXiv:2402.09353.
+        QLoRA: Dettmers et al. 2023, arXiv:2305.14314.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,14 +40,24 @@ def lora_of(model: Any) -> LoraSpec | None:
     return model.lora if isinstance(model, ModelSpec) else None
 
 
+def quantizes(model: Any) -> bool:
+    """Return whether a job's model stores its frozen layers in 4 bits."""
+    lora = lora_of(model)
+    return lora is not None and lora.quantize is not None
+
+
 def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
     """Freeze a transformers model and add trainable adapters to it, in place. Return the model.
+
+    With `spec.lora.quantize`, the frozen linear layers are also stored in 4 bits, except for the
+    output layer.
 
     spec  the model's spec; `spec.lora` describes the adapters
     task  the model's task
 
-    Raises InputError if peft is not installed, if a target matches no linear layer, or if the task
-    is classification: the new output layer must be trained, but would be frozen.
+    Raises InputError if a library is not installed, if a target matches no linear layer, if no layer
+    can be quantized, or if the task is classification: the new output layer must be trained, but
+    would be frozen.
     """
     lora = spec.lora
     assert lora is not None
@@ -68,6 +81,8 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
         # peft reads a name that transformers renamed, and says that it transposes GPT-2's layers
         warnings.simplefilter("ignore")
         adapted: nn.Module = peft.inject_adapter_in_model(config, model, ADAPTER)
+    if lora.quantize is not None:
+        _quantize_frozen_layers(adapted)
     return adapted
 
 
@@ -126,6 +141,32 @@ def _output_layer(model: nn.Module) -> Any:
     return find() if find is not None else None
 
 
+def _quantize_frozen_layers(model: nn.Module) -> None:
+    """Replace the frozen nn.Linear layers of an adapted model by layers in 4 bits, one by one, except
+    for the output layer. Raises InputError if there is no layer to replace."""
+    from torch import nn
+
+    from tightfit.models.nf4 import Nf4Linear, can_quantize
+
+    output = _output_layer(model)
+    uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    layers = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module is not output and uses[id(module.weight)] == 1 and can_quantize(module)
+    ]
+    if not layers:
+        raise InputError(
+            "job: model.lora.quantize",
+            f"{type(model).__name__} has no frozen nn.Linear layer whose number of weights is a multiple of 64",
+            "leave out quantize",
+        )
+    for name in layers:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        model.set_submodule(name, Nf4Linear(layer))
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Return whether a model has adapters of peft, which were added for `model.lora` or by the
     user's own code."""
@@ -145,10 +186,15 @@ def plain_model(model: nn.Module) -> nn.Module:
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge each adapter into the weight that it adapts, so that the layer computes the same
     without the adapter, and remove the adapters, in place. Return the model, without the wrapper of
-    peft if it has one."""
+    peft if it has one. Layers in 4 bits are dequantized to fp32 first."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    from tightfit.models.nf4 import Nf4Linear
+
     plain = plain_model(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, Nf4Linear):
+            plain.set_submodule(name, module.dequantized())
     for name, module in list(plain.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
@@ -194,6 +240,7 @@ __all__ = [
     "lora_of",
     "merge_adapters",
     "plain_model",
+    "quantizes",
     "save_adapters",
     "target_names",
 ]

@@ -24,6 +24,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, float8, microbatch
 from tightfit.methods.compile import pays_to_compile
+from tightfit.models.nf4 import element_count
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.deep_models import extrapolate_layers
@@ -207,7 +208,7 @@ class Estimate:
         """The most bytes of parameters, of gradients and of optimizer states that a device holds in
         a step, each divided by the number of parameters in the ledger. Example for fp32 with AdamW:
         {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}."""
-        count = sum(parameter.count for parameter in self.ledger.parameters)
+        count = sum(element_count(parameter.name, parameter.shape) for parameter in self.ledger.parameters)
         rows = [rows for _, _, rows in self.ledger.instants()]
         return {name: max(one[name] for one in rows) / count for name in ("parameters", "gradients", "optimizer")}
 

@@ -16,6 +16,7 @@ from tightfit.data import describe_tokenizer
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models.lora import lora_of
+from tightfit.models.nf4 import element_count
 from tightfit.optim.groups import first_match, full_rate
 from tightfit.plan import Plan
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
@@ -144,7 +145,7 @@ def _trained(estimate: Estimate) -> str:
     """Return, as text, how many of the weights are trained. Returns an empty text if the job has no
     adapters and more than half of the weights are trained."""
     lora = lora_of(estimate.job.model)
-    total = sum(one.count for one in estimate.ledger.parameters if not one.buffer)
+    total = sum(element_count(one.name, one.shape) for one in estimate.ledger.parameters if not one.buffer)
     count = sum(one.count for one in estimate.ledger.parameters if one.trainable)
     if lora is None and 2 * count > total:
         return ""

@@ -133,8 +133,9 @@ def _save_plain(model: nn.Module, dtype: str | None, folder: Path) -> None:
 
 
 def _largest_type(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the parameter with the most elements."""
-    return max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
+    """Return the dtype of the floating-point parameter with the most elements."""
+    floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+    return max(floating, key=lambda parameter: parameter.numel()).dtype
 
 
 def export_command(run: Path, folder: Path, merge: bool, dtype: str | None) -> None:

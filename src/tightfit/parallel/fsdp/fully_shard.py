@@ -88,20 +88,25 @@ def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> li
     such as fp32 norms in a model of 16-bit weights.
 
     Only parameters that a module has directly count, not those of its child modules. fully_shard
-    gathers each of the returned modules separately, because parameters that are gathered together
-    must have one dtype.
+    gathers each of the returned modules separately, because floating-point parameters that are
+    gathered together must have one dtype. The integers of frozen layers in 4 bits do not count: they
+    are gathered together with other parameters.
 
     blocks  the model's blocks
 
     Raises InputError if the model itself or a block directly has such a parameter, and also
     contains parameters of another dtype.
     """
-    types = Counter(parameter.dtype for parameter in model.parameters())
+    types = Counter(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
     most = types.most_common(1)[0][0]
-    found = [m for m in model.modules() if any(p.dtype != most for p in m.parameters(recurse=False))]
+    found = [
+        module
+        for module in model.modules()
+        if any(p.is_floating_point() and p.dtype != most for p in module.parameters(recurse=False))
+    ]
     for whole in (model, *blocks):
         if whole in found:
-            if len({parameter.dtype for parameter in whole.parameters()}) > 1:
+            if len({parameter.dtype for parameter in whole.parameters() if parameter.is_floating_point()}) > 1:
                 raise InputError(
                     "plan: zero=3",
                     f"{type(whole).__name__} has both {str(most).removeprefix('torch.')} parameters and parameters of another "
