@@ -109,7 +109,7 @@ def test_several_gpus_are_sharded_if_that_fits(tmp_path: Path) -> None:
 def test_if_no_arguments_fit_the_error_names_tightfits_plan(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = llama(hidden_size=2048, intermediate_size=5504, num_hidden_layers=28, num_attention_heads=32)
-    with pytest.raises(DoesNotFit, match="tightfit can: Plan"):
+    with pytest.raises(DoesNotFit, match=r"fits if tightfit trains it: tightfit\.train with Plan"):
         for_trainer(model, arguments(tmp_path), samples(), machine="t4", allow=["fp16", "offload"])
 
 

@@ -100,6 +100,7 @@ def test_qlora_from_a_folder_to_peft(tmp_path: Path) -> None:
     assert answer == trained.tokenizer.decode(made, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_the_commands_train_resume_and_export(tmp_path: Path) -> None:
     run = CliRunner().invoke
     whole, twice = tmp_path / "whole", tmp_path / "twice"

@@ -291,8 +291,9 @@ def prepare(
     if isinstance(optimizer, Optimizer) and run.optimizer is not optimizer:
         raise InputError(
             "prepare: optimizer",
-            f"this plan updates weights through another optimizer than your {type(optimizer).__name__}",
-            "give a function that creates the optimizer, and use the optimizer of what prepare returns",
+            f"this plan must create the optimizer itself, and your {type(optimizer).__name__} exists already",
+            "give a function that creates it, such as lambda parameters: torch.optim.AdamW(parameters), and use "
+            "net.optimizer, where net is what prepare returns",
         )
     prepared = Prepared(run, isinstance(optimizer, Train))
     watched = WATCHED.get()

@@ -158,7 +158,9 @@ def for_trainer(
     except DoesNotFit as error:
         if fastest is None:
             raise
-        raise DoesNotFit(f"{error}\n  tightfit can: {fastest.plan}", error.content) from None
+        raise DoesNotFit(
+            f"{error}\n  The job fits if tightfit trains it: tightfit.train with {fastest.plan}", error.content
+        ) from None
     assert fastest is not None  # its plans include all those of the Trainer
     if fastest.time.step_s > best.time.step_s:
         fastest = best
