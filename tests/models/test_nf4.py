@@ -29,7 +29,7 @@ from tightfit.measure.memory import sample_step
 from tightfit.measure.verify import verify
 from tightfit.models import model_factory
 from tightfit.models.lora import ADAPTER_FILE
-from tightfit.models.nf4 import Nf4Linear, element_count
+from tightfit.models.nf4 import Nf4Linear, element_count, quantizing_bytes
 from tightfit.report.explain import logical_rows
 from tightfit.rules import check as check_rules
 from tightfit.tensor_files import Reader
@@ -306,3 +306,16 @@ def test_explain_counts_the_weights_in_4_bits() -> None:
     (before,) = [line.split(":")[0] for line in plain.splitlines() if line.startswith("trained")]
     (after,) = [line.split(":")[0] for line in quantized.splitlines() if line.startswith("trained")]
     assert before == after
+
+
+def test_the_host_has_the_full_model_for_a_moment() -> None:
+    """On a GPU, the fp32 model is in host memory; the device gets the layers in 4 bits only."""
+    machine = Machine.named("h100-sxm")
+    found = []
+    for lora in ({"rank": 4}, LORA):
+        ledger = tightfit.estimate(make_job(lora), tightfit.Plan(), machine).ledger
+        found.append((ledger.passing["materialize"], ledger.phases["materialize"]))
+    (host, device), (host_4_bits, device_4_bits) = found
+    largest = 64 * 128
+    assert host_4_bits == pytest.approx(host + quantizing_bytes(largest))
+    assert device_4_bits < device / 1.5

@@ -15,6 +15,7 @@ from typing import Any
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import DataSpec
 from tightfit.machine import Machine, devices
+from tightfit.models.lora import quantizes
 from tightfit.plan import Plan
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
@@ -79,7 +80,8 @@ def does_not_fit(
     if "disk" in least.shortages():
         lines.append("  or a smaller train.keep_checkpoints, or a larger limits.disk")
     if "host memory" in least.shortages():
-        lines.append("  or materialize: device, a smaller loader_workers, offload: [], or a host with more memory")
+        elsewhere = "" if quantizes(estimator.job.model) else "materialize: device, "  # QLoRA quantizes on the host
+        lines.append(f"  or {elsewhere}a smaller loader_workers, offload: [], or a host with more memory")
     if "memory" in least.shortages():
         lines.append(f"  or {_larger_machine(least)}")
     for plan, error in refused.items():
