@@ -271,6 +271,13 @@ def test_defaults_of_adapters_need_adapters() -> None:
     assert not keys & {"lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "packing"}
 
 
+def test_a_template_that_some_data_do_not_use_is_named() -> None:
+    importer = next(one for one in IMPORTERS if one.name == "axolotl")
+    sets = [{"path": "a", "type": "alpaca"}, {"path": "b", "type": "chat_template"}]
+    imported = import_content(importer, {**AXOLOTL, "datasets": sets, "chat_template": "chatml"}, "file")
+    assert any("data.chat_template may hold for all sources" in sentence for sentence in imported.to_do)
+
+
 def test_json_that_is_one_list_is_named(tmp_path: Path) -> None:
     (tmp_path / "rows.json").write_text(json.dumps(ROWS["pairs"]))
     path = tmp_path / "config.yaml"

@@ -522,7 +522,8 @@ def read_file(content: dict[str, Any], folder: Path, *names: str) -> dict[str, A
 
 def prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the content of the imported file with absolute paths of the model, the data and the chat
-    template, if they exist. If it names a DeepSpeed or FSDP file that exists, the content of that file replaces the name.
+    template, if they exist. If it names a DeepSpeed or FSDP file that exists, the content of that
+    file replaces the name.
 
     folder  the folder of the imported file
     """
