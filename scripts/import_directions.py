@@ -31,7 +31,7 @@ LAYERS = (
     ("job_sections",),
     ("machines",),
     ("tensor_files", "values", "target_device"),
-    ("yaml_input", "units", "other_words"),
+    ("yaml_input", "units", "other_words", "optional_packages"),
     ("errors",),
     ("_torch",),
 )  # from the top to the bottom

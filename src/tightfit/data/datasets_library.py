@@ -20,6 +20,7 @@ from tightfit.data.cache import stamps
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 from tightfit.job_sections.paths import expand_path, is_hub_id, refuse_mistyped_folder
+from tightfit.optional_packages import import_optional
 from tightfit.values import nearest
 
 _SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # files that only save_to_disk writes
@@ -74,8 +75,7 @@ class DatasetRows:
         return [Path(file["filename"]) for file in self.rows.cache_files]
 
     def _saved(self, folder: Path) -> Any:
-        import datasets
-
+        datasets = import_optional("datasets", self.asked)
         if self.subset is not None:
             raise InputError(
                 f"data: subset={self.subset}",
@@ -203,8 +203,7 @@ def _snapshot(name: str) -> Path | None:
 
 
 def _load(asked: str, path: str, subset: str | None, split: str | None, streaming: bool, **files: Any) -> Any:
-    import datasets
-
+    datasets = import_optional("datasets", asked)
     try:
         return datasets.load_dataset(
             path, subset, split=split or "train", streaming=streaming, keep_in_memory=False, **files

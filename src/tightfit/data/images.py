@@ -28,6 +28,7 @@ from tightfit.data.samples import DamagePolicy, ModelInput, one_sample
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 from tightfit.job_sections.paths import expand_path
+from tightfit.optional_packages import import_optional
 from tightfit.values import nearest
 
 DIGITS = "digits"
@@ -264,9 +265,8 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
 
 
 def _image_column(source: DatasetRows, label_field: str) -> tuple[ImageColumn, Integers]:
-    import datasets
-
     rows, asked = source.rows, source.asked
+    datasets = import_optional("datasets", asked)
     columns = [name for name, feature in rows.features.items() if isinstance(feature, datasets.Image)]
     if not columns:
         raise InputError(
@@ -297,9 +297,7 @@ def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Int
 
 
 def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
-    from sklearn.datasets import load_digits
-
-    found = load_digits()
+    found = import_optional("sklearn.datasets", "data: images=digits").load_digits()
     size, channels = _size_and_channels(spec, model, 8, 1)
     model.check_labels("data: images=digits", found.target)
     images = torch.from_numpy(found.images).float()[:, None] / 16

@@ -31,6 +31,7 @@ from tightfit.data.source_files import (
 )
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
+from tightfit.optional_packages import import_optional
 from tightfit.values import nearest
 
 _BLOCK_BYTES = 1 << 20
@@ -390,9 +391,8 @@ def _read_parquet(files: list[Path], columns: RowFormat, damage: DamagePolicy) -
     Texts are read in their dictionary encoding. Otherwise a small file in which many rows repeat a
     text would need much memory when it is decoded.
     """
-    import pyarrow
-    from pyarrow import parquet
-
+    pyarrow = import_optional("pyarrow", "data: parquet")
+    parquet = import_optional("pyarrow.parquet", "data: parquet")
     for file in files:
         number = 0
         try:

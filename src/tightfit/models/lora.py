@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
 from tightfit.job import LoraSpec, ModelSpec
+from tightfit.optional_packages import import_optional
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,7 +62,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
     """
     lora = spec.lora
     assert lora is not None
-    peft = _import_peft()
+    peft = import_optional("peft", "job: model.lora")
     if task == "classification":
         raise InputError(
             "job: model.lora",
@@ -84,17 +85,6 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
     if lora.quantize is not None:
         _quantize_frozen_layers(adapted)
     return adapted
-
-
-def _import_peft() -> Any:
-    """Return the module peft. Raises InputError if it is not installed."""
-    try:
-        import peft
-    except ImportError:
-        raise InputError(
-            "job: model.lora", "the library peft is not installed", 'install it: pip install "tightfit[lora]"'
-        ) from None
-    return peft
 
 
 def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:

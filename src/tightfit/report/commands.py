@@ -24,6 +24,7 @@ from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
 from tightfit.job import Job, apply_change
 from tightfit.machine import Machine
 from tightfit.machines.gpus import unused
+from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.defaults import ALLOCATOR, complete
 from tightfit.report.heartbeat import never_silent
@@ -297,6 +298,7 @@ def _check_explain_options(machine: str | None, analyze: bool, picture: Path | N
         )
     for option, file in (("--picture", picture), ("--timeline", timeline)):
         if file is not None:
+            import_optional("matplotlib", option)
             from tightfit.report.figures import check_picture
 
             check_picture(option, file)

@@ -17,6 +17,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.measure.rung import Measured, measure_rung
+from tightfit.optional_packages import import_optional
 from tightfit.planner.ladder import Ladder, Rung, climb, tensor_bytes, training_bytes
 from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
 from tightfit.report.heartbeat import never_silent
@@ -34,6 +35,7 @@ def ladder_command(
             "--run", f"runs on this machine, but --machine is {machine_name}", "leave out --run or --machine"
         )
     if picture is not None:
+        import_optional("matplotlib", "--picture")
         from tightfit.report.figures import check_picture
 
         check_picture("--picture", picture)

@@ -18,6 +18,7 @@ from rich.table import Table
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
+from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan
 from tightfit.planner.whole_run import WholeRun, check_price, format_cost, format_hours, length_of, whole_run
 from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
@@ -106,6 +107,7 @@ def sweep_command(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     check_price("--price", price)
     if picture is not None:
+        import_optional("matplotlib", "--picture")
         from tightfit.report.figures import check_picture
 
         check_picture("--picture", picture)

@@ -10,17 +10,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from tightfit.errors import InputError
-from tightfit.job import Job
+from tightfit.job import Job, Train
 
 _SHOWN = ("loss", "learning_rate", "gradient_norm", "items_per_s", "peak_bytes", "process_bytes")
 
 
 def check_trackers(job: Job) -> None:
-    """Raise InputError if the package of a tracker in train.trackers is not installed."""
-    for name in job.train.trackers:
+    """Raise InputError if the package of one of the job's trackers is not installed. The default,
+    TensorBoard alone, is left out instead."""
+    for name in job.train.trackers if job.train.trackers != Train().trackers else ():
         if importlib.util.find_spec(name) is None:
             raise InputError(
-                f"job: train.trackers: {name}", "is not installed", f"pip install {name}, or leave out {name}"
+                f"job: train.trackers: {name}",
+                f"needs the package {name}, which is not installed",
+                f'install it: pip install "tightfit[trackers]", or leave out {name}',
             )
 
 
@@ -38,9 +41,7 @@ class Trackers:
 
     def __enter__(self) -> Self:
         if "tensorboard" in self.names:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            self.writer = SummaryWriter(str(self.out / "tensorboard"), purge_step=self.start + 1)
+            self.writer = self._tensorboard()
         if "wandb" in self.names:
             import wandb
 
@@ -51,6 +52,14 @@ class Trackers:
             mlflow.start_run()
             mlflow.log_params(json.loads(self.job.to_json())["train"])
         return self
+
+    def _tensorboard(self) -> Any:
+        """Return a writer of TensorBoard's files, or None if the package tensorboard is not installed."""
+        if importlib.util.find_spec("tensorboard") is None:
+            return None
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        return SummaryWriter(str(self.out / "tensorboard"), purge_step=self.start + 1)
 
     def log(self, line: dict[str, Any]) -> None:
         """Log the figures of one step to every tracker.
