@@ -5,7 +5,7 @@ alone."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.measure.rung import Measured, measure_rung
 from tightfit.optional_packages import import_optional
+from tightfit.plan import Plan
 from tightfit.planner.ladder import Ladder, Rung, climb, tensor_bytes, training_bytes
 from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
 from tightfit.report.heartbeat import never_silent
@@ -51,7 +52,7 @@ def ladder_command(
             say(f"         {caveat}")
     with never_silent(say, "predicting the rungs"):
         ladder = climb(job, machine)
-    measured = measure(ladder, job, machine, say) if run else []
+    measured = measure(ladder, job, machine, say) if run else {}
     if picture is not None:
         draw(ladder, measured, picture)
     if as_json:
@@ -60,34 +61,38 @@ def ladder_command(
     show(console, ladder, measured)
 
 
-def measure(ladder: Ladder, job: Job, machine: Machine, say: Any) -> list[Measured]:
-    """Run a few steps with the plan of each rung, one rung after another, each in its own process.
-    Return the measurements in the order of the rungs.
+def measure(ladder: Ladder, job: Job, machine: Machine, say: Any) -> dict[Plan, Measured]:
+    """Run a few steps with the plan of each rung and of each method alone, one plan after another,
+    each in its own process. Return the measurement of each plan.
 
     say  prints a line
     """
-    found = []
-    for number, rung in enumerate(ladder.rungs, 1):
-        with never_silent(say, f"running {name_of(rung)}"):
-            one = measure_rung(job, rung.estimate.plan, machine)
-        found.append(one)
+    names = {rung.estimate.plan: f"{name_of(rung)} alone" for rung in ladder.alone}
+    names |= {rung.estimate.plan: name_of(rung) for rung in ladder.rungs}  # some plans are both
+    plans = dict.fromkeys(rung.estimate.plan for rung in (*ladder.rungs, *ladder.alone))
+    found = {}
+    for number, plan in enumerate(plans, 1):
+        with never_silent(say, f"running {names[plan]}"):
+            one = found[plan] = measure_rung(job, plan, machine)
         said = one.failed or f"{format_seconds(one.step_s or 0.0)} a step, loss {one.loss}"
-        say(f"{number}/{len(ladder.rungs)}  {name_of(rung)}: {said}")
+        say(f"{number}/{len(plans)}  {names[plan]}: {said}")
     return found
 
 
-def content(ladder: Ladder, machine: Machine, measured: Sequence[Measured]) -> dict[str, Any]:
+def content(ladder: Ladder, machine: Machine, measured: Mapping[Plan, Measured]) -> dict[str, Any]:
     """Return the content that `tightfit ladder --json` prints.
 
-    measured  the measurements of the rungs, in their order; empty if nothing was measured
+    measured  the measurement of each plan; empty if nothing was measured
     """
-    rungs = [rung.content() for rung in ladder.rungs]
-    for rung, one in zip(rungs, measured, strict=False):
-        rung["measured"] = one.content()
+
+    def told(rung: Rung) -> dict[str, Any]:
+        one = measured.get(rung.estimate.plan)
+        return {**rung.content(), **({} if one is None else {"measured": one.content()})}
+
     return {
         "machine": machine.model_dump(mode="json"),
-        "rungs": rungs,
-        "alone": [rung.content() for rung in ladder.alone],
+        "rungs": [told(rung) for rung in ladder.rungs],
+        "alone": [told(rung) for rung in ladder.alone],
         "left_out": [{"method": name, "why": why} for name, why in ladder.left_out],
     }
 
@@ -96,16 +101,16 @@ def name_of(rung: Rung) -> str:
     return "plain loop" if rung.option is None else str(rung.option)
 
 
-def show(console: Console, ladder: Ladder, measured: Sequence[Measured]) -> None:
+def show(console: Console, ladder: Ladder, measured: Mapping[Plan, Measured]) -> None:
     """Print a table of the rungs, a table of each method alone, and which methods were left out and
     why.
 
-    measured  the measurements of the rungs, in their order; empty if nothing was measured
+    measured  the measurement of each plan; empty if nothing was measured
     """
     console.print()
     console.print(rungs_table(ladder, measured), highlight=False)
     console.print("\neach method alone, beside the plain loop")
-    console.print(alone_table(ladder.alone), highlight=False)
+    console.print(alone_table(ladder, measured), highlight=False)
     plain = ladder.rungs[0].estimate
     aside = plain.peak_bytes - training_bytes(plain)
     console.print(
@@ -121,30 +126,35 @@ def _times(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio >= 0.1 else f"{ratio:.2g}x"
 
 
-def rungs_table(ladder: Ladder, measured: Sequence[Measured]) -> Table:
+MEASURED = ("measured step", "", "tensors, predicted", "tensors", "loss")  # columns of a measured ladder
+
+
+def rungs_table(ladder: Ladder, measured: Mapping[Plan, Measured]) -> Table:
     """Return a table with a line for each rung: its predicted memory and step time, and their
     ratios to the plain loop. If there are measurements, the table shows them, too.
 
     The columns "tensors, predicted" and "tensors" (measured) can be compared. The column "memory"
     also counts memory outside of tensors.
 
-    measured  the measurements of the rungs, in their order; empty if nothing was measured
+    measured  the measurement of each plan; empty if nothing was measured
     """
-    more = ("measured step", "", "tensors, predicted", "tensors", "loss") if measured else ()
-    table = _table("rung", "memory", "", "step", "", *more)
-    for number, rung in enumerate(ladder.rungs):
+    table = _table("rung", "memory", "", "step", "", *(MEASURED if measured else ()))
+    for rung in ladder.rungs:
         name = name_of(rung) if rung.option is None else f"+ {name_of(rung)}"
-        cells = [
-            name,
-            format_bytes(training_bytes(rung.estimate)),
-            _times(rung.memory_ratio),
-            format_seconds(rung.estimate.time.step_s),
-            _times(rung.time_ratio),
-        ]
-        if measured:
-            cells += _measured_cells(rung, measured[number], measured[0])
-        table.add_row(*cells)
+        table.add_row(name, *_cells(rung, ladder, measured))
     return table
+
+
+def _cells(rung: Rung, ladder: Ladder, measured: Mapping[Plan, Measured]) -> list[str]:
+    cells = [
+        format_bytes(training_bytes(rung.estimate)),
+        _times(rung.memory_ratio),
+        format_seconds(rung.estimate.time.step_s),
+        _times(rung.time_ratio),
+    ]
+    if measured:
+        cells += _measured_cells(rung, measured[rung.estimate.plan], measured[ladder.rungs[0].estimate.plan])
+    return cells
 
 
 def _measured_cells(rung: Rung, one: Measured, plain: Measured) -> list[str]:
@@ -156,17 +166,13 @@ def _measured_cells(rung: Rung, one: Measured, plain: Measured) -> list[str]:
     return [format_seconds(one.step_s), ratio, format_bytes(tensor_bytes(rung.estimate)), tensors, loss]
 
 
-def alone_table(rungs: Sequence[Rung]) -> Table:
-    table = _table("method", "memory", "", "step", "", "verdict")
-    for rung in rungs:
-        table.add_row(
-            name_of(rung),
-            format_bytes(training_bytes(rung.estimate)),
-            _times(rung.memory_ratio),
-            format_seconds(rung.estimate.time.step_s),
-            _times(rung.time_ratio),
-            rung.verdict,
-        )
+def alone_table(ladder: Ladder, measured: Mapping[Plan, Measured]) -> Table:
+    """Return a table with a line for each method alone, with the columns of `rungs_table`, and the
+    predicted verdict: faster, smaller, both or neither."""
+    table = _table("method", "memory", "", "step", "", "verdict", *(MEASURED if measured else ()))
+    for rung in ladder.alone:
+        memory, less, step, faster, *more = _cells(rung, ladder, measured)
+        table.add_row(name_of(rung), memory, less, step, faster, rung.verdict, *more)
     return table
 
 
@@ -179,11 +185,11 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def draw(ladder: Ladder, measured: Sequence[Measured], file: Path) -> None:
+def draw(ladder: Ladder, measured: Mapping[Plan, Measured], file: Path) -> None:
     """Draw the memory and the predicted step time of the rungs into a file. If there are
     measurements, also draw the measured step times.
 
-    measured  the measurements of the rungs, in their order; empty if nothing was measured
+    measured  the measurement of each plan; empty if nothing was measured
     """
     from tightfit.report.figures import Panel, draw_comparison
 
@@ -195,5 +201,6 @@ def draw(ladder: Ladder, measured: Sequence[Measured], file: Path) -> None:
         Panel("a step, predicted", [rung.estimate.time.step_s for rung in rungs], format_seconds),
     ]
     if measured:
-        panels.append(Panel("a step, measured", [one.step_s for one in measured], format_seconds))
+        steps = [measured[rung.estimate.plan].step_s for rung in rungs]
+        panels.append(Panel("a step, measured", steps, format_seconds))
     draw_comparison(labels, [rung.estimate.fits for rung in rungs], panels, "tightfit ladder", file)
