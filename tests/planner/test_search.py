@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 import torch
 from PIL import Image
@@ -33,7 +34,8 @@ from tightfit.planner.tracing import fake_inputs
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
 from tightfit.report.explain import show
-from tightfit.report.figures import draw_memory
+from tightfit.report.figures import draw_memory, draw_timeline
+from tightfit.units import format_bytes
 
 GPU = Machine.named("a100-80gb")
 
@@ -250,11 +252,31 @@ def test_the_picture_has_a_layer_for_each_row(tmp_path: Path) -> None:
     estimate = Estimator(cases.job("llama"), GPU).estimate(tightfit.Plan())
     draw_memory(estimate, tmp_path / "memory.svg")
     shown = {row for _, _, rows in estimate.ledger.instants() for row, size in rows.items() if size}
+    shown |= {row for row, size in estimate.peak.rows.items() if size}  # also what the allocator reserves
     assert (tmp_path / "memory.svg").read_text().count('id="FillBetweenPolyCollection_') == len(shown)
     draw_memory(estimate, tmp_path / "memory.png")
     with Image.open(tmp_path / "memory.png") as picture:
         assert picture.format == "PNG"
         assert picture.width > 900
+
+
+def test_pictures_name_the_whole_plan_its_peak_and_what_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
+    job = cases.job("llama")
+    plan = tightfit.Plan(micro_batch=1, recompute="full", fused_optimizer=True, materialize="device", allocator="tuned")
+    estimate = Estimator(job, GPU).estimate(plan)
+    draw_memory(estimate, tmp_path / "memory.svg")
+    text = (tmp_path / "memory.svg").read_text()
+    assert "allocator=tuned)" in text
+    assert f"peak {format_bytes(estimate.peak.total)} in {estimate.peak.phase}" in text
+    assert f"{job.train.batch - 2} micro-batches not drawn" in text
+    stages = Estimator(job, Machine.named("h100-sxm:2")).estimate(tightfit.Plan(pp=2, micro_batch=1))
+    draw_timeline(stages.schedule, str(stages.plan), tmp_path / "timeline.svg")
+    text = (tmp_path / "timeline.svg").read_text()
+    assert "bubble: " in text
+    assert text.count("% busy") == 2
 
 
 def test_named_machines_are_found() -> None:

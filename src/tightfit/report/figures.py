@@ -3,6 +3,7 @@ file's suffix selects the format: SVG, PNG or PDF."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from tightfit.errors import InputError
 from tightfit.planner.estimate import Estimate
 from tightfit.units import format_bytes, format_seconds
 
+TITLE_WIDTH = 120  # characters of a title's line
 FORMATS = (".svg", ".png", ".pdf")
 _COLOURS = {  # from the bottom up
     "allocator": "#c9c9c9",
@@ -49,32 +51,71 @@ def check_picture(option: str, file: Path) -> None:
 
 
 def draw_memory(estimate: Estimate, file: Path) -> None:
-    """Draw the memory over one step into a file, with one coloured area for each row of the ledger
-    (parameters, gradients, ...). A line shows the memory limit if it is less than 1.6 times the
-    peak."""
+    """Draw the memory over one step into a file, with one coloured area for each row that `explain`
+    prints (parameters, gradients, ...), and a mark at the peak. A line shows the memory limit if it
+    is less than 1.6 times the peak. A dotted line shows where micro-batches are not drawn, because
+    they are like the last one."""
     instants = list(estimate.ledger.instants())
-    shown = [row for row in _COLOURS if any(rows.get(row) for _, _, rows in instants)]
-    bytes_of = [[max(rows.get(row, 0.0), 0.0) for _, _, rows in instants] for row in shown]
-    most = max(map(sum, zip(*bytes_of, strict=True)))
+    # what the allocator reserves beyond the tensors is known for the peak, and not returned after it
+    reserved = {"allocator": estimate.peak.rows.get("allocator", 0.0)}
+    held = [{**rows, **reserved} for _, _, rows in instants]
+    shown = [row for row in _COLOURS if any(rows.get(row) for rows in held)]
+    bytes_of = [[max(rows.get(row, 0.0), 0.0) for rows in held] for row in shown]
+    totals = [sum(one) for one in zip(*bytes_of, strict=True)]
+    most = max(totals)
+    phases = [phase for phase, _, _ in instants]
     axes = _axes(9.5, 4.2, str(estimate.plan))
     axes.stackplot(range(len(instants)), bytes_of, labels=shown, colors=[_COLOURS[row] for row in shown], alpha=0.88)
     axes.set_xlim(0, max(len(instants) - 1, 1))
-    axes.set_ylim(0, most * 1.08)
+    axes.set_ylim(0, most * 1.16)
     if estimate.limit_bytes < 1.6 * most:
-        axes.set_ylim(0, max(estimate.limit_bytes, most) * 1.08)
+        axes.set_ylim(0, max(estimate.limit_bytes, most) * 1.16)
         axes.axhline(estimate.limit_bytes, color="#c53030", linestyle="--", linewidth=1.2)
         at_the_right = axes.get_yaxis_transform()  # across in shares of the axes, up in bytes
         axes.text(1.01, estimate.limit_bytes, "limit", color="#c53030", va="center", transform=at_the_right)
+    _mark_peak(axes, totals, phases)
+    _mark_omitted(axes, phases, estimate.ledger.micro_batches)
     top = axes.get_ylim()[1]
     step = next(2.0**power for power in range(64) if top / 2.0**power <= 9)  # whole KiB, MiB, GiB
     axes.set_yticks([step * number for number in range(int(top / step) + 1)])
     axes.yaxis.set_major_formatter(lambda size, place: format_bytes(size) if size else "0")
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(False)
-    _name_phases(axes, [phase for phase, _, _ in instants])
+    _name_phases(axes, phases)
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], loc="upper left", bbox_to_anchor=(1.01, 0.93), frameon=False)
     _write(axes, file)
+
+
+def _mark_peak(axes: Axes, totals: Sequence[float], phases: Sequence[str]) -> None:
+    """Mark the largest of `totals`, the bytes at each instant, with its bytes and its phase."""
+    place = max(range(len(totals)), key=totals.__getitem__)
+    axes.plot([place], [totals[place]], "o", color="black", markersize=4, clip_on=False)
+    right = place > 0.6 * len(totals)
+    axes.annotate(
+        f"peak {format_bytes(totals[place])} in {phases[place]}",
+        (place, totals[place]),
+        xytext=(-6 if right else 6, 6),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        fontsize=9,
+    )
+
+
+def _mark_omitted(axes: Axes, phases: Sequence[str], micro_batches: int) -> None:
+    """Mark where micro-batches of the step are not drawn: before the last forward.
+
+    phases         for each instant on the x axis, its phase
+    micro_batches  number of micro-batches of the step on this device
+    """
+    forwards = [n for n, phase in enumerate(phases) if phase == "forward" and (n == 0 or phases[n - 1] != "forward")]
+    omitted = micro_batches - len(forwards)
+    if len(forwards) < 2 or omitted < 1:
+        return
+    axes.axvline(forwards[-1], color="black", linestyle=":", linewidth=1.2)
+    said = f"{omitted} micro-batch{'' if omitted == 1 else 'es'} not drawn, like the next"
+    place: dict[str, Any] = {"xy": (forwards[-1], 1.0), "xycoords": axes.get_xaxis_transform(), "xytext": (-5, -2)}
+    axes.annotate(said, **place, textcoords="offset points", ha="right", va="top", fontsize=8)
 
 
 def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
@@ -98,12 +139,16 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
 def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> None:
     """Draw a pipeline schedule into a file: a row for each rank, with a bar for each of its actions
     over time. Each bar has the number of its micro-batch. If a rank has several stages, the bars of
-    later stages are darker.
+    later stages are darker. At the right is the share of the time in which each rank computes, and
+    the title has the bubble: the share of the time of all ranks in which they wait.
 
     slots  the actions of all ranks, each with its start and end
     """
     end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
-    axes = _axes(11.0, 1.2 + 0.34 * devices, title)
+    busy = [sum(slot.end - slot.start for slot in slots if slot.rank == rank) / end for rank in range(devices)]
+    axes = _axes(11.0, 1.2 + 0.34 * devices, f"{title}\nbubble: {1 - sum(busy) / devices:.0%} of the devices' time")
+    for rank, share in enumerate(busy):
+        axes.text(1.01, rank, f"{share:.0%} busy", va="center", fontsize=9, transform=axes.get_yaxis_transform())
     for slot in slots:
         _, fill, line = _ACTIONS[slot.action.kind]
         length = slot.end - slot.start
@@ -174,8 +219,8 @@ def draw_comparison(
     first = every[0]
     first.set_yticks(range(len(labels)), labels)
     first.set_ylim(len(labels) - 0.5, -0.5)
-    figure.suptitle(title if len(title) < 110 else f"{title[:107]}...", x=0.01, ha="left", fontsize=9)
     figure.tight_layout()
+    _write_title(figure, title)
     _write(first, file)
 
 
@@ -184,8 +229,14 @@ def _axes(width: float, height: float, title: str) -> Axes:
     axes: Axes = figure.subplots()
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.suptitle(title if len(title) < 110 else f"{title[:107]}...", x=0.01, ha="left", fontsize=9)
+    _write_title(figure, title)
     return axes
+
+
+def _write_title(figure: Figure, title: str) -> None:
+    """Write the whole title above the figure, in as many lines as it needs."""
+    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, TITLE_WIDTH)]
+    figure.text(0.01, 0.98, "\n".join(lines), ha="left", va="bottom", fontsize=9)
 
 
 def _write(axes: Axes, file: Path) -> None:
