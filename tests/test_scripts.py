@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+WORKERS = os.sysconf("SC_NPROCESSORS_ONLN") + 1
 PYTHON = """#!/usr/bin/env bash
 echo "$@" >> "$(dirname "$0")/asked"
 """
@@ -45,11 +47,11 @@ def test_the_environment_of_a_pytorch(tree: Path, options: tuple[str, ...], envi
     *installs, compile_all, tests = asked(tree, environment)
     assert [line.split(" --disable-pip-version-check ")[1] for line in installs] == [torch, f"{torch} -e .[dev]"]
     assert compile_all == "-m compileall -q src tests"
-    assert tests == "-m pytest -n auto -m not gpu tests/parallel"
+    assert tests == f"-m pytest -n {WORKERS} -m not gpu tests/parallel"
     run_tests(tree, *options, "tests/parallel")
     assert asked(tree, environment)[4:] == [
         compile_all,
-        "-m pytest -n auto tests/parallel",
+        f"-m pytest -n {WORKERS} tests/parallel",
     ]  # nothing is installed again
     others = {".venv", ".venv-torch2.11"} - {environment}
     assert not any(asked(tree, other) for other in others)

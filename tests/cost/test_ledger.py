@@ -46,7 +46,7 @@ def estimated(profilers: dict[str, Profiler], name: str, fields: dict[str, Any])
     return estimated_ledger(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
 
 
-@pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 5))
+@pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 8))
 def test_estimate_agrees_with_the_dry_run(name: str, fields: dict[str, Any], profilers: dict[str, Profiler]) -> None:
     if name == "convolutions" and "recompute" in fields:
         with pytest.raises(InputError, match="no repeated blocks"):
