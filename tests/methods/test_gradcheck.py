@@ -24,6 +24,7 @@ import tightfit
 from tests.pool import together
 from tightfit.distributed.mesh import make_mesh
 from tightfit.methods import attention, loss
+from tightfit.models import nf4
 from tightfit.models.objective import IGNORED, LabelCount
 from tightfit.parallel.context import ring_attention
 from tightfit.parallel.pipeline import messages, weight_gradients
@@ -258,7 +259,14 @@ def positions_scattered() -> None:
         assert gradcheck(output, (random(2, 2, length, 3),))
 
 
+def check_product_with_a_weight_in_4_bits() -> None:
+    layer = nn.Linear(16, 8, bias=False)
+    layer.requires_grad_(False)
+    assert gradcheck(nf4.Nf4Linear(layer), random(3, 16))
+
+
 ALONE: dict[str, Callable[[], None]] = {
+    "tightfit.models.nf4._Product": check_product_with_a_weight_in_4_bits,
     "tightfit::blocked_attention": check_attention,
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit::add_product": check_add_product,

@@ -73,7 +73,8 @@ class GatheringExperts(Experts):
         mixed = torch.zeros_like(hidden)
         for number, expert in enumerate(self.experts):
             rows, place = torch.where(which == number)
-            mixed = mixed.index_add(0, rows, expert(hidden[rows]) * best[rows, place].unsqueeze(-1))
+            weighted = expert(hidden[rows]) * best[rows, place].unsqueeze(-1)
+            mixed = mixed.index_add(0, rows, weighted.to(mixed.dtype))  # in low precision, too
         return self.head(hidden + mixed).unflatten(0, tokens.shape)
 
 
