@@ -81,7 +81,7 @@ def plain(case: cases.Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, cases.state(model)
 
 
-@pytest.mark.parametrize("fields", part([*ONE, *SEVERAL], 2))
+@pytest.mark.parametrize("fields", part([*ONE, *SEVERAL], 3))
 def test_groups_match_plain_pytorch(fields: dict[str, Any]) -> None:
     case = cases.make_case("llama", **TRAIN)
     expected_losses, expected = plain(case)

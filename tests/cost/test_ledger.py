@@ -58,7 +58,7 @@ def test_estimate_agrees_with_the_dry_run(name: str, fields: dict[str, Any], pro
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    spread(cases.NAMES, [{}, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 4}], 2),
+    spread(cases.NAMES, [{}, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 4}], 4),
 )
 def test_dry_run_agrees_with_the_real_run(name: str, fields: dict[str, Any]) -> None:
     if name == "convolutions" and "recompute" in fields:

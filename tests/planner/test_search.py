@@ -260,9 +260,7 @@ def test_the_picture_has_a_layer_for_each_row(tmp_path: Path) -> None:
         assert picture.width > 900
 
 
-def test_pictures_name_the_whole_plan_its_peak_and_what_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_name_the_plan_the_peak_and_what_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")  # text stays text
     job = cases.job("llama")
     plan = tightfit.Plan(micro_batch=1, recompute="full", fused_optimizer=True, materialize="device", allocator="tuned")
