@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import tightfit
 from tightfit.errors import DoesNotFit, InputError
-from tightfit.interop.trainer import BEYOND, _cannot, for_trainer
+from tightfit.interop.trainer import BEYOND, OPTIM_OF_STATES, _cannot, _fields, for_trainer
 from tightfit.plan import Plan
 
 LENGTH = 64
@@ -134,6 +135,22 @@ def test_every_plan_field_is_either_said_or_described() -> None:
     phrases = list(_cannot(Plan(chunked_loss=1024, recompute="every-2", offload=("states",)), Plan()))
     assert len(phrases) == 3
     assert "1,024 tokens at a time" in " ".join(phrases)
+
+
+@pytest.mark.parametrize(("zero", "reshards"), [(2, False), (3, True)])
+def test_transformers_takes_the_advised_sharding(tmp_path: Path, zero: Literal[2, 3], reshards: bool) -> None:
+    given = arguments(tmp_path)
+    job = tightfit.Job(model=llama, data=samples(), train=tightfit.Train(batch=8))
+    found = dataclasses.replace(given, **_fields(Plan(dp_shard=2, zero=zero), job, given))
+    assert found.fsdp
+    assert found.fsdp_plugin_args["reshard_after_forward"] is reshards
+    replicas = dataclasses.replace(given, **_fields(Plan(dp_replicate=2), job, given))
+    assert not replicas.fsdp
+
+
+@pytest.mark.parametrize("states", sorted(OPTIM_OF_STATES))
+def test_transformers_has_the_advised_optimizers(tmp_path: Path, states: str) -> None:
+    assert arguments(tmp_path, optim=OPTIM_OF_STATES[states]).optim.value == OPTIM_OF_STATES[states]
 
 
 def test_it_is_a_public_name() -> None:

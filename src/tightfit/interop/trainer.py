@@ -45,7 +45,6 @@ PRECISION_FLAGS: dict[str, dict[str, bool]] = {  # plan.precision -> fields of T
     "fp16-mixed": {"bf16": False, "fp16": True},
 }
 OPTIM_OF_STATES = {"fp32": "adamw_torch_fused", "8-bit": "adamw_torch_8bit", "4-bit": "adamw_torch_4bit"}
-FSDP_OF_ZERO = {0: "", 2: "shard_grad_op auto_wrap", 3: "full_shard auto_wrap"}
 BEYOND: dict[str, Callable[[Any], str]] = {  # plan field -> what the Trainer cannot do, in words
     "precision": lambda value: f"train in {value}",
     "rounding": lambda value: f"keep small updates of 16-bit weights ({value} rounding)",
@@ -363,7 +362,9 @@ def _fields(plan: Plan, job: Job, args: Any) -> dict[str, Any]:
     if job.train.optimizer_name == "adamw" and plan.fused_optimizer:
         found["optim"] = OPTIM_OF_STATES[plan.states]
     if plan.data_parallel > 1 and not args.deepspeed:
-        found["fsdp"] = FSDP_OF_ZERO[plan.zero]
+        found["fsdp"] = plan.zero > 0
+        if plan.zero:  # FSDP 2 frees gathered parameters after forward in stage 3 only
+            found["fsdp_config"] = {"version": 2, "reshard_after_forward": plan.zero == 3}
     return found
 
 
