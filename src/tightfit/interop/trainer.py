@@ -125,7 +125,8 @@ def for_trainer(
     args           the user's TrainingArguments. The learning rate, the schedule, the optimizer, the
                    seed and the samples of a step stay as they are
     dataset        the Trainer's `train_dataset`: a dataset of samples, or of what `data_collator`
-                   takes
+                   takes. One without a length must yield what the model takes, because it is read
+                   without `data_collator`
     data_collator  the Trainer's `data_collator`; None if the samples need none
     machine        the machine to plan for, or its name, such as "h100-sxm:8"; None is this machine
     allow          what may change the numerics, as in `Job`; None is [bf16]
