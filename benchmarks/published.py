@@ -36,12 +36,6 @@ from benchmarks import harness
 ALLOW = ["bf16", "fp16", "tf32", "8-bit-states", "4-bit-states", "bf16-states"]
 FILES = ("published.yaml", "published_devices.yaml")
 LIVING = ("ledger", "estimator", "plan", "loop")  # of a comparison, what is no figure
-# Of the rate of FlashAttention-2, which is torch's: on an A100 30 to 50 % of the peak in place of 70 to 73 forward,
-# and 25 to 35 in place of 50 to 63 backward (Dao 2023, arXiv:2307.08691, sections 1 and 4).
-FLASH_1 = {
-    "attention": 0.40 / 0.715,
-    "attention backward": 0.30 / 0.565,
-}
 ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is compared
 
 
@@ -73,14 +67,7 @@ def compare(row: dict[str, Any]) -> dict[str, Any]:
 
 def with_their_kernels(machine: Machine, loop: dict[str, Any]) -> Machine:
     """The machine with the rates of another framework's attention kernels, where they are known."""
-    if loop.get("attention") != "flash-1":
-        return machine
-    rates = {
-        f"{prefix}{kind}/bfloat16": {1: share * machine.achieved(f"{prefix}{kind}", "bfloat16", 1)}
-        for kind, share in FLASH_1.items()
-        for prefix in ("", "causal ")
-    }
-    return machine.replace(rates=rates)
+    return machine.replace(attention_kernel=loop.get("attention", ""))
 
 
 def compare_memory(row: dict[str, Any], ledger: Ledger, settled: Estimate) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import os
 import platform
 import stat
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -24,6 +25,7 @@ from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, MEMORY_ACHIEVED, USABLE, devices
 from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
 from tightfit.machines.names import find_named
+from tightfit.machines.shapes import kernel_of, product_share
 from tightfit.units import format_bytes, format_flops
 from tightfit.values import Value, nearest, read_yaml
 
@@ -59,6 +61,10 @@ class Machine(Value):
     """What a job runs on: kind, number and memory of its devices, and the rates that they reach.
 
     architecture         GPUs: such as sm_90 for compute capability 9.0, or gfx942 for AMD
+    processors           GPUs: number of streaming multiprocessors, or of AMD's compute units; 0 if
+                         unknown
+    attention_kernel     GPUs: the fused attention kernel to predict for: flash-1, flash-2, cudnn or
+                         efficient; empty for the one that torch chooses
     devices_per_node, nodes  numbers of devices and of hosts
     cores                CPU cores
     memory_bytes         memory of one device that a process can use
@@ -93,6 +99,8 @@ class Machine(Value):
     name: str
     device: Literal["cpu", "cuda"]
     architecture: str = ""
+    processors: int = Field(0, ge=0)
+    attention_kernel: Literal["", "flash-1", "flash-2", "cudnn", "efficient"] = ""
     devices_per_node: int = Field(1, gt=0)
     nodes: int = Field(1, gt=0)
     cores: int = Field(1, gt=0)
@@ -290,13 +298,47 @@ class Machine(Value):
             return self._matrix_rate(dtype) * self._share_of_products(kind)
         return self.bandwidth(size)
 
+    def achieved_by_shape(self, kind: str, dtype: str, sizes: tuple[float, float, float, float], causal: bool) -> float:
+        """Return the rate, in FLOP/s, that a GPU achieves in a matrix product or in attention of one
+        shape. Attention counts only the pairs of queries and keys that are not masked.
+
+        kind    product, batched product, attention or attention backward
+        dtype   torch's name, such as bfloat16, or tf32
+        sizes   (batches, rows, columns, depth) of the product; for attention those of query x key:
+                (samples x heads, queries, keys, width of a head)
+        causal  whether a causal mask hides half of the pairs
+
+        A measured rate is that of the calibration's shape with the same size, times the ratio of
+        the two shapes' rates by `machines/shapes.py`. Without a measurement, it is the rate of
+        large products times the shape's share of that rate.
+        """
+        batches, rows, columns, depth = sizes
+        size = (rows * columns * depth) ** (1 / 3)
+        if not kind.startswith("attention"):
+            processors = self.processors or _USUAL_PROCESSORS
+            units = dtype if _TYPE_OF.get(dtype, "fp8") in self.matrix_flops_per_s else "float32"
+            share = partial(product_share, processors=processors, dtype=units)
+            rate, found = self.achieved("product", dtype, size), share(batches, rows, columns, depth)
+            if f"product/{dtype}" not in self.rates:
+                return rate * found
+            # the calibration's products have 4 x side, side and side
+            side = 64.0 * max(round(size / 4 ** (1 / 3) / 64), 1)
+            timed = [share(1.0, *shape) for shape in ((4 * side, side, side), (side, side, 4 * side))]
+            return rate * min(found / (3 / (2 / timed[0] + 1 / timed[1])), _MOST_RATIO)
+        kernel, backward = kernel_of(self.architecture, dtype, depth, self.attention_kernel), kind.endswith("backward")
+        found = kernel.share(rows, columns, depth, causal, backward)
+        name = f"causal {kind}" if causal else kind
+        if f"{name}/{dtype}" not in self.rates:
+            return self._matrix_rate(dtype) * found
+        length = (size**3 / CALIBRATED_WIDTH) ** (1 / 2)
+        timed_kernel = kernel_of(self.architecture, dtype, CALIBRATED_WIDTH, self.attention_kernel)
+        as_timed = timed_kernel.share(length, length, CALIBRATED_WIDTH, causal, backward)
+        return self.achieved(name, dtype, size) * min(found / as_timed, _MOST_RATIO)
+
     def _share_of_products(self, kind: str) -> float:
         """Return the assumed rate of a kind of arithmetic that was not measured, as a fraction of
         the rate of large matrix products. Example: 0.6 for the kind "convolution"."""
-        causal = kind.startswith("causal ")
-        plain = kind.removeprefix("causal ")
-        share = _FUSED_ATTENTION.get(self.architecture, {}).get(plain) or _SHARE_OF_PRODUCTS.get(plain, 1.0)
-        return share * (_CAUSAL if causal else 1.0)
+        return _SHARE_OF_PRODUCTS.get(kind.removeprefix("causal "), 1.0)
 
     def _in_fp16(self, kind: str, size: float) -> float:
         """Return the rate in fp16 of an operation that was not measured in fp16. It is the rate in
@@ -333,7 +375,7 @@ class Machine(Value):
         return self.memory_bytes_per_s.value if self.memory_bytes_per_s else _UNKNOWN_BANDWIDTH[self.device]
 
     def _matrix_rate(self, dtype: str) -> float:
-        name = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}.get(dtype, "fp32")
+        name = _TYPE_OF.get(dtype, "fp32")
         figure = self.matrix_flops_per_s.get(name)
         if figure is None and name in ("bf16", "tf32"):  # without such units: fp32
             figure = self.matrix_flops_per_s.get("fp32")
@@ -370,7 +412,9 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
     count  number of devices of a node
     nodes  number of nodes
     """
-    share, source = row.get("achieved", ACHIEVED), row["source"]
+    shares, source = row.get("achieved", {}), row["source"]
+    if not isinstance(shares, dict):
+        shares = dict.fromkeys(row["flops"], shares)
     of = row.get("instance", "a usual node of this device")
     host, host_of = 4 * row["memory"], "four times the devices' memory, as nodes usually have"
     if "host_memory" in row:
@@ -384,13 +428,15 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
         name=name,
         device="cuda",
         architecture=row["architecture"],
+        processors=row.get("processors", 0),
         devices_per_node=count,
         nodes=nodes,
         memory_bytes=figure(row["memory"] * 2**30 * row.get("usable", USABLE), source),
         host_memory_bytes=figure(host * 2**30 * count, host_of),
         matrix_peak_flops_per_s={kind: figure(value * 1e12, source) for kind, value in row["flops"].items()},
         matrix_flops_per_s={
-            kind: figure(value * 1e12 * share, f"{share:.0%} of the peak") for kind, value in row["flops"].items()
+            kind: figure(value * 1e12 * (share := shares.get(kind, ACHIEVED)), f"{share:.0%} of the peak")
+            for kind, value in row["flops"].items()
         },
         memory_bytes_per_s=figure(row["bandwidth"] * 1e9 * MEMORY_ACHIEVED, f"{MEMORY_ACHIEVED:.0%} of {source}"),
         host_to_device_bytes_per_s=figure(row["host"] * 1e9, source),
@@ -440,24 +486,14 @@ _SHARE_OF_PRODUCTS = {
     "convolution": 0.6,
     "convolution backward": 0.6,
 }
-# Rate of fused attention by architecture, as a fraction of the rate of large matrix products. Only
-# the computed pairs count.
-# sm_80  FlashAttention-2 (Dao 2023, arXiv:2307.08691) reaches 70 to 73 % of an A100's peak forward
-#        and 50 to 63 % backward, where large products reach 83 %. Its kernels are tuned for this
-#        architecture, and sm_86 and sm_89 are assumed to reach the same fractions.
-# sm_90  torch runs the same kernels on an H100. They reach 35 % of the peak (Shah et al. 2024,
-#        arXiv:2407.08608), and 335 of 989 TFLOP/s forward and backward together (arXiv:2307.08691,
-#        section 4), where large products reach 72 %.
-_TUNED = {"attention": 0.71 / 0.827, "attention backward": 0.565 / 0.827}
-_FUSED_ATTENTION = {
-    **dict.fromkeys(("sm_80", "sm_86", "sm_89"), _TUNED),
-    "sm_90": {"attention": 0.35 / 0.724, "attention backward": 0.335 / 0.724},
-}
-# With a causal mask, a kernel takes 1 / 1.75 of the time (arXiv:2307.08691, section 3.1) for half of
-# the pairs. Its rate per computed pair is therefore 1.75 / 2 = 0.875 of the rate without a mask.
-_CAUSAL = 0.875
+_TYPE_OF = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}
+CALIBRATED_WIDTH = 128  # of a head, in the calibration of attention on a GPU
+_USUAL_PROCESSORS = 108
+# the largest factor by which a shape's rate may exceed the measured one: the measured sizes end at a
+# large product, whose rate is near the device's best
+_MOST_RATIO = 1.25
 _SEEN = (  # fields that are always detected; their values in the calibration's file are ignored
-    "architecture", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
+    "architecture", "processors", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
 )  # fmt: skip
 FILES = (".yaml", ".yml", ".json")  # endings of a machine file's name
 CALIBRATION_VERSION = 2  # files of another version are not read
@@ -530,6 +566,7 @@ def _detect_cuda() -> Machine | None:
         name=gpu.name,
         device="cuda",
         architecture=gpu.architecture,
+        processors=gpu.processors,
         devices_per_node=len(gpus),
         cores=os.cpu_count() or 1,
         memory_bytes=Figure(value=gpu.memory, source="system", detail=detail),

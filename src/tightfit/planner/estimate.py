@@ -322,6 +322,7 @@ class Estimator:
 
     profiler       traces the model
     cost_model     predicts seconds from a ledger
+    bound_model    predicts lower bounds on them, which hold for every size of the micro-batch
     limit_bytes    device memory that a plan may use
     runtime_bytes  device memory of the process that no tensor uses, such as the CUDA context and
                    the workspaces of cuBLAS
@@ -336,6 +337,7 @@ class Estimator:
         """
         self.job, self.machine = job, machine
         self.profiler, self.cost_model = profiler or Profiler(job, machine.device), CostModel(machine)
+        self.bound_model = CostModel(machine, any_shape=True)
         self.limit_bytes = job.limits.memory or machine.memory_bytes.value
         self.runtime_bytes = (
             psutil.Process().memory_info().rss
@@ -379,6 +381,7 @@ class Estimator:
         """
         other = copy.copy(self)
         other.job, other.machine, other.cost_model = job, machine, CostModel(machine)
+        other.bound_model = CostModel(machine, any_shape=True)
         other.limit_bytes = job.limits.memory or machine.memory_bytes.value
         return other
 
@@ -393,7 +396,8 @@ class Estimator:
 
         The bound counts no communication between data-parallel replicas, and divides the
         optimizer's time by their number. It counts no launches and no message latency, because
-        plans with larger micro-batches have fewer launches and messages.
+        plans with larger micro-batches have fewer launches and messages, and takes matrix products
+        to be as fast as those of the best shape.
         """
         ledgers = {
             device: replace(
@@ -401,7 +405,8 @@ class Estimator:
             )
             for device, ledger in self._ledgers(plan).items()
         }
-        time = self._time(plan, ledgers)[0]
+        model = self.bound_model
+        time = model.pipeline_time(ledgers)[0] if plan.pp > 1 else model.step_time(ledgers[0])
         return time.step_s - time.launch_s - time.optimizer_s * (1 - 1 / plan.data_parallel)
 
     def _ledgers(self, plan: Plan) -> dict[int, Ledger]:

@@ -77,7 +77,7 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     job, machine = estimator.job, estimator.machine
     ledger = estimator.profiler.ledger(start)
     samples = start.micro_batch_of(job.train.batch)
-    sample_s = estimator.cost_model.segments_s(ledger.training, samples) / samples
+    sample_s = estimator.bound_model.segments_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
     bounds = []
     for sizes in parallelism_candidates(machine, pins):

@@ -389,13 +389,13 @@ def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) ->
     for plan in reversed(plans):
         found.append(estimator.estimate(plan))
         slower = len(found) > 1 and found[-1].total_s >= found[-2].total_s
-        grown_s = _doubled_lower_bound_s(found[-1])
+        grown_s = _doubled_lower_bound_s(estimator, found[-1])
         if slower or not found[-1].fits or grown_s >= min(best_s, found[-1].time.step_s):
             break
     return found
 
 
-def _doubled_lower_bound_s(one: Estimate) -> float:
+def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
     """Return a lower bound on the seconds of a step that the pipeline plan of the estimate `one`
     would take with micro-batches twice as large.
 
@@ -405,8 +405,8 @@ def _doubled_lower_bound_s(one: Estimate) -> float:
     - all launches,
     - half of the latency of the messages that forward and backward wait for,
     - half of the time of all other messages,
-    - the time of all matrix products, if the machine's rates were measured, because larger products
-      may be faster.
+    - the time by which matrix products exceed that of the best shape, because larger products may be
+      faster. If the machine's rates were measured, it is the time of all products.
     """
     time = one.time
     within = [message.latency_s for message in one.ledger.messages if message.name == BLOCKING]
@@ -415,7 +415,8 @@ def _doubled_lower_bound_s(one: Estimate) -> float:
         for message in one.ledger.messages
         if message.name != BLOCKING
     ]
-    products = time.compute_s if one.machine.rates else 0.0
+    best = 0.0 if one.machine.rates else estimator.bound_model.arithmetic_s(one.ledger)
+    products = time.compute_s - best
     busy = time.compute_s + time.memory_s
     longer = max(2 * busy, busy + time.launch_s) / (busy + time.launch_s) - 1
     return time.step_s + longer * time.bubble_s - time.launch_s - (sum(within) + sum(others)) / 2 - products

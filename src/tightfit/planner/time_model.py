@@ -22,6 +22,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, ScheduledAction, consumer_of, simulate
 from tightfit.cost.recorded_step import BatchLinear, Operation, Segment, Timeline
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
+from tightfit.machines.shapes import LARGE, MAX_SHARE
 from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import MAX_MMAP_THRESHOLD, page_fault_bytes
 
@@ -32,6 +33,7 @@ CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 BLOCKED = ("blocked attention", "blocked attention backward")
 ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
+_BY_SHAPE = (PRODUCT, BATCHED, ATTENTION, ATTENTION_BACKWARD)  # a GPU's rates for these depend on the shape
 _KINDS = {
     PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
     BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
@@ -148,16 +150,20 @@ class CostModel:
 
     The time of each recorded list of operations (a `Timeline`) is computed only once, because a
     model's equal blocks share it.
+
+    any_shape  if True, each matrix product takes as long as if its shape were the best one. The
+               times are then lower bounds for every size of the micro-batch, of which the shapes
+               depend
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, any_shape: bool = False) -> None:
         self.machine = machine
+        self.any_shape = any_shape
         shares = [machine.efficiency[name].value if name in machine.efficiency else 1.0 for name in EFFICIENCIES]
         self.compute_share, self.memory_share, launch_share, self.link_share = shares
         launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
         self.launch_s = launch_s / launch_share
         self._timelines: dict[tuple[Timeline, int], dict[str, tuple[float, float]]] = {}
-        self._operations: dict[tuple[Operation, int], float] = {}
 
     def step_time(self, ledger: Ledger) -> Time:
         """Return the predicted time of one optimizer step on the device that `ledger` describes.
@@ -249,6 +255,16 @@ class CostModel:
         for during, ways in with_host.items():  # both directions run at the same time
             shown += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
         return shown
+
+    def arithmetic_s(self, ledger: Ledger) -> float:
+        """Return the seconds that matrix products, convolutions and attention take in a step's
+        forwards and backwards."""
+        return ledger.micro_batches * sum(
+            seconds
+            for segment in ledger.training
+            for kind, (seconds, _) in self._timeline_rows(segment.timeline, ledger.micro_batch).items()
+            if kind in ARITHMETIC
+        )
 
     def segments_s(self, segments: Iterable[Segment], samples: int) -> float:
         """Return the seconds that `segments` (recorded parts of a step, such as the forward of one
@@ -390,10 +406,24 @@ class CostModel:
         flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:
             return moved / self.machine.achieved(kind, operation.dtype, moved) / self.memory_share
-        if operation.computed_share < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD):
-            kind = f"causal {kind}"
-        arithmetic_s = flops / self.machine.achieved(kind, operation.dtype, _product_size(operation, samples, flops))
+        arithmetic_s = flops / self._arithmetic_rate(kind, operation, samples, flops)
         return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
+
+    def _arithmetic_rate(self, kind: str, operation: Operation, samples: int, flops: float) -> float:
+        """Return the rate of an operation's arithmetic in FLOP/s.
+
+        kind     a kind of ARITHMETIC
+        samples  number of samples of a micro-batch
+        flops    the operation's FLOPs
+        """
+        causal = operation.computed_share < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD)
+        if self.machine.device == "cuda" and operation.sizes and kind in _BY_SHAPE:
+            batches, rows, columns, depth = (max(size.at(samples), 1.0) for size in operation.sizes)
+            if self.any_shape and kind in (PRODUCT, BATCHED):
+                return MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
+            return self.machine.achieved_by_shape(kind, operation.dtype, (batches, rows, columns, depth), causal)
+        kind = f"causal {kind}" if causal else kind
+        return self.machine.achieved(kind, operation.dtype, _product_size(operation, samples, flops))
 
     def _allocation_s(self, ledger: Ledger) -> float:
         """Return the seconds of page faults in a step on a CPU; 0 on a GPU.

@@ -1,0 +1,268 @@
+"""How the shape of a matrix product or of attention changes the rate that a GPU achieves.
+
+The device table and a calibration give a rate for large square products and for attention with
+heads of width 128. This module says which fraction of it another shape reaches, from how the
+kernels divide the work and from published measurements of them. It imports neither torch nor the
+device table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+# A matrix product of cuBLAS divides its result into tiles. Each processor computes one tile at a
+# time. (rows, columns) of a tile -> the rate within the tile, as a fraction of the largest tile's:
+# a tile of r x c loads (r + c) numbers for r * c multiplications, so a small tile waits for memory.
+# Fractions: NVIDIA, "Matrix Multiplication Background", section 4.1, for an A100.
+TILES = {(256, 128): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 64): 0.55}
+# a tile's start and its write of the result take as long as this many steps along the depth
+TILE_START = 96
+SPLITS = (1, 2, 4, 8, 16)  # into how many parts a kernel may split the depth of a product
+LARGE = 8192  # width of the square product for which the device table gives a rate
+MAX_SHARE = 1.02  # no shape is faster than this multiple of the large square product
+# elements in 16 bytes: tensor cores load rows that begin at multiples of 16 bytes
+ALIGNED = {"bfloat16": 8, "float16": 8, "tf32": 4, "float8": 16}
+# fraction of the rate that a product reaches whose rows do not begin at multiples of 16 bytes
+UNALIGNED = 0.5
+
+
+@lru_cache(maxsize=65536)
+def product_share(
+    batches: float, rows: float, columns: float, depth: float, processors: int, dtype: str = "bfloat16"
+) -> float:
+    """Return the rate of `batches` matrix products (rows, depth) x (depth, columns) on a GPU, as a
+    fraction of the rate of one product of 8192 x 8192 x 8192.
+
+    processors  number of the GPU's streaming multiprocessors
+    dtype       torch's name, such as bfloat16, or tf32 or float8
+
+    A product is slower if its tiles do not fill the processors (wave quantization) or exceed the
+    result (tile quantization), if its depth is small, so that the start of each tile counts, or if
+    its rows are not aligned to 16 bytes.
+
+    Example: (1024, 1024) x (1024, 1024) on 132 processors has 32 tiles of 256 x 128, which keep 32
+    processors busy. Tiles of 64 x 64 keep 128 processors busy at 0.55 of the rate.
+
+    Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 to 5.
+    """
+    aligned = all(size % ALIGNED.get(dtype, 1) == 0 for size in (columns, depth))
+    whole = _fastest(1.0, LARGE, LARGE, LARGE, processors)
+    return whole / _fastest(batches, rows, columns, depth, processors) * (1.0 if aligned else UNALIGNED)
+
+
+def _fastest(batches: float, rows: float, columns: float, depth: float, processors: int) -> float:
+    """Return the time of a batch of products per multiplication, in units of the time that all
+    processors together need for one multiplication in the largest tile. It is 1 at best."""
+    times = []
+    for (height, width), speed in TILES.items():
+        for high, wide in {(height, width), (width, height)}:
+            tiles = batches * math.ceil(rows / high) * math.ceil(columns / wide)
+            for parts in SPLITS:
+                steps = depth / parts
+                if parts > 1 and steps < LARGE / SPLITS[-1]:
+                    break
+                waves = math.ceil(tiles * parts / processors)
+                # the parts of a split product are added: each tile is written and read once more
+                start = TILE_START * (1 if parts == 1 else 2)
+                times.append(waves * processors * high * wide * (steps + start) / speed)
+    return min(times) / (batches * rows * columns * depth)
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """Published rates of a fused attention kernel on one architecture.
+
+    products           rate of large matrix products on the measured device, as a fraction of its
+                       published peak
+    forward, backward  width of a head -> FLOP/s of long sequences without a mask, as a fraction of
+                       the published peak. Heads are computed at the next width of this table
+    start_forward, start_backward  a query tile's start takes as long as this many tiles of 128 keys
+    causal             with a causal mask: rate for the pairs that are not masked, as a fraction of
+                       the rate without a mask, for long sequences
+    diagonal           tiles of keys that a query tile computes beyond its visible pairs under a
+                       causal mask: half of its own queries' tiles
+    """
+
+    products: float
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+    start_forward: float
+    start_backward: float
+    causal: float
+    diagonal: float = 0.5
+
+    def share(self, queries: float, keys: float, width: float, causal: bool, backward: bool) -> float:
+        """Return the rate for the pairs that are not masked, as a fraction of the rate of large
+        matrix products.
+
+        queries, keys  lengths of the sequences
+        width          of a head
+
+        A causal mask hides half of the pairs, but a kernel computes whole tiles on the diagonal.
+
+        Example: 512 queries and keys are 4 tiles of 128. With a start of 0.6 tiles, a forward
+        reaches 4 / 4.6 of its rate for long sequences. With a causal mask, a query tile computes
+        2.5 tiles of keys for pairs that fill 2 tiles: it reaches 2 / 3.1.
+        """
+        by_width = self.backward if backward else self.forward
+        known = next((known for known in sorted(by_width) if known >= width), None)
+        if known is None:  # wider than the kernel's widest heads: several passes
+            rate = by_width[max(by_width)] / 2
+        else:
+            rate = by_width[known] * width / known
+        rate /= self.products
+        tiles = max(keys / KEY_TILE, 1 / KEY_TILE)
+        start = self.start_backward if backward else self.start_forward
+        if not causal:
+            return rate * tiles / (max(tiles, 1.0) + start)
+        visible = tiles / 2 if queries >= keys else tiles - queries / keys * tiles / 2
+        return rate * self.causal * visible / (max(visible + self.diagonal, 1.0) + start)
+
+
+KEY_TILE = 128  # keys of one tile of a fused kernel
+# Rates as fractions of the published dense peak. Shah et al. 2024 (arXiv:2407.08608, figures 5 and
+# 6) measured FlashAttention-2 and cuDNN on an H100 (989 TFLOP/s), for widths 64, 128 and 256 and
+# lengths 512 to 16,384, without and with a causal mask. The starts and the causal fraction are
+# those that reproduce its lengths within 6 %.
+_FLASH_2_SM90 = AttentionKernel(
+    products=0.8,
+    forward={32: 0.27, 64: 0.328, 96: 0.35, 128: 0.375, 192: 0.35, 256: 0.33},
+    backward={32: 0.25, 64: 0.30, 96: 0.31, 128: 0.332, 192: 0.30, 256: 0.28},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
+_CUDNN_SM90 = AttentionKernel(
+    products=0.8,
+    forward={64: 0.42, 128: 0.615, 256: 0.59},
+    backward={64: 0.447, 128: 0.536, 256: 0.48},
+    start_forward=0.9,
+    start_backward=2.5,
+    causal=0.92,
+)
+# A100 (312 TFLOP/s): between Dao 2023 (arXiv:2307.08691, figures 4 to 6: 190 and 225 TFLOP/s
+# forward, 170 and 196 backward for widths 64 and 128) and runs at the power limit (175 and 187
+# forward, pytorch/pytorch pull request 126122).
+_FLASH_2_SM80 = AttentionKernel(
+    products=0.827,
+    forward={32: 0.50, 64: 0.585, 96: 0.62, 128: 0.66, 192: 0.62, 256: 0.60},
+    backward={32: 0.44, 64: 0.52, 96: 0.54, 128: 0.575, 192: 0.50, 256: 0.47},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.95,
+)
+# RTX A5000 (111 TFLOP/s; gpu-mode/ring-attention issue 10): 82 TFLOP/s forward, and 53, 63, 70, 75
+# and 77 backward for 512 to 8,192 keys, width 64
+_FLASH_2_SM86 = AttentionKernel(
+    products=0.8,
+    forward={32: 0.70, 64: 0.75, 128: 0.75, 256: 0.70},
+    backward={32: 0.64, 64: 0.71, 128: 0.71, 256: 0.60},
+    start_forward=0.1,
+    start_backward=2.0,
+    causal=0.93,
+)
+# RTX 4090 (165 TFLOP/s; apache/tvm, tl_doc/flash_perf.md) at 2,048 keys: forward 169 without and
+# 142 to 151 with a causal mask, backward 125 and 97; products
+# reach 165
+_FLASH_2_SM89 = AttentionKernel(
+    products=1.0,
+    forward={32: 0.96, 64: 1.0, 128: 1.0, 256: 0.92},
+    backward={32: 0.79, 64: 0.85, 128: 0.85, 256: 0.70},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
+# B200 (2,250 TFLOP/s): cuDNN by Dao-AILab/flash-attention pull requests 2605 (forward) and 2280
+# (backward); FlashAttention-2 by its issue 1589
+_CUDNN_SM100 = AttentionKernel(
+    products=0.754,
+    forward={64: 0.515, 128: 0.74, 256: 0.60},
+    backward={64: 0.40, 128: 0.53, 256: 0.40},
+    start_forward=1.4,
+    start_backward=2.5,
+    causal=0.97,
+    diagonal=1.5,
+)
+_FLASH_2_SM100 = AttentionKernel(
+    products=0.754,
+    forward={64: 0.17, 128: 0.20, 256: 0.17},
+    backward={64: 0.15, 128: 0.165, 256: 0.14},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
+# RTX 5090 (209.5 TFLOP/s): 187 TFLOP/s forward by FlashAttention-2 in torch, at 8,192 keys
+_FLASH_2_SM120 = AttentionKernel(
+    products=1.13,
+    forward={64: 0.88, 128: 0.91, 256: 0.80},
+    backward={64: 0.68, 128: 0.70, 256: 0.60},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
+# The memory-efficient kernel (xFormers), which torch takes for heads wider than 256, for masks, and
+# on Volta and Turing: Dao 2023, figures 4 to 6
+_EFFICIENT = AttentionKernel(
+    products=0.827,
+    forward={64: 0.33, 128: 0.35, 256: 0.28, 512: 0.20},
+    backward={64: 0.22, 128: 0.24, 256: 0.18, 512: 0.12},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
+# FlashAttention 1 on an A100: 30 to 50 % of the peak forward, 25 to 35 % backward (Dao 2023,
+# sections 1 and 4)
+_FLASH_1 = AttentionKernel(
+    products=0.827,
+    forward={32: 0.30, 64: 0.36, 128: 0.40},
+    backward={32: 0.24, 64: 0.29, 128: 0.30},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
+
+# any other device: an assumption
+_UNKNOWN = AttentionKernel(
+    products=1.0,
+    forward={64: 0.6, 128: 0.6, 256: 0.6},
+    backward={64: 0.5, 128: 0.5, 256: 0.5},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
+
+FLASH_1, FLASH_2, CUDNN, EFFICIENT = "flash-1", "flash-2", "cudnn", "efficient"
+KERNELS = {
+    "sm_80": {FLASH_1: _FLASH_1, FLASH_2: _FLASH_2_SM80},
+    "sm_86": {FLASH_2: _FLASH_2_SM86},
+    "sm_87": {FLASH_2: _FLASH_2_SM86},
+    "sm_89": {FLASH_2: _FLASH_2_SM89},
+    "sm_90": {CUDNN: _CUDNN_SM90, FLASH_2: _FLASH_2_SM90},
+    "sm_100": {CUDNN: _CUDNN_SM100, FLASH_2: _FLASH_2_SM100},
+    "sm_103": {CUDNN: _CUDNN_SM100, FLASH_2: _FLASH_2_SM100},
+    "sm_120": {FLASH_2: _FLASH_2_SM120},
+}
+# torch >= 2.11 prefers cuDNN's kernel on these (ATen/native/transformers/cuda/sdp_utils.cpp)
+PREFERS_CUDNN = ("sm_90", "sm_100", "sm_103")
+WIDEST = {FLASH_2: 256, FLASH_1: 128, CUDNN: 256}  # head
+
+
+def kernel_of(architecture: str, dtype: str, width: float, wanted: str = "") -> AttentionKernel:
+    """Return the attention kernel that torch chooses.
+
+    architecture  such as sm_90; empty for a device that is no GPU
+    dtype         torch's name, such as bfloat16
+    width         of a head
+    wanted        a kernel that is taken where it exists, such as flash-2; empty for torch's choice
+    """
+    if not architecture.startswith("sm_"):
+        return _UNKNOWN
+    known = KERNELS.get(architecture, {})
+    if dtype in ("bfloat16", "float16"):
+        for name in (wanted or (CUDNN if architecture in PREFERS_CUDNN else FLASH_2), FLASH_2):
+            if name in known and width <= WIDEST[name]:
+                return known[name]
+    return _EFFICIENT
