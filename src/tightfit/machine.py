@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tightfit.errors import InputError
-from tightfit.machines import ACHIEVED, MEMORY_ACHIEVED, USABLE, devices
+from tightfit.machines import ACHIEVED, LINK_ACHIEVED, MEMORY_ACHIEVED, NETWORK_ACHIEVED, USABLE, devices
 from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
 from tightfit.machines.names import find_named
 from tightfit.machines.shapes import kernel_of, product_share
@@ -440,8 +440,8 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
         },
         memory_bytes_per_s=figure(row["bandwidth"] * 1e9 * MEMORY_ACHIEVED, f"{MEMORY_ACHIEVED:.0%} of {source}"),
         host_to_device_bytes_per_s=figure(row["host"] * 1e9, source),
-        process_bytes_per_s=figure(row["link"] * 1e9, source),
-        network_bytes_per_s=figure(row["network"] * 1e9, f"of {of}"),
+        process_bytes_per_s=figure(row["link"] * 1e9 * LINK_ACHIEVED, f"{LINK_ACHIEVED:.0%} of {source}"),
+        network_bytes_per_s=figure(row["network"] * 1e9 * NETWORK_ACHIEVED, f"{NETWORK_ACHIEVED:.0%} of that of {of}"),
         process_latency_s=figure(within_s, said),
         network_latency_s=figure(between_s, said),
         call_s=figure(call_s, said),

@@ -184,6 +184,8 @@ class Message:
                  between devices
     way          for copies between device and host memory: "in" (to the device) or "out". Copies in
                  different directions overlap; "" for communication between devices
+    parts        number of micro-batches of a step that send a part of the bytes; 1 if they are sent
+                 once per step
     at_start     for weights that are gathered during the next forward: the share of the bytes that
                  must have arrived before this forward can begin; 0 for other messages
     """
@@ -196,6 +198,7 @@ class Message:
     during: str = ""
     way: str = ""
     at_start: float = 0.0
+    parts: int = 1
 
     def times(self, share: float) -> Message:
         """Return the message with its bytes and the latency of its calls multiplied by `share`."""

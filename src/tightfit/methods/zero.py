@@ -97,7 +97,7 @@ def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledge
     return replace(
         ledger,
         bucketed_reduction=BucketedReduction(devices, min(bucket, size), plan.zero == 2, coming, stays),
-        messages=(*ledger.messages, gradients, replace(parameters, overlaps=overlaps, at_start=at_start)),
+        messages=(*ledger.messages, replace(gradients, parts=times), replace(parameters, overlaps=overlaps, at_start=at_start)),
     )
 
 
@@ -116,7 +116,7 @@ def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> L
     calls = (ledger.blocks + 1) * ledger.micro_batches
     messages = (
         message("parameters", gathers, plan, machine, ("dp_shard",), 2 * calls),
-        message("gradients", reduced, plan, machine, ("dp_shard",), calls),
+        replace(message("gradients", reduced, plan, machine, ("dp_shard",), calls), parts=ledger.micro_batches),
     )
     sharded = sharded_parameters(ledger, plan, narrow)
     return replace(ledger, sharded_parameters=sharded, messages=(*ledger.messages, *messages))
