@@ -29,6 +29,7 @@ from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import peak_heap_bytes
+from tightfit.planner.intervals import Interval, interval_of
 from tightfit.planner.time_model import BLOCKING, CostModel, Time
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import needed_permissions
@@ -176,6 +177,24 @@ class Estimate:
         return self.compile_s + self.time.step_s * (self.job.train.steps or DEFAULT_STEPS)
 
     @property
+    def step_interval(self) -> Interval:
+        """How far measured step times of runs like this one were from their predictions."""
+        return interval_of("time", self.machine, self.plan, self.tokens_per_s is not None)
+
+    @property
+    def memory_interval(self) -> Interval:
+        """How far the measured memory of runs like this one was from its prediction."""
+        return interval_of("memory", self.machine, self.plan, self.tokens_per_s is not None)
+
+    @property
+    def peak_range(self) -> tuple[float, float]:
+        """The interval, in bytes of a device, that holds 9 of 10 measured peaks of runs like this
+        one. The runtime row is known, and does not vary."""
+        runtime = self.peak.rows["runtime"]
+        low, high = self.memory_interval.around(self.peak_bytes - runtime)
+        return low + runtime, high + runtime
+
+    @property
     def changes_math(self) -> list[str]:
         """The permissions (words of the job's `allow`, such as "bf16") that the plan needs because
         it changes the job's mathematics. They are sorted."""
@@ -269,7 +288,11 @@ class Estimate:
             "changes_math": self.changes_math,
             "bytes_per_parameter": self.bytes_per_parameter,
             "advice": self.advice,
-            "memory": {**{row: round(size) for row, size in self.peak.rows.items()}, "peak": round(self.peak_bytes)},
+            "memory": {
+                **{row: round(size) for row, size in self.peak.rows.items()},
+                "peak": round(self.peak_bytes),
+                "peak_interval": [round(size) for size in self.peak_range],
+            },
             "host_memory": {**{row: round(size) for row, size in self.host.items()}, "peak": round(self.host_bytes)},
             "disk": {**{row: round(size) for row, size in self.disk.items()}, "peak": round(sum(self.disk.values()))},
             "phases": {phase: round(size) for phase, size in self.phases.items()},
@@ -280,7 +303,12 @@ class Estimate:
                 "bubble_s": time.bubble_s,
                 "input_s": time.input_s,
                 "step_s": time.step_s,
+                "step_interval_s": list(self.step_interval.around(time.step_s)),
                 "compile_s": self.compile_s,
+            },
+            "intervals": {
+                name: {"class": one.name, "runs": one.runs}
+                for name, one in (("step_s", self.step_interval), ("peak", self.memory_interval))
             },
             "tokens_per_s": self.tokens_per_s,
             "samples_per_s": self.samples_per_s,

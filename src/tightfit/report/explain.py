@@ -92,7 +92,9 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
     chosen = estimates[0]
     say = _say(console)
     say(f"plan     {_fields(chosen)}")
-    say(f"memory   {format_bytes(chosen.peak_bytes)} of {format_bytes(chosen.limit_bytes)}: {_verdict(chosen)}")
+    low, high = (format_bytes(size) for size in chosen.peak_range)
+    between = f" ({low} to {high})" if low != high else ""
+    say(f"memory   {format_bytes(chosen.peak_bytes)}{between} of {format_bytes(chosen.limit_bytes)}: {_verdict(chosen)}")
     say(f"states   {_states(chosen)}")
     if sum(chosen.host.values()):
         say(f"host     {_beside(chosen.host, chosen.limits.get('host memory'))}")
@@ -237,7 +239,9 @@ def _speed(estimate: Estimate) -> str:
         if estimate.tokens_per_s
         else f"{estimate.samples_per_s:.3g} samples/s"
     )
-    parts = [f"{format_seconds(estimate.time.step_s)} a step, {per_s}"]
+    low, high = (format_seconds(seconds) for seconds in estimate.step_interval.around(estimate.time.step_s))
+    between = f" ({low} to {high})" if low != high else ""
+    parts = [f"{format_seconds(estimate.time.step_s)} a step{between}, {per_s}"]
     if estimate.mfu:
         parts.append(f"{estimate.mfu:.0%} MFU")
     if estimate.matrix_utilization:
