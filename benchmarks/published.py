@@ -57,7 +57,6 @@ ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is com
 LEAST_RUNS = 3  # of a machine and framework, for a factor on their speed
 
 
-
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +164,10 @@ def features(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
     model = row["model"]
     hidden, heads = model.get("hidden_size", model.get("n_embd")), model.get("num_attention_heads", model.get("n_head"))
     return {
-        **{name: getattr(plan, name) for name in ("precision", "tp", "pp", "cp", "zero", "recompute", "compile", "float8")},
+        **{
+            name: getattr(plan, name)
+            for name in ("precision", "tp", "pp", "cp", "zero", "recompute", "compile", "float8")
+        },
         "tokens_of_sequence": row["data"].get("sequence_length"),
         "micro_batch": plan.micro_batch_of(row["batch"]),
         "hidden_size": hidden,
@@ -363,7 +365,9 @@ def main() -> None:
             print(f"  {line_of_summary(group, one)}")
     for name, factor in factors.items():
         print(f"{name}: {factor:.2f} x the predicted speed")
-    print(f"{sum(row['cpu_s'] for row in rows):.0f} s of CPU time, at most {max(row['cpu_s'] for row in rows):.1f} s for a row")
+    print(
+        f"{sum(row['cpu_s'] for row in rows):.0f} s of CPU time, at most {max(row['cpu_s'] for row in rows):.1f} s for a row"
+    )
     harness.write_record(arguments.out, {"summary": summary, "factors": factors, "rows": rows})
 
 
