@@ -135,7 +135,7 @@ def compare(row: dict[str, Any], estimators: dict[str, Estimator]) -> dict[str, 
     found = {name: row.get(name) for name in ("id", "group", "half", "framework", "machine")} | {"ran": row.get("fits")}
     try:
         found |= predict(row, estimators)
-    except Exception as error:  # noqa: BLE001: whatever it is, it is reported in the row's place
+    except Exception as error:  # whatever it is, it is reported in the place of the row
         found["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return {**found, "cpu_s": time.process_time() - begun}
 
