@@ -14,6 +14,7 @@ second leaves out pairs of fewer than three runs, where a factor says nothing.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import statistics
@@ -37,6 +38,7 @@ from tightfit.machines.names import find_named
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
 from tightfit.units import parse_bytes
 
@@ -129,34 +131,53 @@ def machine_of(row: dict[str, Any]) -> Machine:
 # --- one row --------------------------------------------------------------------------------------------------------
 
 
-def compare(row: dict[str, Any], estimators: dict[str, Estimator]) -> dict[str, Any]:
-    """Published and predicted figures of one run. estimators: of earlier rows, by job, whose traces are shared."""
+def compare(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, Any]:
+    """Published and predicted figures of one run. profilers: of earlier rows, by model, whose traces are shared."""
     begun = time.process_time()
     found = {name: row.get(name) for name in ("id", "group", "half", "framework", "machine")} | {"ran": row.get("fits")}
     try:
-        found |= predict(row, estimators)
+        found |= predict(row, profilers)
     except Exception as error:  # whatever it is, it is reported in the place of the row
         found["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return {**found, "cpu_s": time.process_time() - begun}
 
 
-def predict(row: dict[str, Any], estimators: dict[str, Estimator]) -> dict[str, Any]:
+def predict(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, Any]:
     plan, job, machine = Plan(**row["plan"]), job_of(row), machine_of(row)
     check(plan, job, machine.device)
-    name = json.dumps([row[key] for key in ("model", "data", "batch", "optimizer")] + [row.get("clip")])
-    estimator = estimators[name].with_job(job, machine) if name in estimators else Estimator(job, machine)
-    estimator.runtime_bytes = Estimator(job, machine, estimator.profiler).runtime_bytes
-    estimators[name] = estimator
-    estimate = estimator.estimate(plan)
-    settled = estimator.include_allocator(estimate)
+    traces = profilers.setdefault(model_of(row), Profiler(job, machine.device))
+    estimate = estimator_of(job, machine, traces).estimate(plan)
+    settled = settled_of(job, machine, traces, plan)
     found: dict[str, Any] = {"devices": plan.devices, **features(row, plan)}
     if "memory" in row:
-        found |= compare_memory(row, estimate, settled)
+        found |= compare_memory(row, settled)
     if "speed" in row:
         found |= compare_speed(row, estimate)
     found["predicted_fits"] = settled.fits
     found["peak_of_limit"] = (settled.peak_bytes + settled.margin_bytes) / settled.limit_bytes
     return found
+
+
+def model_of(row: dict[str, Any]) -> str:
+    """What rows have in common that share traces: all of the job but the number of samples of a step."""
+    return json.dumps([row.get(name) for name in ("model", "data", "optimizer", "momentum", "clip")])
+
+
+def estimator_of(job: Job, machine: Machine, traces: Profiler) -> Estimator:
+    """An estimator that uses the traces of another batch: a trace is of a micro-batch."""
+    profiler = copy.copy(traces)
+    profiler.job = job
+    return Estimator(job, machine, profiler)
+
+
+def settled_of(job: Job, machine: Machine, traces: Profiler, plan: Plan) -> Estimate:
+    """The estimate with what the allocator reserves. Of a pipeline's micro-batches only so many are simulated that it
+    fills, stays full and drains: as many as a step with more has in memory at once."""
+    most = plan.data_parallel * plan.micro_batch_of(job.train.batch) * 4 * plan.stages
+    if plan.pp > 1 and job.train.batch > most:
+        job = job.replace(train=job.train.replace(batch=most))
+    estimator = estimator_of(job, machine, traces)
+    return estimator.include_allocator(estimator.estimate(plan))
 
 
 def features(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
@@ -196,17 +217,17 @@ def compare_speed(row: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def compare_memory(row: dict[str, Any], estimate: Estimate, settled: Estimate) -> dict[str, Any]:
+def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:
     """Published and predicted bytes of a device, by the source's own metric: allocated (tensors), reserved (by torch's
     allocator) or device (all of the process). settled: the estimate with what the allocator reserves."""
     ((metric, size),) = row["memory"].items()
     late = row["loop"].get("zeroes_before_backward", False)
     context = parse_bytes(row["context"]) if metric == "device" else 0
     if settled.plan.devices > 1:
-        kept = estimate if metric == "allocated" else settled
-        predicted = kept.peak.total - kept.peak.rows["runtime"]
+        beside = ("runtime", "allocator") if metric == "allocated" else ("runtime",)
+        predicted = settled.peak.total - sum(settled.peak.rows[name] for name in beside)
     else:
-        ledger = as_their_loop(estimate.ledger, row["loop"])
+        ledger = as_their_loop(settled.ledger, row["loop"])
         peak = max(
             sum(rows.values()) + late * (phase == "forward") * ledger.gradient_bytes()
             for phase, _, rows in ledger.instants()
@@ -232,15 +253,15 @@ def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:
 
 def compare_all(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The comparisons of rows of the same model, which share their traces."""
-    estimators: dict[str, Estimator] = {}
-    return [compare(row, estimators) for row in rows]
+    profilers: dict[str, Profiler] = {}
+    return [compare(row, profilers) for row in rows]
 
 
 def by_model(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The rows in lists of the same model and optimizer, the longest first."""
     found = defaultdict(list)
     for row in rows:
-        found[json.dumps([row[name] for name in ("model", "data", "optimizer")])].append(row)
+        found[model_of(row)].append(row)
     return sorted(found.values(), key=len, reverse=True)
 
 
