@@ -73,11 +73,21 @@ def read_rows(group: str = "", half: str = "both") -> list[dict[str, Any]]:
         for given in content["rows"]:
             row = {"group": path.stem, **content["defaults"], **given}
             same = frameworks[row["framework"]]
-            row["plan"] = {**same["plan"], **available(same.get("once_available", {})), **row["plan"]}
+            row["plan"] = plan_of(same, row["plan"])
             row["loop"] = {**same.get("loop", {}), **row.get("loop", {})}
             if half in ("both", row["half"]):
                 rows.append(row)
     return rows
+
+
+def plan_of(framework: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A row's plan: its own fields over those of its framework."""
+    plan = {**framework["plan"], **available(framework.get("once_available", {})), **own}
+    if plan.get("master_weights"):
+        plan["precision"] = plan["precision"].replace("-mixed", "-true")
+    if plan.get("zero", 0) < 2:
+        plan.pop("gradient_sync", None)  # gradients are not sharded
+    return plan
 
 
 def available(fields: dict[str, Any]) -> dict[str, Any]:
