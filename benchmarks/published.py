@@ -1,95 +1,241 @@
-"""Compare what explain predicts with training runs that others published: memory and speed.
+"""Compare what explain predicts with training runs that others published: memory, speed, and what fitted.
 
-    .venv/bin/python benchmarks/published.py --out records/published.json
+    .venv/bin/python benchmarks/published.py --jobs 2 --out records/published.json
+    .venv/bin/python benchmarks/published.py --half a --group vtrain
 
-The runs are facts in published.yaml (one device) and published_devices.yaml (several, up to
-thousands). Nothing is fitted to a row. Speed is compared in two ways: as predicted from the device's
-published figures, and after one calibration for each (machine, framework) of its efficiencies in
-products, memory, launches and links (planner/fit_machine.py). The calibration uses its runs without a
-pipeline, where it has any.
+The runs are facts in benchmarks/published/, one file for each group of sources. Rows of a group alternate between
+half a and half b. Only rows of half a are printed: whoever improves a prediction looks at these, and half b says whether
+the improvement holds for runs that nobody looked at.
+
+Nothing is fitted to a row. Speed is compared in two ways: as predicted from the device's published figures, and after
+one factor on speed for each (machine, framework), the median of its runs, which is what is known of neither. The
+second leaves out pairs of fewer than three runs, where a factor says nothing.
 """
 
 from __future__ import annotations
 
+import copy
+import json
+import math
+import statistics
 import sys
+import time
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tightfit.cost.ledger import Ledger
+from tightfit.errors import InputError
 from tightfit.job import Job, Train
-from tightfit.machine import Machine
+from tightfit.machine import Figure, Machine
+from tightfit.machines.names import find_named
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.fit_machine import TimedRun, fit_efficiencies
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.tracing.profiler import Profiler
+from tightfit.rules import check
 from tightfit.units import parse_bytes
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
 from benchmarks import harness
 
-ALLOW = ["bf16", "fp16", "tf32", "8-bit-states", "4-bit-states", "bf16-states"]
-FILES = ("published.yaml", "published_devices.yaml")
-LIVING = ("ledger", "estimator", "plan", "loop")  # of a comparison, what is no figure
+FOLDER = Path(__file__).parent / "published"
+FRAMEWORKS = "frameworks.yaml"
+ALLOW = ["bf16", "fp16", "tf32", "float8", "8-bit-states", "4-bit-states", "bf16-states", "offload"]
 ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is compared
+LEAST_RUNS = 3  # of a machine and framework, for a factor on their speed
 
 
-def compare(row: dict[str, Any]) -> dict[str, Any]:
-    """Published and predicted figures of one run."""
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def read_rows(group: str = "", half: str = "both") -> list[dict[str, Any]]:
+    """The rows of a group (of all, if it is "") that are in a half, with what the file and the framework say under them."""
+    frameworks = yaml.safe_load((FOLDER / FRAMEWORKS).read_text())
+    rows = []
+    for path in sorted(FOLDER.glob(f"{group or '*'}.yaml")):
+        if path.name == FRAMEWORKS:
+            continue
+        content = yaml.safe_load(path.read_text())
+        for given in content["rows"]:
+            row = {"group": path.stem, **content["defaults"], **given}
+            same = frameworks[row["framework"]]
+            row["plan"] = plan_of(same, row["plan"])
+            row["loop"] = {**same.get("loop", {}), **row.get("loop", {})}
+            if half in ("both", row["half"]):
+                rows.append(row)
+    return rows
+
+
+def plan_of(framework: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A row's plan: its own fields over those of its framework."""
+    plan = {**framework["plan"], **available(framework.get("once_available", {})), **own}
+    if plan.get("master_weights"):
+        plan["precision"] = plan["precision"].replace("-mixed", "-true")
+    if plan.get("zero", 0) < 2:
+        plan.pop("gradient_sync", None)  # gradients are not sharded
+    return plan
+
+
+def available(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, if Plan has all of them and takes their values; else none of them."""
+    try:
+        Plan(**fields)
+    except InputError:
+        return {}
+    return fields
+
+
+def job_of(row: dict[str, Any]) -> Job:
     given = {name: row[name] for name in ("momentum", "clip") if name in row}
     train = Train(optimizer=row["optimizer"], batch=row["batch"], steps=1000, **given)
-    job = Job(model=row["model"], data=row["data"], allow=ALLOW, train=train)
-    machine = with_their_kernels(Machine.named(row.get("machine", ANY_MACHINE)), row.get("loop", {}))
-    estimator = Estimator(job, machine)
-    estimate = estimator.estimate(Plan(**row["plan"]))
-    ledger = as_their_loop(estimate.ledger, row.get("loop", {}))
-    amount = row["batch"] * (row["data"]["sequence_length"] if row["data"].get("sequence_length", 0) > 1000 else 1)
+    return Job(model=row["model"], data=row["data"], allow=ALLOW, train=train)
+
+
+def machine_of(row: dict[str, Any]) -> Machine:
+    """The row's machine, with the figures of its devices that differ from the table's, and the rates of another
+    framework's attention kernels, where they are known."""
+    plan = Plan(**row["plan"])
+    name = row.get("machine") or (f"{ANY_MACHINE}:{plan.devices}" if plan.devices > 1 else ANY_MACHINE)
+    machine, table = Machine.named(name), find_named(name).row
+    given = row.get("device", {})
+    changed: dict[str, Any] = {}
+
+    def scaled(figure: Figure | None, times: float) -> Figure | None:
+        return figure and figure.replace(value=figure.value * times)
+
+    for figure, field in (
+        ("memory", "memory_bytes"),
+        ("bandwidth", "memory_bytes_per_s"),
+        ("network", "network_bytes_per_s"),
+    ):
+        if figure in given:
+            changed[field] = scaled(getattr(machine, field), given[figure] / table[figure])
+    if "arithmetic" in given:
+        for field in ("matrix_peak_flops_per_s", "matrix_flops_per_s"):
+            changed[field] = {kind: scaled(one, given["arithmetic"]) for kind, one in getattr(machine, field).items()}
+    return machine.replace(**changed, attention_kernel=row["loop"].get("attention", ""))
+
+
+# --- one row --------------------------------------------------------------------------------------------------------
+
+
+def compare(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, Any]:
+    """Published and predicted figures of one run. profilers: of earlier rows, by model, whose traces are shared."""
+    begun = time.process_time()
+    found = {name: row.get(name) for name in ("id", "group", "half", "framework", "machine")} | {"ran": row.get("fits")}
+    try:
+        found |= predict(row, profilers)
+    except Exception as error:  # whatever it is, it is reported in the place of the row
+        found["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return {**found, "cpu_s": time.process_time() - begun}
+
+
+def predict(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, Any]:
+    plan, job, machine = Plan(**row["plan"]), job_of(row), machine_of(row)
+    check(plan, job, machine.device)
+    traces = profilers.setdefault(model_of(row), Profiler(job, machine.device))
+    estimate = estimator_of(job, machine, traces).estimate(plan)
+    settled = settled_of(job, machine, traces, plan)
+    found: dict[str, Any] = {"devices": plan.devices, **features(row, plan)}
+    if "memory" in row:
+        found |= compare_memory(row, settled)
+    if "speed" in row:
+        found |= compare_speed(row, estimate)
+    found["predicted_fits"] = settled.fits
+    found["peak_of_limit"] = (settled.peak_bytes + settled.margin_bytes) / settled.limit_bytes
+    return found
+
+
+def model_of(row: dict[str, Any]) -> str:
+    """What rows have in common that share traces: all of the job but the number of samples of a step."""
+    return json.dumps([row.get(name) for name in ("model", "data", "optimizer", "momentum", "clip")])
+
+
+def estimator_of(job: Job, machine: Machine, traces: Profiler) -> Estimator:
+    """An estimator that uses the traces of another batch: a trace is of a micro-batch."""
+    profiler = copy.copy(traces)
+    profiler.job = job
+    return Estimator(job, machine, profiler)
+
+
+def settled_of(job: Job, machine: Machine, traces: Profiler, plan: Plan) -> Estimate:
+    """The estimate with what the allocator reserves. Of a pipeline's micro-batches only so many are simulated that it
+    fills, stays full and drains: as many as a step with more has in memory at once."""
+    most = plan.data_parallel * plan.micro_batch_of(job.train.batch) * 4 * plan.stages
+    if plan.pp > 1 and job.train.batch > most:
+        job = job.replace(train=job.train.replace(batch=most))
+    estimator = estimator_of(job, machine, traces)
+    return estimator.include_allocator(estimator.estimate(plan))
+
+
+def features(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """What errors are grouped by."""
+    model = row["model"]
+    hidden, heads = model.get("hidden_size", model.get("n_embd")), model.get("num_attention_heads", model.get("n_head"))
     return {
-        "id": row["id"],
-        "framework": row["framework"],
-        "machine": row.get("machine"),
-        "devices": estimate.plan.devices,
-        **(compare_memory(row, ledger, estimator.include_allocator(estimate)) if "memory" in row else {}),
-        "published_speed": row.get("speed"),
-        "predicted_speed": amount / estimate.time.step_s if "speed" in row else None,
-        "amount": amount,
-        "ledger": ledger,
-        "estimator": estimator,
-        "plan": estimate.plan,
-        "loop": row.get("loop", {}),
+        **{
+            name: getattr(plan, name)
+            for name in ("precision", "tp", "pp", "cp", "zero", "recompute", "compile", "float8")
+        },
+        "tokens_of_sequence": row["data"].get("sequence_length"),
+        "micro_batch": plan.micro_batch_of(row["batch"]),
+        "hidden_size": hidden,
+        "head_size": hidden // heads if hidden and heads else None,
     }
 
 
-def with_their_kernels(machine: Machine, loop: dict[str, Any]) -> Machine:
-    """The machine with the rates of another framework's attention kernels, where they are known."""
-    return machine.replace(attention_kernel=loop.get("attention", ""))
+def compare_speed(row: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
+    """Published and predicted speed of all devices, in tokens or samples a second, and the predicted step's parts."""
+    ((unit, value),) = row["speed"].items()
+    tokens = row["batch"] * row["data"].get("sequence_length", 1)
+    amount = row["batch"] if unit == "samples_per_s" else tokens
+    published = {
+        "step_s": lambda: amount / value,
+        "tokens_per_s": lambda: value,
+        "samples_per_s": lambda: value,
+        "tokens_per_s_per_device": lambda: value * estimate.plan.devices,
+    }[unit]()
+    time = estimate.time
+    parts = ("compute_s", "memory_s", "launch_s", "optimizer_s", "communication_s", "bubble_s")
+    return {
+        "published_speed": published,
+        "predicted_speed": amount / time.step_s,
+        "unit": "samples/s" if unit == "samples_per_s" else "tokens/s",
+        "parts": {name: round(getattr(time, name) / time.step_s, 3) for name in parts},
+    }
 
 
-def compare_memory(row: dict[str, Any], ledger: Ledger, settled: Estimate) -> dict[str, Any]:
-    """Published and predicted bytes of a device, by the source's own metric."""
-    if settled.plan.devices > 1:  # settled: with what the allocator reserves
-        ((metric, size),) = row["memory"].items()
-        predicted = settled.peak.total - settled.peak.rows["runtime"] + settled.workspace_bytes
-        return {"metric": metric, "published_bytes": parse_bytes(size), "predicted_bytes": round(predicted)}
-    late = row.get("loop", {}).get("zeroes_before_backward", False)
+def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:
+    """Published and predicted bytes of a device, by the source's own metric: allocated (tensors), reserved (by torch's
+    allocator) or device (all of the process). settled: the estimate with what the allocator reserves."""
     ((metric, size),) = row["memory"].items()
-    peak = max(
-        sum(rows.values()) + late * (phase == "forward") * ledger.gradient_bytes()
-        for phase, _, rows in ledger.instants()
-    )
-    predicted = peak - ledger.fixed["runtime"] + settled.workspace_bytes
-    if metric != "allocated":
-        predicted = max(
-            reserved_bytes(ledger, expandable=False, zero_grad_late=late) + settled.workspace_bytes, predicted
+    late = row["loop"].get("zeroes_before_backward", False)
+    context = parse_bytes(row["context"]) if metric == "device" else 0
+    if settled.plan.devices > 1:
+        beside = ("runtime", "allocator") if metric == "allocated" else ("runtime",)
+        predicted = settled.peak.total - sum(settled.peak.rows[name] for name in beside)
+    else:
+        ledger = as_their_loop(settled.ledger, row["loop"])
+        peak = max(
+            sum(rows.values()) + late * (phase == "forward") * ledger.gradient_bytes()
+            for phase, _, rows in ledger.instants()
         )
-    if metric == "device":
-        predicted += parse_bytes(row["context"])
-    return {"metric": metric, "published_bytes": parse_bytes(size), "predicted_bytes": round(predicted)}
+        predicted = peak - ledger.fixed["runtime"]
+        if metric != "allocated":
+            predicted = max(reserved_bytes(ledger, expandable=False, zero_grad_late=late), predicted)
+    return {
+        "metric": metric,
+        "published_bytes": parse_bytes(size),
+        "predicted_bytes": round(predicted + settled.workspace_bytes + context),
+    }
 
 
 def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:
@@ -101,81 +247,145 @@ def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:
     return replace(ledger, updates=updates, foreach=ledger.foreach and not loop.get("one_by_one", False))
 
 
-def calibrate(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """One calibration for each (machine, framework): its efficiencies by name. Rows are given their calibrated speed."""
-    shares = {}
+def compare_all(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The comparisons of rows of the same model, which share their traces."""
+    profilers: dict[str, Profiler] = {}
+    return [compare(row, profilers) for row in rows]
+
+
+def by_model(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows in lists of the same model and optimizer, the longest first."""
+    found = defaultdict(list)
+    for row in rows:
+        found[model_of(row)].append(row)
+    return sorted(found.values(), key=len, reverse=True)
+
+
+def predicted_rows(rows: list[dict[str, Any]], jobs: int) -> Iterator[dict[str, Any]]:
+    parts = by_model(rows)
+    if jobs == 1:
+        for part in parts:
+            yield from compare_all(part)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        for done in as_completed([pool.submit(compare_all, part) for part in parts]):
+            yield from done.result()
+
+
+# --- all rows -------------------------------------------------------------------------------------------------------
+
+
+def add_calibrated(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """One factor on the predicted speed for each (machine, framework), the median of its runs; rows of those with
+    enough runs are given their calibrated speed."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        if row["published_speed"]:
+        if row.get("predicted_speed"):
             groups[row["machine"].partition(":")[0], row["framework"]].append(row)
+    factors = {}
     for (device, framework), same in groups.items():
-        straight = [row for row in same if row["plan"].pp == 1] or same
-        machine = with_their_kernels(Machine.named(device), same[0]["loop"])
-        seen = [TimedRun(row["ledger"], row["amount"] / row["published_speed"], machine) for row in straight]
-        refined = fit_efficiencies(machine, seen)
+        factor = math.exp(-statistics.median(log_ratio(row, "speed") for row in same))
+        factors[f"{framework} on {device}"] = factor
         for row in same:
-            row["calibrated_speed"] = row["amount"] / _seconds(row, refined)
-        shares[f"{framework} on {device}"] = {name: figure.value for name, figure in refined.efficiency.items()}
-    return shares
+            if len(same) >= LEAST_RUNS:
+                row["calibrated_speed"] = row["predicted_speed"] * factor
+    return factors
 
 
-def _seconds(row: dict[str, Any], refined: Machine) -> float:
-    """A step's, with the efficiencies of `refined`."""
-    clock = CostModel(refined)
-    if row["plan"].pp == 1:
-        return clock.step_time(row["ledger"]).step_s
-    estimator: Estimator = row["estimator"]
-    estimator.cost_model = clock
-    return estimator.estimate(row["plan"]).time.step_s
+def log_ratio(row: dict[str, Any], what: str, predicted: str = "predicted") -> float:
+    return math.log(row[f"{predicted}_{what}"] / row[f"published_{what}"])
 
 
-def line_of(row: dict[str, Any]) -> str:
-    line = f"{row['id']:50s}"
-    if "metric" in row:
-        predicted, published = row["predicted_bytes"], row["published_bytes"]
-        line += f" {predicted / 1e9:7.2f} GB of {published / 1e9:7.2f} GB {predicted / published - 1:+6.1%} {row['metric']:9s}"
-    if row["published_speed"]:
-        predicted, published = row["predicted_speed"], row["published_speed"]
-        line += f" {predicted:8.4g}/s of {published:8.4g}/s {predicted / published - 1:+6.1%}"
-    return line
+def errors_of(rows: list[dict[str, Any]], what: str, predicted: str = "predicted") -> list[float]:
+    """The signed errors of the rows that have both figures. what: bytes or speed."""
+    names = f"{predicted}_{what}", f"published_{what}"
+    return [row[names[0]] / row[names[1]] - 1 for row in rows if all(row.get(name) for name in names)]
 
 
-def summed_up(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median and worst error, on one device and on several."""
-    found = {}
-    for several in (False, True):
-        those = [row for row in rows if (row["devices"] > 1) == several]
-        of = "several devices" if several else "one device"
-        timed = [row for row in those if row["published_speed"]]
-        errors = {
-            f"memory, {of}": [row["predicted_bytes"] / row["published_bytes"] for row in those if "metric" in row],
-            f"speed, {of}": [row["predicted_speed"] / row["published_speed"] for row in timed],
-            f"speed, calibrated, {of}": [row["calibrated_speed"] / row["published_speed"] for row in timed],
-        }
-        for name, ratios in errors.items():
-            if ratios:
-                found[name] = {"rows": len(ratios), **harness.error_summary(ratio - 1 for ratio in ratios)}
+def summed_up(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Errors of memory and speed, their bias (the signed median), and the shares of rightly predicted fits."""
+    found: dict[str, Any] = {"rows": len(rows), "errors": sum("error" in row for row in rows)}
+    of = {
+        "memory": errors_of(rows, "bytes"),
+        "speed": errors_of(rows, "speed"),
+        "speed, calibrated": errors_of(rows, "speed", "calibrated"),
+    }
+    for name, errors in of.items():
+        if errors:
+            found[name] = {"rows": len(errors), **harness.error_summary(errors), "bias": statistics.median(errors)}
+    for name, ran in (("ran, predicted to fit", True), ("out of memory, predicted not to fit", False)):
+        those = [row["predicted_fits"] is ran for row in rows if row["ran"] is ran and "predicted_fits" in row]
+        if those:
+            found[name] = {"rows": len(those), "right": sum(those)}
     return found
 
 
+def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """half -> group (or "all") -> summary."""
+    found: dict[str, dict[str, Any]] = {}
+    for half in sorted({row["half"] for row in rows}):
+        those = [row for row in rows if row["half"] == half]
+        groups = sorted({row["group"] for row in those})
+        found[half] = {group: summed_up([row for row in those if row["group"] == group]) for group in groups}
+        found[half]["all"] = summed_up(those)
+    return found
+
+
+def line_of(row: dict[str, Any]) -> str:
+    line = f"{row['id']:48s}"
+    if "error" in row:
+        return f"{line} {row['error']}"
+    if "metric" in row:
+        predicted, published = row["predicted_bytes"], row["published_bytes"]
+        line += f" {predicted / 1e9:7.2f} GB of {published / 1e9:7.2f} GB {predicted / published - 1:+6.1%} {row['metric']:9s}"
+    if row.get("published_speed"):
+        predicted, published = row["predicted_speed"], row["published_speed"]
+        line += f" {predicted:9.4g}/s of {published:9.4g}/s {predicted / published - 1:+6.1%}"
+    if row["ran"] is not None and row["ran"] is not row["predicted_fits"]:
+        line += f"  {'ran' if row['ran'] else 'ran out of memory'}, predicted {row['peak_of_limit']:.0%} of the memory"
+    return line
+
+
+def line_of_summary(group: str, one: dict[str, Any]) -> str:
+    line = f"{group:14s} {one['rows']:3d} rows"
+    if one["errors"]:
+        line += f", {one['errors']} failed"
+    for name in ("memory", "speed", "speed, calibrated"):
+        if name in one:
+            of = one[name]
+            line += f" | {name} {of['rows']}: {of['median']:.1%}, worst {of['worst']:.1%}, bias {of['bias']:+.1%}"
+    for name, short in (("ran, predicted to fit", "ran"), ("out of memory, predicted not to fit", "out of memory")):
+        if name in one:
+            line += f" | {short}: {one[name]['right']}/{one[name]['rows']} right"
+    return line
+
+
 def main() -> None:
-    arguments = harness.make_parser(__doc__, only="rows whose id begins so").parse_args()
-    runs = [run for name in FILES for run in yaml.safe_load((Path(__file__).parent / name).read_text())]
+    parser = harness.make_parser(__doc__, only="rows whose id begins so")
+    parser.add_argument("--half", choices=("a", "b", "both"), default="both", help="which rows of each group")
+    parser.add_argument("--group", default="", help="a file of benchmarks/published, without .yaml")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes")
+    arguments = parser.parse_args()
+    given = [row for row in read_rows(arguments.group, arguments.half) if row["id"].startswith(arguments.only)]
+    order = {row["id"]: place for place, row in enumerate(given)}
     rows = []
-    for run in runs:
-        if run["id"].startswith(arguments.only):
-            rows.append(compare(run))
-            print(line_of(rows[-1]), flush=True)
-    shares = calibrate(rows)
-    summary = summed_up(rows)
-    for name, errors in summary.items():
-        print(
-            f"{name:34s} {errors['rows']:3.0f} rows: median error {errors['median']:.1%}, worst {errors['worst']:.1%}"
-        )
-    for name, efficiencies in shares.items():
-        print(f"{name}: " + ", ".join(f"{kind} {share:.2f}" for kind, share in efficiencies.items()))
-    figures = [{name: value for name, value in row.items() if name not in LIVING} for row in rows]
-    harness.write_record(arguments.out, {"summary": summary, "shares": shares, "rows": figures})
+    for row in predicted_rows(given, arguments.jobs):
+        rows.append(row)
+        if row["half"] == "a":
+            print(line_of(row), flush=True)
+    rows.sort(key=lambda row: order[row["id"]])
+    factors = add_calibrated(rows)
+    summary = summaries(rows)
+    for half, groups in summary.items():
+        print(f"half {half}")
+        for group, one in groups.items():
+            print(f"  {line_of_summary(group, one)}")
+    for name, factor in factors.items():
+        print(f"{name}: {factor:.2f} x the predicted speed")
+    print(
+        f"{sum(row['cpu_s'] for row in rows):.0f} s of CPU time, at most {max(row['cpu_s'] for row in rows):.1f} s for a row"
+    )
+    harness.write_record(arguments.out, {"summary": summary, "factors": factors, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -390,13 +390,6 @@ predicted for those whose states are narrow or whose update runs in backward, wi
 {_worst_times(fp32["pairs"])}"""
 
 
-SUMMARIES = {
-    "memory": "peak memory",
-    "speed": "speed, from the devices' published figures",
-    "speed, calibrated": "speed, after one calibration for each (machine, framework)",
-}
-
-
 def _published_row(row: dict[str, Any]) -> list[str]:
     def error(kind: str, of: str) -> str:
         return signed(row[kind] / row[of] - 1) if row.get(kind) and row.get(of) else "-"
@@ -407,40 +400,61 @@ def _published_row(row: dict[str, Any]) -> list[str]:
         row["machine"] or "not stated",
         gb(row.get("published_bytes")).removesuffix(" GB"),
         error("predicted_bytes", "published_bytes"),
-        "-" if row["published_speed"] is None else speed_of(row["published_speed"]),
+        speed_of(row["published_speed"]) if row.get("published_speed") else "-",
         error("predicted_speed", "published_speed"),
         error("calibrated_speed", "published_speed"),
     ]
 
 
+def _published_summary(group: str, one: dict[str, Any]) -> list[str]:
+    def errors_of(name: str) -> str:
+        if name not in one:
+            return "-"
+        found = one[name]
+        return f"{found['rows']}: {percent(found['median'])}, {percent(found['worst'])} ({signed(found['bias'])})"
+
+    def right(name: str) -> str:
+        return f"{one[name]['right']} of {one[name]['rows']}" if name in one else "-"
+
+    return [
+        group,
+        str(one["rows"]),
+        *map(errors_of, ("memory", "speed", "speed, calibrated")),
+        right("ran, predicted to fit"),
+        right("out of memory, predicted not to fit"),
+    ]
+
+
 def published() -> str:
     record = read("published")
-    rows = [
-        [SUMMARIES[name.rpartition(", ")[0]], name.rpartition(", ")[2], one["rows"], percent(one["median"]),
-         percent(one["worst"])]
-        for name, one in record["summary"].items()
-    ]  # fmt: skip
-    columns = ["run", "framework", "machine", "GB", "predicted", "speed", "predicted", "calibrated"]
+    columns = ["group", "runs", "memory", "speed", "speed, one factor", "ran", "out of memory"]
+    halves = "\n".join(
+        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()])}"
+        for half, groups in record["summary"].items()
+    )
+    shown = [row for row in record["rows"] if row["half"] == "a" and "error" not in row]
+    of_row = ["run", "framework", "machine", "GB", "predicted", "speed", "predicted", "one factor"]
     return f"""## Runs that others published, on GPUs
 
-Facts of {len(record["rows"])} runs stand with their sources in `benchmarks/published.yaml` and
-`benchmarks/published_devices.yaml`. tightfit predicts each from its model, plan and machine. What is
-known of a run's loop (gradients zeroed before backward, an optimizer that went over parameters one by
-one) is taken into account. Nothing is fitted to a run. A calibration fits four shares (products, memory,
-launches, links) once for each pair of machine and framework.
+Facts of {len(record["rows"])} runs stand with their sources in `benchmarks/published/`, whose README says which
+runs of the sources are left out, and why. tightfit predicts each run from its model, plan and machine. What
+is known of a framework's loop (gradients zeroed before backward, an optimizer that went over parameters one
+by one) is taken into account. Nothing is fitted to a run.
+
+Runs of a group alternate between two halves. Whoever improves a prediction looks at half a; half b says
+whether the improvement holds for other runs. Each cell says how many runs are compared, the median and the
+worst error, and in parentheses the signed median. Speed is compared as predicted from the devices'
+published figures, and after one factor for each pair of machine and framework, the median of its runs
+(pairs of fewer than three runs are left out). The last two columns say how many of the runs that ran are
+predicted to fit, and how many of those that ran out of memory are predicted not to.
 
 {SOURCES["published"].cite()}
 
-{table(["predicted against published", "on", "runs", "median error", "worst"], rows)}
-Memory on several devices is compared for torchtitan's ZeRO-3 only. Other frameworks hold 16-bit weights
-beside fp32 ones, or whole gradients over micro-batches, which no plan here does. Runs with 8-bit products
-are left out. What a framework divides otherwise is counted as it does: KempnerForge's pipelines leave the
-head whole on every tensor-parallel device, and its other runs gather the logits. MPT was measured with
-the first FlashAttention, whose published rates its rows have.
+{halves}
 
-Speeds are in tokens/s, or in samples/s for images and short sequences, of all devices together.
+The runs of half a. Speeds are in tokens/s, or in samples/s for images and classifiers, of all devices together.
 
-{table(columns, map(_published_row, record["rows"]))}"""
+{table(of_row, map(_published_row, shown))}"""
 
 
 def _choice_table(record: dict[str, Any]) -> str:
@@ -659,7 +673,7 @@ def readme_table() -> str:
     pairs = read("prediction")["pairs"]
     memory, time = (median_and_worst(errors(pairs, what)) for what in ("memory, estimated", "step time"))
     summary = read("published")["summary"]
-    one, several = summary["memory, one device"], summary["speed, calibrated, several devices"]
+    memories, speeds = summary["b"]["all"]["memory"], summary["b"]["all"]["speed, calibrated"]
     jobs = read("choice")["jobs"]
     fastest = sum(job["slower"] <= 0 for job in jobs)
     within = sum(job["within_limit"] for job in jobs)
@@ -686,10 +700,11 @@ def readme_table() -> str:
         ),
         (
             "GPUs",
-            f"Runs that others published. Memory of {one['rows']} runs on one GPU: median error"
-            f" {percent(one['median'])}, worst {percent(one['worst'])}. Speed of {several['rows']} runs on 2 to"
-            f" {max(row['devices'] for row in read('published')['rows']):,} GPUs, after one calibration for each"
-            f" machine and framework: {percent(several['median'])}, {percent(several['worst'])}.",
+            f"Runs that others published, of the half that nobody looked at. Memory of {memories['rows']} runs:"
+            f" median error {percent(memories['median'])}, worst {percent(memories['worst'])}. Speed of"
+            f" {speeds['rows']} runs on up to {max(row.get('devices', 1) for row in read('published')['rows']):,} GPUs,"
+            f" after one factor for each machine and framework: {percent(speeds['median'])},"
+            f" {percent(speeds['worst'])}.",
             "published",
         ),
         (

@@ -25,19 +25,13 @@ def test_contenders_take_turns_in_each_round(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_fresh_process_returns_the_function_s_result() -> None:
-    figures = {
-        "devices": 1,
-        "metric": "allocated",
-        "published_bytes": 2e9,
-        "predicted_bytes": 1e9,
-        "published_speed": None,
-    }
+    figures = {"ran": None, "published_bytes": 2e9, "predicted_bytes": 1e9}
     found = harness.in_fresh_process(published.summed_up, [figures], environment={"RANK": "0"})
-    assert found == {"memory, one device": {"rows": 1, "median": 0.5, "worst": 0.5}}
+    assert found == {"rows": 1, "errors": 0, "memory": {"rows": 1, "median": 0.5, "worst": 0.5, "bias": -0.5}}
 
 
 def test_a_failed_process_is_reported_with_its_error() -> None:
-    with pytest.raises(harness.MeasurementFailed, match=r"summed_up(.|\n)*KeyError: 'devices'") as failed:
+    with pytest.raises(harness.MeasurementFailed, match=r"summed_up(.|\n)*KeyError: 'ran'") as failed:
         harness.in_fresh_process(published.summed_up, [{}])
     assert "KeyError" in failed.value.output
 

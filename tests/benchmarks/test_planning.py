@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
 import tightfit
 from benchmarks import choice, prediction, published
-from tightfit.machine import Machine
 from tightfit.rules import check
 
 
@@ -42,40 +40,41 @@ def test_choice_compares_legal_plans_under_tight_limits() -> None:
             check(tightfit.Plan(**fields), choice.job_of(name), "cpu")
 
 
-@pytest.mark.parametrize("begins", ["vit-l-4x4", "vit-l-sgd", "bert-large-4x1", "llama-3b-recompute"])
-def test_published_memory_is_reproduced(begins: str) -> None:
-    runs = yaml.safe_load(Path(published.__file__).with_suffix(".yaml").read_text())
-    assert len(runs) == len({run["id"] for run in runs}) >= 20
-    (run,) = [run for run in runs if run["id"] == begins]
-    found = published.compare(run)
+def compared(name: str) -> dict[str, Any]:
+    """The comparison of the published run of this id."""
+    (row,) = [row for row in published.read_rows() if row["id"] == name]
+    found = published.compare(row, {})
+    assert "error" not in found
+    return found
+
+
+@pytest.mark.parametrize("name", ["rasbt-05", "rasbt-06", "hf-bertlarge-ga4", "tune-3b-actckpt", "titan-t1-fsdp8"])
+def test_published_memory_is_reproduced(name: str) -> None:
+    found = compared(name)
     assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < 0.1
 
 
-def test_memory_reserved_on_each_of_8_devices_is_reproduced() -> None:
-    runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
-    (run,) = [run for run in runs if run["id"] == "titan-t1-fsdp8"]
-    found = published.compare(run)
-    assert abs(found["predicted_bytes"] / found["published_bytes"] - 1) < 0.1
+def test_published_runs_are_legal_plans() -> None:
+    rows = published.read_rows()
+    assert len(rows) == len({row["id"] for row in rows}) >= 319
+    assert {row["half"] for row in rows} == {"a", "b"}
+    for row in rows:
+        plan, machine = tightfit.Plan(**row["plan"]), published.machine_of(row)
+        check(plan, published.job_of(row), machine.device)
+        assert plan.devices == machine.devices_per_node * machine.nodes
+        assert {"memory", "speed", "fits"} & set(row)
 
 
-def test_published_multi_device_runs_are_legal_plans() -> None:
-    runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
-    assert len(runs) == len({run["id"] for run in runs}) >= 50
-    for run in runs:
-        job = tightfit.Job(
-            model=run["model"],
-            data=run["data"],
-            allow=published.ALLOW,
-            train=tightfit.Train(batch=run["batch"], steps=1, clip=run["clip"]),
-        )
-        plan, machine = tightfit.Plan(**run["plan"]), Machine.named(run["machine"])
-        check(plan, job, machine.device)
-        assert plan.devices == machine.devices_per_node * machine.nodes > 1
-
-
-@pytest.mark.parametrize("begins", ["mpt-125m-a100_40gb", "mpt-350m-a100_40gb"])
-def test_published_multi_device_speeds_are_reproduced(begins: str) -> None:
-    runs = yaml.safe_load((Path(published.__file__).parent / published.FILES[1]).read_text())
-    (run,) = [run for run in runs if run["id"].startswith(begins)]
-    found = published.compare(run)
+@pytest.mark.parametrize(
+    "name", ["mpt-125m-a100_40gb-s1024-g8-bf16-mb52-r215", "mpt-350m-a100_40gb-s512-g8-bf16-mb64-r205"]
+)
+def test_published_multi_device_speeds_are_reproduced(name: str) -> None:
+    found = compared(name)
     assert abs(found["predicted_speed"] / found["published_speed"] - 1) < 0.1
+
+
+def test_a_row_that_fails_is_counted() -> None:
+    row = published.read_rows("torchtune")[0]
+    found = published.compare({**row, "plan": {**row["plan"], "tp": 7}}, {})
+    assert found["error"]
+    assert published.summed_up([found])["errors"] == 1
