@@ -76,6 +76,9 @@ class Plan(Value):
     rounding            bf16-true: how a weight update is rounded. nearest loses small updates,
                         kahan adds the rounding error to the next update, stochastic rounds at
                         random so that the mean is exact
+    master_weights      bf16-true, fp16-true: whether the optimizer keeps the weights in fp32, too,
+                        as one more state. It updates these master weights with fp32 gradients, in
+                        which micro-batches add up, and rounds them into the 16-bit weights
     float8              how linear layers multiply in 8 bits: none (they do not), tensorwise (one
                         scale per tensor) or rowwise (one scale per row)
     micro_batch         samples per forward on one device; None takes all of the device's samples at
@@ -144,6 +147,7 @@ class Plan(Value):
     precision: Precision = "fp32"
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] = "dynamic"
     rounding: Literal["nearest", "kahan", "stochastic"] = "nearest"
+    master_weights: bool = False
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
     micro_batch: int | None = Field(None, gt=0)
     recompute: Annotated[str, BeforeValidator(_recompute)] = "none"
@@ -205,6 +209,12 @@ class Plan(Value):
     def is_true(self) -> bool:
         """True if weights, gradients and arithmetic are all in 16 bits."""
         return self.precision.endswith("-true")
+
+    @property
+    def loses_small_updates(self) -> bool:
+        """True if an update of a 16-bit weight may be lost in rounding, because neither the
+        rounding nor master weights keep what is cut off."""
+        return self.is_true and self.rounding == "nearest" and not self.master_weights
 
     @property
     def data_parallel(self) -> int:

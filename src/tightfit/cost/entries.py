@@ -37,6 +37,8 @@ class Parameter:
                and the number of blocks for the code after them (see models/blocks.py). Example: the
                tied embedding of a model with 12 blocks has the places (-1, 12)
     buffer     whether it is a buffer, which no method shards
+    gradient_ratio  bytes of its gradient divided by its own bytes: 2 for an fp32 gradient of a
+               16-bit parameter, else 1
     """
 
     name: str
@@ -45,6 +47,17 @@ class Parameter:
     trainable: bool
     places: tuple[int, ...] = ()
     buffer: bool = False
+    gradient_ratio: int = 1
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the parameter's gradient, which exists only if the parameter is trainable."""
+        return self.bytes * self.gradient_ratio
+
+    def with_fp32_gradient(self) -> Parameter:
+        """Return the parameter with an fp32 gradient if it is trainable and stored in 16 bits. Return
+        any other parameter unchanged."""
+        return replace(self, gradient_ratio=2) if self.trainable and self.bytes == 2 * self.count else self
 
     @property
     def count(self) -> int:

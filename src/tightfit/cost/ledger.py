@@ -154,15 +154,18 @@ class Ledger:
         rows = dict.fromkeys(ROWS, 0.0)
         rows["parameters"] = sum(parameter.bytes for parameter in self.parameters)
         if self.rank_program is not None:
-            rows["parameters"] += self.rank_program.versions * self.gradient_bytes()
+            rows["parameters"] += self.rank_program.versions * self.trainable_bytes()
         rows["optimizer"] = sum(update.state_bytes for update in self.updates.values())
         for row, size in self.fixed.items():
             rows[row] += size
         return rows
 
     def gradient_bytes(self) -> float:
-        """Return the bytes of all gradients that this device keeps. A gradient has the dtype of its
-        parameter."""
+        """Return the bytes of all gradients that this device keeps."""
+        return sum(parameter.gradient_bytes for parameter in self.parameters if parameter.trainable)
+
+    def trainable_bytes(self) -> float:
+        """Return the bytes of all trainable parameters that this device keeps."""
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
     def instants(self) -> Iterator[Instant]:

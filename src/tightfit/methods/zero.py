@@ -81,18 +81,18 @@ def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledge
     """Return the ledger with the communication of ZeRO stages 1 and 2, in which each device has the
     full parameters: the reduce-scatter of gradients and the all-gather of updated parameters.
     """
-    size, devices = ledger.gradient_bytes(), plan.shards
-    sent, bucket = (devices - 1) / devices * size, bucket_bytes(devices)
+    size, weights, devices = ledger.gradient_bytes(), ledger.trainable_bytes(), plan.shards
+    share, bucket = (devices - 1) / devices, bucket_bytes(devices)
     calls = math.ceil(size / bucket)
     times = ledger.micro_batches if plan.zero == 2 else 1
-    gradients = message("gradients", sent * times, plan, machine, ("dp_shard",), calls * times)
-    parameters = message("parameters", sent, plan, machine, ("dp_shard",), calls)
+    gradients = message("gradients", share * size * times, plan, machine, ("dp_shard",), calls * times)
+    parameters = message("parameters", share * weights, plan, machine, ("dp_shard",), math.ceil(weights / bucket))
     overlaps = parameters.overlaps and overlaps_gathers(plan)
-    at_start = _at_start(ledger, bucket) / size if overlaps else 0.0
+    at_start = _at_start(ledger, bucket) / weights if overlaps else 0.0
     buffered = [p.bytes for p in ledger.parameters if p.trainable and not gathers_in_place(p.bytes, devices)]
     # on a GPU, the next bucket reuses the memory of the previous one
     at_once = machine.device == "cpu"
-    coming = float(sum(buffered)) if at_once else min(bucket, size)
+    coming = float(sum(buffered)) if at_once else min(bucket, weights)
     stays = at_once and overlaps_gathers(plan)
     return replace(
         ledger,

@@ -96,9 +96,9 @@ def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
 
 def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
     """Return `plan` with the rounding of weight updates that the job allows for bf16 parameters.
-    Return it unchanged if the user pinned the rounding (it is in `pins`) or if the parameters are
-    not in bf16."""
-    if plan.precision == "bf16-true" and "rounding" not in pins:
+    Return it unchanged if the user pinned the rounding (it is in `pins`), if the parameters are not
+    in bf16, or if the plan has master weights, which need no rounding but nearest."""
+    if plan.precision == "bf16-true" and "rounding" not in pins and not plan.master_weights:
         plan = plan.replace(rounding=rounding_of(job))
     return plan
 

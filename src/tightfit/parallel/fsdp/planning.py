@@ -67,6 +67,7 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
             the block's number (from `low_precision_names`)
     """
     blocks: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
     rest = 0.0
     for parameter in ledger.parameters:
@@ -77,15 +78,17 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
             rest += parameter.bytes
         else:
             blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
-            reduced[found.group(1)] += parameter.bytes
+            kept[found.group(1)] += parameter.bytes
+            reduced[found.group(1)] += parameter.gradient_bytes
     # after the reduce-scatter, 1/devices of each gradient stays on this device
     devices = math.inf if "gradients" in plan.offload else plan.shards
     block = float(max(blocks.values(), default=0))
-    as_kept = float(max(reduced.values(), default=0))
+    as_kept = float(max(kept.values(), default=0))
+    as_reduced = float(max(reduced.values(), default=0))
     # with one shard, blocks are copied from host memory in their stored dtype, and prefetched in
     # forward, too
     alone = plan.shards == 1
-    return ShardedParameters(devices, block, rest, as_kept, as_kept if alone else block, alone)
+    return ShardedParameters(devices, block, rest, as_reduced, as_kept if alone else block, alone)
 
 
 def uses_fully_shard(plan: Plan, kind: str) -> bool:
