@@ -51,9 +51,8 @@ def enabled(plan: Plan) -> bool:
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
     """Return the values of `master_weights` that search tries: True only where it also tries
     bf16-true weights."""
-    if start.precision not in ("bf16-mixed", "bf16-true") or facts.is_complex or not facts.narrow_pays():
-        return {"master_weights": [start.master_weights]}
-    return {"master_weights": [False, True]}
+    narrow = start.precision == "bf16-mixed" and not facts.is_complex and facts.narrow_pays()
+    return {"master_weights": [False, True] if narrow or start.precision == "bf16-true" else [start.master_weights]}
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

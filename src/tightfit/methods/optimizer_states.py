@@ -269,9 +269,7 @@ def optimizer_of(
         apart = store if uploads_for_update(plan, device) else None
         kind = MultiTensor if updates_in_batches(plan, train, device) else PerParameter
         undoes = keeps_undo_copies(plan, device)
-        return kind(
-            optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, undoes, plan.master_weights
-        )
+        return kind(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, undoes, plan.master_weights)
     return optimizer
 
 

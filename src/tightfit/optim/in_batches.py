@@ -135,7 +135,9 @@ class MultiTensor(PerParameter):
         if not self._is_widened(here[0]):
             return None, here
         if self._masters:
-            masters = [kept if kept is not None else one.detach().float() for one, kept in zip(here, carried, strict=True)]
+            masters = [
+                kept if kept is not None else one.detach().float() for one, kept in zip(here, carried, strict=True)
+            ]
             for master, one in zip(masters, here, strict=True):
                 copy_shard_mark(master, one).grad = one.grad
             return None, masters

@@ -222,9 +222,7 @@ def _load_model(run: Run, saved: Reader, states: Reader) -> None:
         tensor.copy_(value)
 
 
-def _parts(
-    run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, Any]]
-) -> dict[int, dict[str, Any]]:
+def _parts(run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the saved optimizer states in the form that `state_dict` has under "state": index of
     the parameter in the optimizer -> state name -> value. Of a sharded state, only this device's
     shard is in the result. If the plan has master weights and the checkpoint has none, the saved
