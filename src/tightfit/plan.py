@@ -114,6 +114,10 @@ class Plan(Value):
                         dp_shard ranks shard these states together
     zero                what is sharded over the dp_shard x cp ranks: 0 nothing, 1 optimizer states,
                         2 gradients too, 3 parameters too
+    gradient_sync       zero: 2 and 3 with several micro-batches: when gradients are reduce-scattered.
+                        micro-batch: after the backward of each, so that only shards of gradients
+                        stay; step: once, in the last micro-batch, while full gradients add up in
+                        those before it. zero: 0 and 1 always reduce once per step
     tp                  number of ranks over which attention, MLP and vocabulary are sharded, by
                         columns and rows of their weights (tensor parallelism)
     sequence_parallel   whether the tp ranks also shard the norms and dropout between these layers,
@@ -164,6 +168,7 @@ class Plan(Value):
     dp_shard: int = Field(1, gt=0)
     cp: int = Field(1, gt=0)
     zero: Literal[0, 1, 2, 3] = 0
+    gradient_sync: Literal["micro-batch", "step"] = "micro-batch"
     tp: int = Field(1, gt=0)
     sequence_parallel: bool = False
     pp: int = Field(1, gt=0)
@@ -232,6 +237,12 @@ class Plan(Value):
     def shards(self) -> int:
         """The number of ranks over which the states that `zero` selects are sharded."""
         return self.dp_shard * (self.cp if self.zero else 1)
+
+    @property
+    def shards_each_micro_batch(self) -> bool:
+        """True if gradients are reduce-scattered in each micro-batch of a step, and not only in the
+        last one."""
+        return self.zero >= 2 and self.gradient_sync == "micro-batch"
 
     @property
     def devices(self) -> int:

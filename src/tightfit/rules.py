@@ -144,6 +144,16 @@ RULES = (
         "use dp_shard: 2 (or more) with zero: 1, 2 or 3; dp_shard: 1 with zero: 0",
     ),
     Rule(
+        "gradient_sync: step keeps full gradients until the last micro-batch, as zero: 0 and 1 always do",
+        lambda plan, job, device: plan.gradient_sync == "micro-batch" or plan.zero >= 2,
+        "leave out gradient_sync, or use zero: 2 or 3",
+    ),
+    Rule(
+        "gradient_sync: step keeps full gradients on the device, and offload moves shards of them out of it",
+        lambda plan, job, device: plan.gradient_sync == "micro-batch" or "gradients" not in plan.offload,
+        "use gradient_sync: micro-batch, or leave gradients out of offload",
+    ),
+    Rule(
         "each device needs a sample in every step",
         lambda plan, job, device: plan.data_parallel <= job.train.batch,
         "use at most {train.batch} devices for data parallelism, or a larger train.batch",

@@ -166,6 +166,8 @@ class ShardedParameters:
     prefetched  bytes of the next block's parameters, which are gathered while a block computes its
                 backward
     ahead       whether the next block's parameters are prefetched in forward, too
+    always      True: the gradients of each micro-batch are reduced. False: full gradients are summed
+                over the micro-batches, and the sums are reduced during the last micro-batch
     """
 
     shards: float
@@ -174,6 +176,7 @@ class ShardedParameters:
     reduced: float
     prefetched: float
     ahead: bool = False
+    always: bool = True
 
     @property
     def reduce_dtype_ratio(self) -> float:
@@ -197,6 +200,7 @@ class Message:
                  between devices
     way          for copies between device and host memory: "in" (to the device) or "out". Copies in
                  different directions overlap; "" for communication between devices
+    micro_batches  for gradients: number of micro-batches of a step in which they are reduced
     at_start     for weights that are gathered during the next forward: the share of the bytes that
                  must have arrived before this forward can begin; 0 for other messages
     """
@@ -209,6 +213,7 @@ class Message:
     during: str = ""
     way: str = ""
     at_start: float = 0.0
+    micro_batches: int = 1
 
     def times(self, share: float) -> Message:
         """Return the message with its bytes and the latency of its calls multiplied by `share`."""

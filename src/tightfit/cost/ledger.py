@@ -289,11 +289,13 @@ class Ledger:
             done.add((action.kind, stage))
 
     def _reduces(self, last: bool) -> bool:
-        """Return whether a micro-batch reduces its gradients in buckets over the data-parallel
-        ranks.
+        """Return whether a micro-batch reduces its gradients over the data-parallel ranks, in
+        buckets or (ZeRO-3) block by block.
 
         last  whether it is the last micro-batch of the step
         """
+        if self.sharded_parameters is not None:
+            return self.sharded_parameters.always or last
         return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:

@@ -206,8 +206,8 @@ class CostModel:
         """Return the seconds of a step's communication that are exposed: no computation overlaps
         with them.
 
-        - Gradient reductions overlap with the backward of one micro-batch, which is two thirds of
-          its work.
+        - Gradient reductions overlap with the backward of the micro-batches in which they run: of
+          the last one, or of each. Backward is two thirds of a micro-batch's work.
         - All-gathers of sharded parameters (ZeRO-3) overlap with forward and backward of all
           micro-batches.
         - The all-gather of updated parameters (ZeRO-1 and ZeRO-2) overlaps with the first forward
@@ -242,7 +242,8 @@ class CostModel:
                 later = seconds * (1 - message.at_start) - whole / 3 / ledger.micro_batches
                 shown += seconds * message.at_start + max(later, 0.0)
                 continue
-            behind = work if message.name == "parameters" else work * 2 / 3 / ledger.micro_batches
+            reducing = work * 2 / 3 * message.micro_batches / ledger.micro_batches
+            behind = work if message.name == "parameters" else reducing
             shown += max(seconds - behind, seconds * EXPOSED_SHARE)
             work = max(work - seconds, 0.0)
         lasts = _work_s(time)

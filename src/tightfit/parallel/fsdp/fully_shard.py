@@ -185,6 +185,7 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
         store,
         "gradients" in plan.offload,
         plan.master_weights,
+        plan.gradient_sync == "micro-batch",
     )
     loss_sum = _refuse_sharded_use(run.loss_sum, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     return replace(run, loss_sum=loss_sum, reduction=shards, optimizer_weights=shards.weights)
@@ -313,6 +314,8 @@ class FullyShardReduction:
     offloads_gradients  whether the gradients of the shards are offloaded to the store, too
     wide_gradients      whether the gradients of shards of 16-bit parameters are kept in fp32, in
                         which they are reduced
+    every_micro_batch   whether gradients are reduced in each micro-batch. False: full gradients
+                        accumulate, and are reduced in a step's last micro-batch
     """
 
     def __init__(
@@ -324,7 +327,9 @@ class FullyShardReduction:
         store: Store | None = None,
         offloads_gradients: bool = False,
         wide_gradients: bool = False,
+        every_micro_batch: bool = True,
     ) -> None:
+        self.every_micro_batch = every_micro_batch
         self.mesh, self.model, self.device = mesh, model, local_device(mesh.axes["dp_shard"].device_type)
         self.shard_axes: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
         rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
@@ -363,9 +368,12 @@ class FullyShardReduction:
         """Prepare for a micro-batch. Call this before its forward.
 
         last  whether this is the step's last micro-batch. Only after the last one do the replicas
-              (HSDP) all-reduce their gradients
+              (HSDP) all-reduce their gradients; without `every_micro_batch`, gradients are also
+              reduce-scattered only then
         """
         assert isinstance(self.model, FSDPModule)
+        if not self.every_micro_batch:
+            self.model.set_requires_gradient_sync(last)
         self.model.set_requires_all_reduce(last)
 
     def end(self, last: bool) -> None:

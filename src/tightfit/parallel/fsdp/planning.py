@@ -88,7 +88,9 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
     # with one shard, blocks are copied from host memory in their stored dtype, and prefetched in
     # forward, too
     alone = plan.shards == 1
-    return ShardedParameters(devices, block, rest, as_reduced, as_kept if alone else block, alone)
+    return ShardedParameters(
+        devices, block, rest, as_reduced, as_kept if alone else block, alone, plan.gradient_sync == "micro-batch"
+    )
 
 
 def uses_fully_shard(plan: Plan, kind: str) -> bool:
