@@ -167,7 +167,10 @@ class ShardedParameters:
                 backward
     ahead       whether the next block's parameters are prefetched in forward, too
     always      True: the gradients of each micro-batch are reduced. False: full gradients are summed
-                over the micro-batches, and the sums are reduced during the last micro-batch
+                over the micro-batches in fp32, and the sums are reduced during the last micro-batch
+    block_sums  bytes of the fp32 sum of a block's gradients, divided by their bytes in the dtype in
+                which backward computes them
+    rest_sums   the same for the gradients outside of blocks
     """
 
     shards: float
@@ -177,6 +180,8 @@ class ShardedParameters:
     prefetched: float
     ahead: bool = False
     always: bool = True
+    block_sums: float = 1.0
+    rest_sums: float = 1.0
 
     @property
     def reduce_dtype_ratio(self) -> float:

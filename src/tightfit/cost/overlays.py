@@ -175,7 +175,7 @@ class ShardOverlay(Overlay):
     done         bytes of the gradients that the current micro-batch has completed and reduced
     arrived      bytes of the gradient shards of earlier micro-batches
     reduces      whether the current micro-batch reduces its gradients. If not, they are summed in
-                 full, in the dtype of the reduction, and `memory` contains the sums
+                 full, in fp32, and `memory` contains the sums
     sums         whether `memory` contains sums of earlier micro-batches, to which gradients are added
     outside      bytes of the gradients outside of blocks that the current micro-batch has completed
     """
@@ -191,7 +191,7 @@ class ShardOverlay(Overlay):
 
     def begin_run(self, run: MicroBatchRun) -> None:
         self.done = self.outside = 0.0
-        self.reduces = run.reduces
+        self.reduces = run.reduces or self.sharded.always
         self.sums = run.later and not self.sharded.always
 
     def at_peak(self, segment: Segment, replayed: ReplayedSegment) -> Rows:
@@ -200,7 +200,8 @@ class ShardOverlay(Overlay):
     def end_segment(self, memory: StepMemory, segment: Segment, replayed: ReplayedSegment) -> None:
         made = replayed.completed_gradients[1]
         if not self.reduces:
-            memory.change({"gradients": -made if self.sums else made * (self.sharded.reduce_dtype_ratio - 1)})
+            ratio = self.sharded.rest_sums if segment.block is None else self.sharded.block_sums
+            memory.change({"gradients": -made if self.sums else made * (ratio - 1)})
             return
         if segment.block is None or not made:  # gradients outside of blocks are reduced at the end
             self.outside += made
@@ -208,7 +209,7 @@ class ShardOverlay(Overlay):
         reduced = self.sharded.reduced * (1 + 1 / self.sharded.shards)
         memory.note(segment.phase, "reduce", {"communication": reduced, "gradients": self._shard_bytes()})
         self.done += made
-        memory.change({"gradients": -made * (1 + self.sharded.reduce_dtype_ratio * self.sums)})
+        memory.change({"gradients": -made * (1 + self.sharded.block_sums * self.sums)})
 
     def end_run(self, memory: StepMemory, run: MicroBatchRun) -> None:
         if not run.ends or not self.reduces:

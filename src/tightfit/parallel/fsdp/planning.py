@@ -69,17 +69,20 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
     blocks: Counter[str] = Counter()
     kept: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
-    rest = 0.0
+    sums: Counter[str] = Counter()
+    rest = rest_sums = 0.0
     for parameter in ledger.parameters:
         if parameter.buffer:
             continue
         found = re.match(r"(.*?\.\d+)\.", parameter.name)
         if found is None:
             rest += parameter.bytes
+            rest_sums += max(4 * parameter.count, parameter.bytes)
         else:
             blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
             kept[found.group(1)] += parameter.bytes
             reduced[found.group(1)] += parameter.gradient_bytes
+            sums[found.group(1)] += max(4 * parameter.count, parameter.bytes)
     # after the reduce-scatter, 1/devices of each gradient stays on this device
     devices = math.inf if "gradients" in plan.offload else plan.shards
     block = float(max(blocks.values(), default=0))
@@ -89,7 +92,15 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
     # forward, too
     alone = plan.shards == 1
     return ShardedParameters(
-        devices, block, rest, as_reduced, as_kept if alone else block, alone, plan.gradient_sync == "micro-batch"
+        devices,
+        block,
+        rest,
+        as_reduced,
+        as_kept if alone else block,
+        alone,
+        plan.gradient_sync == "micro-batch",
+        max(sums.values(), default=0) / block if block else 1.0,
+        rest_sums / rest if rest else 1.0,
     )
 
 
