@@ -76,6 +76,9 @@ class Plan(Value):
     rounding            bf16-true: how a weight update is rounded. nearest loses small updates,
                         kahan adds the rounding error to the next update, stochastic rounds at
                         random so that the mean is exact
+    master_weights      bf16-true, fp16-true: whether the optimizer keeps the weights in fp32, too,
+                        as one more state. It updates these master weights with fp32 gradients, in
+                        which micro-batches add up, and rounds them into the 16-bit weights
     float8              how linear layers multiply in 8 bits: none (they do not), tensorwise (one
                         scale per tensor) or rowwise (one scale per row)
     micro_batch         samples per forward on one device; None takes all of the device's samples at
@@ -111,6 +114,10 @@ class Plan(Value):
                         dp_shard ranks shard these states together
     zero                what is sharded over the dp_shard x cp ranks: 0 nothing, 1 optimizer states,
                         2 gradients too, 3 parameters too
+    gradient_sync       zero: 2 and 3 with several micro-batches: when gradients are reduce-scattered.
+                        micro-batch: after the backward of each, so that only shards of gradients
+                        stay; step: once, in the last micro-batch, while full gradients add up in
+                        those before it. zero: 0 and 1 always reduce once per step
     tp                  number of ranks over which attention, MLP and vocabulary are sharded, by
                         columns and rows of their weights (tensor parallelism)
     sequence_parallel   whether the tp ranks also shard the norms and dropout between these layers,
@@ -144,6 +151,7 @@ class Plan(Value):
     precision: Precision = "fp32"
     loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] = "dynamic"
     rounding: Literal["nearest", "kahan", "stochastic"] = "nearest"
+    master_weights: bool = False
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
     micro_batch: int | None = Field(None, gt=0)
     recompute: Annotated[str, BeforeValidator(_recompute)] = "none"
@@ -160,6 +168,7 @@ class Plan(Value):
     dp_shard: int = Field(1, gt=0)
     cp: int = Field(1, gt=0)
     zero: Literal[0, 1, 2, 3] = 0
+    gradient_sync: Literal["micro-batch", "step"] = "micro-batch"
     tp: int = Field(1, gt=0)
     sequence_parallel: bool = False
     pp: int = Field(1, gt=0)
@@ -207,6 +216,12 @@ class Plan(Value):
         return self.precision.endswith("-true")
 
     @property
+    def loses_small_updates(self) -> bool:
+        """True if an update of a 16-bit weight may be lost in rounding, because neither the
+        rounding nor master weights keep what is cut off."""
+        return self.is_true and self.rounding == "nearest" and not self.master_weights
+
+    @property
     def data_parallel(self) -> int:
         """The data-parallel degree: the number of parts into which the samples of a step are
         divided. Each part goes to one group of tp x cp x pp ranks."""
@@ -222,6 +237,12 @@ class Plan(Value):
     def shards(self) -> int:
         """The number of ranks over which the states that `zero` selects are sharded."""
         return self.dp_shard * (self.cp if self.zero else 1)
+
+    @property
+    def shards_each_micro_batch(self) -> bool:
+        """True if gradients are reduce-scattered in each micro-batch of a step, and not only in the
+        last one."""
+        return self.zero >= 2 and self.gradient_sync == "micro-batch"
 
     @property
     def devices(self) -> int:

@@ -76,14 +76,25 @@ RULES = (
         "use precision: bf16-true, or rounding: nearest",
     ),
     Rule(
+        "master_weights keeps fp32 weights beside 16-bit ones; the other precisions have fp32 weights only",
+        lambda plan, job, device: not plan.master_weights or plan.is_true,
+        "use precision: bf16-true or fp16-true, or master_weights: false",
+    ),
+    Rule(
+        "master weights are rounded to the nearest 16-bit number, and lose no update",
+        lambda plan, job, device: not plan.master_weights or plan.rounding == "nearest",
+        "use rounding: nearest, or master_weights: false",
+    ),
+    Rule(
         "torch's fused SGD does not update bf16 weights on a CPU",
         lambda plan, job, device: (
             device != "cpu"
             or not plan.fused_optimizer
             or job.train.optimizer != "sgd"
             or (plan.precision, plan.rounding, plan.states) != ("bf16-true", "nearest", "fp32")
+            or plan.master_weights
         ),
-        "use fused_optimizer: false, or rounding: kahan",
+        "use fused_optimizer: false, rounding: kahan, or master_weights: true",
     ),
     Rule(
         "float8 products need a CUDA device of compute capability 8.9 or later, or MI300",
@@ -133,6 +144,16 @@ RULES = (
         "use dp_shard: 2 (or more) with zero: 1, 2 or 3; dp_shard: 1 with zero: 0",
     ),
     Rule(
+        "gradient_sync: step keeps full gradients until the last micro-batch, as zero: 0 and 1 always do",
+        lambda plan, job, device: plan.gradient_sync == "micro-batch" or plan.zero >= 2,
+        "leave out gradient_sync, or use zero: 2 or 3",
+    ),
+    Rule(
+        "gradient_sync: step keeps full gradients on the device, and offload moves shards of them out of it",
+        lambda plan, job, device: plan.gradient_sync == "micro-batch" or "gradients" not in plan.offload,
+        "use gradient_sync: micro-batch, or leave gradients out of offload",
+    ),
+    Rule(
         "each device needs a sample in every step",
         lambda plan, job, device: plan.data_parallel <= job.train.batch,
         "use at most {train.batch} devices for data parallelism, or a larger train.batch",
@@ -143,10 +164,10 @@ RULES = (
             not (
                 (plan.zero or plan.tp > 1)
                 and job.train.optimizer in BY_MATRIX
-                and (plan.rounding != "nearest" or plan.precision == "fp16-true")
+                and (plan.rounding != "nearest" or (plan.precision == "fp16-true" and not plan.master_weights))
             )
         ),
-        "use rounding: nearest and not fp16-true with {train.optimizer_name}, or zero: 0",
+        "use rounding: nearest and not fp16-true with {train.optimizer_name}, or master_weights: true, or zero: 0",
     ),
     Rule(
         "context parallelism replaces attention by ring attention, and attention: blocked is another kernel",
@@ -378,11 +399,12 @@ RULES = (
                 and "states" not in plan.offload
                 and not _brings(plan, device)
                 and plan.precision != "fp16-true"
+                and not plan.master_weights
                 and not (plan.precision.startswith("fp16") and device == "cuda")
             )
         ),
-        "use states: fp32, rounding: nearest, update_in_backward: false, no states in offload and bf16-mixed or fp32, or one of "
-        "tightfit's optimizers",
+        "use states: fp32, rounding: nearest, master_weights: false, update_in_backward: false, no states in offload and "
+        "bf16-mixed or fp32, or one of tightfit's optimizers",
     ),
     Rule(
         "torch has fused kernels only for AdamW and SGD",

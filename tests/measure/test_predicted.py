@@ -31,6 +31,7 @@ PLANS: list[dict[str, Any]] = [
     {"micro_batch": 2},
     {"precision": "bf16-mixed"},
     {"precision": "bf16-true", "rounding": "kahan"},
+    {"precision": "bf16-true", "master_weights": True, "micro_batch": 2},
     {"precision": "bf16-mixed", "recompute": "full"},
     {"states": "8-bit", "fused_optimizer": False},
     {"update_in_backward": True},

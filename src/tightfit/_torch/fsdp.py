@@ -112,6 +112,18 @@ def before_reduction(group: ParameterGroup, call: Callable[[], None]) -> None:
     group.post_backward = call_and_reduce  # type: ignore[method-assign]
 
 
+def keep_reduced_dtype(group: ParameterGroup) -> None:
+    """Make fully_shard leave the reduced gradients of a group in the dtype in which it reduces them.
+    By default it casts them to the dtype of the parameters."""
+    lazy_init = group.lazy_init
+
+    def init() -> None:
+        lazy_init()
+        group._orig_dtype = None  # the dtype to which the reduced gradients are cast
+
+    group.lazy_init = init  # type: ignore[method-assign]
+
+
 # records of parameters
 
 
@@ -180,6 +192,7 @@ __all__ = [
     "is_gathered_once",
     "is_running",
     "is_unsharded",
+    "keep_reduced_dtype",
     "model_records",
     "modules_of",
     "padded_shard",

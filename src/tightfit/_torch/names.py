@@ -305,6 +305,8 @@ _TABLE = {
         "unshard": ("prefetches offloaded parameters", _OWN_HOOKS),
         "wait_for_unshard": ("prefetches offloaded parameters", _OWN_HOOKS),
         "post_backward": ("gives unused parameters a zero gradient", _OWN_HOOKS),
+        "lazy_init": ("keeps reduced gradients in fp32", "fp32 shards"),
+        "_orig_dtype": ("keeps reduced gradients in fp32", "fp32 shards"),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
         "FSDPParam": ("what fully_shard keeps of a parameter", _OWN_HOOKS),

@@ -37,6 +37,8 @@ class Parameter:
                and the number of blocks for the code after them (see models/blocks.py). Example: the
                tied embedding of a model with 12 blocks has the places (-1, 12)
     buffer     whether it is a buffer, which no method shards
+    gradient_ratio  bytes of its gradient divided by its own bytes: 2 for an fp32 gradient of a
+               16-bit parameter, else 1
     """
 
     name: str
@@ -45,6 +47,17 @@ class Parameter:
     trainable: bool
     places: tuple[int, ...] = ()
     buffer: bool = False
+    gradient_ratio: int = 1
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the parameter's gradient, which exists only if the parameter is trainable."""
+        return self.bytes * self.gradient_ratio
+
+    def with_fp32_gradient(self) -> Parameter:
+        """Return the parameter with an fp32 gradient if it is trainable and stored in 16 bits. Return
+        any other parameter unchanged."""
+        return replace(self, gradient_ratio=2) if self.trainable and self.bytes == 2 * self.count else self
 
     @property
     def count(self) -> int:
@@ -153,6 +166,11 @@ class ShardedParameters:
     prefetched  bytes of the next block's parameters, which are gathered while a block computes its
                 backward
     ahead       whether the next block's parameters are prefetched in forward, too
+    always      True: the gradients of each micro-batch are reduced. False: full gradients are summed
+                over the micro-batches in fp32, and the sums are reduced during the last micro-batch
+    block_sums  bytes of the fp32 sum of a block's gradients, divided by their bytes in the dtype in
+                which backward computes them
+    rest_sums   the same for the gradients outside of blocks
     """
 
     shards: float
@@ -161,6 +179,9 @@ class ShardedParameters:
     reduced: float
     prefetched: float
     ahead: bool = False
+    always: bool = True
+    block_sums: float = 1.0
+    rest_sums: float = 1.0
 
     @property
     def reduce_dtype_ratio(self) -> float:
@@ -184,8 +205,7 @@ class Message:
                  between devices
     way          for copies between device and host memory: "in" (to the device) or "out". Copies in
                  different directions overlap; "" for communication between devices
-    parts        number of micro-batches of a step that send a part of the bytes; 1 if they are sent
-                 once per step
+    micro_batches  for gradients: number of micro-batches of a step in which they are reduced
     at_start     for weights that are gathered during the next forward: the share of the bytes that
                  must have arrived before this forward can begin; 0 for other messages
     """
@@ -198,7 +218,7 @@ class Message:
     during: str = ""
     way: str = ""
     at_start: float = 0.0
-    parts: int = 1
+    micro_batches: int = 1
 
     def times(self, share: float) -> Message:
         """Return the message with its bytes and the latency of its calls multiplied by `share`."""

@@ -154,15 +154,18 @@ class Ledger:
         rows = dict.fromkeys(ROWS, 0.0)
         rows["parameters"] = sum(parameter.bytes for parameter in self.parameters)
         if self.rank_program is not None:
-            rows["parameters"] += self.rank_program.versions * self.gradient_bytes()
+            rows["parameters"] += self.rank_program.versions * self.trainable_bytes()
         rows["optimizer"] = sum(update.state_bytes for update in self.updates.values())
         for row, size in self.fixed.items():
             rows[row] += size
         return rows
 
     def gradient_bytes(self) -> float:
-        """Return the bytes of all gradients that this device keeps. A gradient has the dtype of its
-        parameter."""
+        """Return the bytes of all gradients that this device keeps."""
+        return sum(parameter.gradient_bytes for parameter in self.parameters if parameter.trainable)
+
+    def trainable_bytes(self) -> float:
+        """Return the bytes of all trainable parameters that this device keeps."""
         return sum(parameter.bytes for parameter in self.parameters if parameter.trainable)
 
     def instants(self) -> Iterator[Instant]:
@@ -286,11 +289,13 @@ class Ledger:
             done.add((action.kind, stage))
 
     def _reduces(self, last: bool) -> bool:
-        """Return whether a micro-batch reduces its gradients in buckets over the data-parallel
-        ranks.
+        """Return whether a micro-batch reduces its gradients over the data-parallel ranks, in
+        buckets or (ZeRO-3) block by block.
 
         last  whether it is the last micro-batch of the step
         """
+        if self.sharded_parameters is not None:
+            return self.sharded_parameters.always or last
         return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:

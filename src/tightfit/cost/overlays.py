@@ -174,37 +174,49 @@ class ShardOverlay(Overlay):
                  may still be in reduction when an action begins
     done         bytes of the gradients that the current micro-batch has completed and reduced
     arrived      bytes of the gradient shards of earlier micro-batches
+    reduces      whether the current micro-batch reduces its gradients. If not, they are summed in
+                 full, in fp32, and `memory` contains the sums
+    sums         whether `memory` contains sums of earlier micro-batches, to which gradients are added
+    outside      bytes of the gradients outside of blocks that the current micro-batch has completed
     """
 
     def __init__(self, sharded: ShardedParameters, whole: float, in_pipeline: bool) -> None:
         self.sharded, self.whole, self.in_pipeline = sharded, whole, in_pipeline
-        self.done = self.arrived = 0.0
+        self.done = self.arrived = self.outside = 0.0
+        self.reduces, self.sums = True, False
 
     def begin_step(self, memory: StepMemory) -> None:
         memory.change({"communication": self.sharded.rest})
         memory.note("forward", "start")
 
     def begin_run(self, run: MicroBatchRun) -> None:
-        self.done = 0.0
+        self.done = self.outside = 0.0
+        self.reduces = run.reduces or self.sharded.always
+        self.sums = run.later and not self.sharded.always
 
     def at_peak(self, segment: Segment, replayed: ReplayedSegment) -> Rows:
         return {"communication": self._unsharded_bytes(segment), "gradients": self._shard_bytes()}
 
     def end_segment(self, memory: StepMemory, segment: Segment, replayed: ReplayedSegment) -> None:
         made = replayed.completed_gradients[1]
+        if not self.reduces:
+            ratio = self.sharded.rest_sums if segment.block is None else self.sharded.block_sums
+            memory.change({"gradients": -made if self.sums else made * (ratio - 1)})
+            return
         if segment.block is None or not made:  # gradients outside of blocks are reduced at the end
+            self.outside += made
             return
         reduced = self.sharded.reduced * (1 + 1 / self.sharded.shards)
         memory.note(segment.phase, "reduce", {"communication": reduced, "gradients": self._shard_bytes()})
         self.done += made
-        memory.change({"gradients": -made})
+        memory.change({"gradients": -made * (1 + self.sharded.block_sums * self.sums)})
 
     def end_run(self, memory: StepMemory, run: MicroBatchRun) -> None:
-        if not run.ends:
+        if not run.ends or not self.reduces:
             return
-        outside_blocks = memory.rows["gradients"]
+        outside_blocks = memory.rows["gradients"] if self.sharded.always else self.outside
         memory.note("backward", "reduce", {"gradients": self._shard_bytes(), "communication": outside_blocks})
-        memory.change({"gradients": -outside_blocks})
+        memory.change({"gradients": -memory.rows["gradients"]})
         self.arrived = self.whole
 
     def free_gradients(self) -> None:
@@ -232,7 +244,7 @@ class ShardOverlay(Overlay):
         size = self.sharded.block
         if in_backward or self.sharded.ahead:
             size += self.sharded.prefetched
-        if in_backward and (self.done > 0 or self.in_pipeline):
+        if in_backward and self.reduces and (self.done > 0 or self.in_pipeline):
             size += self.sharded.reduced
         return size
 

@@ -67,7 +67,8 @@ KEYS: tuple[Key, ...] = (
         "plan.precision",
         chosen({"no": "no", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8", False: "no"}),
         "mixed",
-        "no is fp32; bf16 is bf16-mixed, fp16 is fp16-mixed; fp8 is bf16-mixed with plan.float8: tensorwise",
+        "no is fp32; bf16 is bf16-mixed, fp16 is fp16-mixed, and -true with plan.master_weights under DeepSpeed and "
+        "Megatron-LM; fp8 is bf16-mixed with plan.float8: tensorwise",
     ),
     Key("downcast_bf16", "", None, "", "for TPUs, on which tightfit does not train", False),
     *needless("tightfit scales float8 by tensorwise or rowwise recipes (plan.float8)", "fp8_config.*"),
@@ -216,6 +217,8 @@ def _combine(draft: Draft) -> None:
     mixed, kind = parts.get("mixed"), parts.get("distributed_type")
     if mixed in ("bf16", "fp16"):
         draft.imply(mixed, True, "mixed")
+        if kind in ("deepspeed", "megatron_lm"):
+            draft.parts.setdefault("masters", True)
     elif mixed == "fp8":
         draft.imply("bf16", True, "mixed")
         draft.fields["plan.float8"] = "tensorwise"

@@ -33,6 +33,7 @@ from tightfit.importers.conversions import (
     schedule,
     seed,
     switched_on,
+    sync_each_batch,
     text,
     warmup,
     whole,
@@ -501,6 +502,13 @@ KEYS: tuple[Key, ...] = (
     Key("dataloader_num_workers", "plan.loader_workers", whole),
     Key("dataloader_prefetch_factor", "plan.prefetch", count),
     Key("dataloader_pin_memory", "plan.pin_memory", flag),
+    Key(
+        "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
+        "plan.gradient_sync",
+        sync_each_batch,
+        "gradient_sync",
+        "true is micro-batch, false is step",
+    ),
     *needless(
         "tightfit's loader keeps its order of samples",
         "dataloader_drop_last",

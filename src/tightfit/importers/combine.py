@@ -18,6 +18,7 @@ def combine(draft: Draft) -> None:
     _degrees(draft)
     _batch(draft)
     _sharding(draft)
+    _gradient_sync(draft)
     _precision(draft)
     _optimizer(draft)
     _length(draft)
@@ -182,6 +183,18 @@ def _sharding(draft: Draft) -> None:
         draft.fields["plan.dp_shard"] = ranks
 
 
+def _gradient_sync(draft: Draft) -> None:
+    """Set plan.gradient_sync if the file says when gradients are reduced, and if the plan shards
+    them. ZeRO stages 0 and 1 always reduce once per step."""
+    when = draft.parts.get("gradient_sync")
+    if when is None:
+        return
+    if draft.fields.get("plan.zero", 0) >= 2:
+        draft.fields["plan.gradient_sync"] = when
+    else:
+        draft.settle("gradient_sync", "not needed", "without zero: 2 or 3, tightfit reduces once per step")
+
+
 def _precision(draft: Draft) -> None:
     parts = draft.parts
     on = [name for name in ("bf16", "fp16") if parts.get(name)]
@@ -193,13 +206,20 @@ def _precision(draft: Draft) -> None:
     elif on and weights in ("bf16", "fp16") and weights != on[0]:
         _undecided_precision(draft, "weights", on[0])
     elif on:
-        draft.fields["plan.precision"] = f"{on[0]}-true" if weights == on[0] else f"{on[0]}-mixed"
+        masters = parts.get("masters")  # None for a tool whose mixed precision is autocast
+        is_true = weights == on[0] or masters is not None
+        draft.fields["plan.precision"] = f"{on[0]}-true" if is_true else f"{on[0]}-mixed"
+        if masters is not None:
+            draft.fields["plan.master_weights"] = masters
+            draft.remark(on[0], f"plan.master_weights: {str(masters).lower()}")
     elif weights in ("bf16", "fp16"):
         draft.fields["plan.precision"] = f"{weights}-true"
     elif parts.get("tf32"):
         draft.fields["plan.precision"] = "tf32"
     elif weights or "bf16" in parts or "fp16" in parts:
         draft.fields["plan.precision"] = "fp32"
+    if "masters" in parts and "plan.master_weights" not in draft.fields:
+        draft.settle("masters", "not needed", "the weights are in fp32")
     for name in ("bf16", "fp16"):
         if on and parts.get(name) is False:
             draft.settle(name, "not needed", "it is off")

@@ -221,6 +221,12 @@ def warmup(value: Any) -> int | float:
     return found if 0 < found < 1 else whole(value)
 
 
+def sync_each_batch(value: Any) -> str:
+    """Return "micro-batch" for true, and "step" for false: when the gradients of several micro-batches
+    are reduced."""
+    return "micro-batch" if flag(value) else "step"
+
+
 def wide(value: Any) -> str:
     """Return "bf16", "fp16" or "fp32" for the name of the weights' dtype: "torch.bfloat16" becomes
     "bf16". Any other dtype is an error (ValueError)."""

@@ -16,6 +16,7 @@ from tightfit.importers.conversions import (
     seed,
     text,
     whole,
+    wide,
 )
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless
 
@@ -81,6 +82,23 @@ def _total_steps(value: Any) -> int | Lacks:
     return count(value)
 
 
+def _wide(value: Any) -> bool:
+    """Return whether the master weights are in fp32: false for true, which keeps them in 16 bits."""
+    return not flag(value)
+
+
+def _states(value: Any) -> str | Lacks:
+    """Return "bf16" for true. false sets no field (Lacks, with the reason)."""
+    return "bf16" if flag(value) else Lacks("it is off", False)
+
+
+def _sum_dtype(value: Any) -> Lacks:
+    """Return Lacks, with the reason: this key sets no field. fp32 needs no counterpart, because
+    master weights have fp32 gradients. For another dtype, there is no counterpart."""
+    return Lacks("with master weights, tightfit sums gradients in fp32", value is not None and wide(value) != "fp32")
+
+
+_NARROW = "true is false: without fp32 masters"
 _BUCKETS = "tightfit chooses the sizes of its buckets and when it gathers"
 _KERNELS = "the plan chooses the kernel"
 _LOG = "only changes what is printed"
@@ -115,21 +133,18 @@ KEYS: tuple[Key, ...] = (
         ),
     ),
     *lacks("tightfit has no counterpart of this schedule's setting", "scheduler.params.*"),
-    Key("bf16.enabled", "plan.precision", flag, "bf16", "true is bf16-mixed: weights in fp32"),
-    Key("bfloat16.enabled", "plan.precision", flag, "bf16", "true is bf16-mixed: weights in fp32"),
-    Key("fp16.enabled", "plan.precision", flag, "fp16", "true is fp16-mixed"),
+    Key("bf16.enabled", "plan.precision", flag, "bf16", "true is bf16-true with plan.master_weights: true"),
+    Key("bfloat16.enabled", "plan.precision", flag, "bf16", "true is bf16-true with plan.master_weights: true"),
+    Key("fp16.enabled", "plan.precision", flag, "fp16", "true is fp16-true with plan.master_weights: true"),
     Key("fp16.loss_scale", "plan.loss_scale", _loss_scale),
     *needless("tightfit adapts a dynamic loss scale in its own steps", "fp16.loss_scale_window", "fp16.hysteresis"),
     *needless("tightfit's dynamic loss scale finds its own start", "fp16.initial_scale_power", "fp16.min_loss_scale"),
-    *needless("tightfit's autocast casts inputs", "fp16.auto_cast", "bf16.auto_cast"),
-    *needless("tightfit's mixed precision keeps fp32 weights", "fp16.fp16_master_weights_and_grads"),
-    *lacks(
-        "tightfit's bf16-mixed keeps its weights and gradients in fp32",
-        "bf16.bf16_master_weights_and_grads",
-        "bf16.bf16_optimizer_states",
-        "bf16.immediate_grad_update",
-    ),
-    *needless("the plan decides in which dtype gradients are summed", "data_types.grad_accum_dtype"),
+    *needless("tightfit casts inputs to the dtype of the weights", "fp16.auto_cast", "bf16.auto_cast"),
+    Key("fp16.fp16_master_weights_and_grads", "plan.master_weights", _wide, "masters", _NARROW),
+    Key("bf16.bf16_master_weights_and_grads", "plan.master_weights", _wide, "masters", _NARROW),
+    Key("bf16.bf16_optimizer_states", "plan.states", _states, "", "true is bf16"),
+    *needless("tightfit adds each gradient to its fp32 sum at once", "bf16.immediate_grad_update"),
+    Key("data_types.grad_accum_dtype", "", _sum_dtype, "", "with master weights, tightfit sums gradients in fp32"),
     *lacks("tightfit has autocast without Apex", "amp.enabled", "amp.*"),
     Key("zero_optimization.stage", "plan.zero", _stage, "zero"),
     Key("zero_optimization.offload_optimizer.device", "plan.offload", _offloaded("states"), "offload_states"),
@@ -346,6 +361,8 @@ def combine_deepspeed(draft: Draft) -> None:
     """Set the fields that depend on several of DeepSpeed's keys. The importers of tools whose files
     may contain DeepSpeed's keys call this function, too."""
     places(draft)
+    if any(row.key.endswith(("bf16.enabled", "bfloat16.enabled", "fp16.enabled")) for row in draft.rows):
+        draft.parts.setdefault("masters", True)  # DeepSpeed's mixed precision
     _combine(draft)
 
 

@@ -285,6 +285,11 @@ def _combine(draft: Draft) -> None:
         draft.remark("zero", f"plan.offload: {', '.join(every)}")
         if "nvme" in words:
             draft.fields["plan.offload_to"] = "disk"
+    precision = draft.parts.get("precision", "")
+    if "deepspeed" in words and precision.endswith("-mixed"):
+        draft.parts["precision"] = precision.replace("mixed", "true")
+        draft.fields["plan.master_weights"] = True
+        draft.remark("precision", "plan.master_weights: true, DeepSpeed's mixed precision")
     deepspeed.check_stage(draft)
 
 

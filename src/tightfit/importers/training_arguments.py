@@ -34,6 +34,7 @@ from tightfit.importers.conversions import (
     schedule,
     seed,
     switched_on,
+    sync_each_batch,
     text,
     warmup,
     whole,
@@ -327,6 +328,13 @@ OWN_KEYS: tuple[Key, ...] = (
     Key("dataloader_num_workers", "plan.loader_workers", whole),
     Key("dataloader_prefetch_factor", "plan.prefetch", count),
     Key("dataloader_pin_memory", "plan.pin_memory", flag),
+    Key(
+        "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
+        "plan.gradient_sync",
+        sync_each_batch,
+        "gradient_sync",
+        "true is micro-batch, false is step",
+    ),
     *needless(
         "tightfit's data loader always keeps its workers and its order of samples",
         "dataloader_persistent_workers",

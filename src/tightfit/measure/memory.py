@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tightfit.engine.step import Step, take_step
 from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
+from tightfit.optim.gradient_dtype import gradient_dtype
 from tightfit.planner.tracing.live_storages import Peak, RunTracker, state_tensors
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.run import Run
@@ -231,7 +232,8 @@ def _divided(run: Run, timeline: list[tuple[str, int]]) -> Peak:
     passed = [name for name, _ in groupby(name for name, _ in timeline[: position + 1])]
     complete = passed.count("backward") > (phase == "backward") and not run.plan.update_in_backward
     rows = _model_states(run)
-    gradients = tensor_bytes(p for p in run.model.parameters() if p.requires_grad) if complete else 0
+    trained = [p for p in run.model.parameters() if p.requires_grad] if complete else []
+    gradients = sum(tensor_bytes([p]) * gradient_dtype(p).itemsize // p.dtype.itemsize for p in trained)
     rows["gradients"] = min(gradients, total - sum(rows.values()))
     return Peak(total, {**rows, "activations": total - sum(rows.values()), "temporaries": 0}, phase, timeline)
 

@@ -20,6 +20,7 @@ from tightfit.methods import (
     float8,
     loader,
     loss,
+    master_weights,
     materialize,
     microbatch,
     offload,
@@ -46,6 +47,7 @@ METHODS: tuple[ModuleType, ...] = (
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # compiles the loss and the recomputation; runs under autocast
     precision,         # puts autocast and loss scaling around the compiled function
+    master_weights,    # sets the type of gradients, before the methods that hook gradients
     offload,           # wraps the forward, before the methods that shard the model
     pipeline,          # distributes the blocks that all methods above have changed
     data_parallel,     # hooks the gradients of the final parameters

@@ -71,13 +71,14 @@ def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
     left = rows = columns = vectors = largest = 0.0
     for parameter in ledger.parameters:
         if parameter.trainable:
-            each = parameter.bytes / max(parameter.count, 1)
+            size = parameter.gradient_bytes
+            each = size / max(parameter.count, 1)
             if is_compressible(parameter.shape, plan.powersgd_rank):
-                left, largest = left + parameter.bytes, max(largest, parameter.bytes)
+                left, largest = left + size, max(largest, size)
                 rows += plan.powersgd_rank * parameter.shape[0] * each
                 columns += plan.powersgd_rank * parameter.count / parameter.shape[0] * each
             else:
-                vectors += parameter.bytes
+                vectors += size
     summed = max(vectors, 2 * rows, rows + columns + max(columns, largest))
     return replace(
         ledger,
@@ -113,11 +114,11 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
             height = parameter.shape[0] if parameter.shape else 1
             narrow = plan.powersgd_rank * (height + parameter.count // max(height, 1))
             if plan.compressed_gradients == "bf16":
-                found += min(2.0 * parameter.count, parameter.bytes)
+                found += min(2.0 * parameter.count, parameter.gradient_bytes)
             elif is_compressible(parameter.shape, plan.powersgd_rank):
-                found += narrow * parameter.bytes / parameter.count
+                found += narrow * parameter.gradient_bytes / parameter.count
             else:
-                found += parameter.bytes
+                found += parameter.gradient_bytes
     return found / ledger.gradient_bytes()
 
 

@@ -40,6 +40,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import task_of
 from tightfit.models.objective import IGNORED, LABEL_COUNT_KEY, Batch, LabelCount, Objective
+from tightfit.optim.gradient_dtype import gradient_dtype
 from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy_with_gradient
 from tightfit.plan import Plan
 from tightfit.runtime.fake_compiler import can_generate_kernels
@@ -407,7 +408,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         which = None if taken is None else _labelled_rows_first(targets)[:taken]
         with torch.autocast(hidden.device.type, enabled=False):
             loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, which, how, divided, dtype, wanted)
-        ctx.types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        # a leaf may have fp32 gradients although it is stored in 16 bits (master_weights)
+        own = [None if one is None else gradient_dtype(one) if one.is_leaf else one.dtype for one in (weight, bias)]
+        ctx.types = (hidden.dtype, *own)
         ctx.shape = hidden.shape
         ctx.save_for_backward(*gradients, which if wanted[0] else None)
         return loss

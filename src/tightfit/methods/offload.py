@@ -174,8 +174,9 @@ class _Place:
 def _offload_states(ledger: Ledger, place: _Place) -> _Offloaded:
     sizes = {name: update.state_bytes for name, update in ledger.updates.items()}
     moved = place.share * sum(sizes.values())
-    # most states are two moments per parameter
-    stored = sum(2 * place.stored_bytes(place.share * size / 2) for size in sizes.values())
+    # most states are two moments per parameter, and its master weights
+    count = 3 if place.plan.master_weights else 2
+    stored = sum(count * place.stored_bytes(place.share * size / count) for size in sizes.values())
     updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in ledger.updates.items()}
     ledger = replace(ledger, updates=updates)
     if place.is_copied:
@@ -184,7 +185,7 @@ def _offload_states(ledger: Ledger, place: _Place) -> _Offloaded:
 
 
 def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
-    sizes = _trainable_bytes(ledger)
+    sizes = {parameter.name: parameter.gradient_bytes for parameter in ledger.parameters if parameter.trainable}
     moved = place.share * sum(sizes.values())
     stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
     # each micro-batch but the first also copies the accumulated gradients of the earlier ones

@@ -196,6 +196,7 @@ def _updates_separately(plan: Plan, device: str) -> bool:
         or _skips_on_device(plan, device)
         or plan.states != "fp32"
         or plan.rounding != "nearest"
+        or plan.master_weights
         or plan.update_in_backward
     )
 
@@ -267,9 +268,8 @@ def optimizer_of(
         keep = store if "states" in plan.offload else None
         apart = store if uploads_for_update(plan, device) else None
         kind = MultiTensor if updates_in_batches(plan, train, device) else PerParameter
-        return kind(
-            optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, keeps_undo_copies(plan, device)
-        )
+        undoes = keeps_undo_copies(plan, device)
+        return kind(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, undoes, plan.master_weights)
     return optimizer
 
 

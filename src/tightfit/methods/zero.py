@@ -4,14 +4,18 @@ replicating them on each device. It is for models whose states do not fit one de
 Saves   model states. In fp32 with Adam, a parameter takes 16 bytes without ZeRO. On N devices,
         stage 1 shards the optimizer states (8 + 8/N bytes per device), stage 2 also the gradients
         (4 + 12/N), and stage 3 also the parameters (16/N). It saves no activations.
+        gradient_sync=step keeps full gradients instead: stage 3 then takes 4 + 12/N, and stage 2 is
+        the same as stage 1.
 Costs   stages 1 and 2 send as much as data parallelism: gradients are reduce-scattered to the
         devices that update them (in stage 2 once per micro-batch), and updated parameters are
         all-gathered while the next forward runs. Stage 3 sends 1.5 times as much: a block's
         parameters are gathered before its forward and its backward, and freed afterwards. The
-        current block and the next one are in memory unsharded.
+        current block and the next one are in memory unsharded. In stages 2 and 3, a step of m
+        micro-batches reduce-scatters m times; with gradient_sync=step, once.
 When    model states do not fit; use the lowest stage with which they fit. dp_replicate x dp_shard
         shards only inside a node, where links are fast, and all-reduces the shards across nodes
-        (hybrid sharding).
+        (hybrid sharding). gradient_sync=step if a step has several micro-batches, links are slow,
+        and full gradients fit.
 Order   after compile and recompute, because it wraps the blocks that they have changed; before the
         optimizer, which gets each device's shards instead of the parameters.
 Source  Rajbhandari et al. 2020, arXiv:1910.02054; stage 3 is PyTorch's fully_shard: Zhao et al.
@@ -25,6 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +40,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.distributed.links import message
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.replicas import ReplicatedBuffers, broadcast_parameters
+from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.optim.blockwise_quantization import is_packed
 from tightfit.parallel.fsdp.planning import (
@@ -47,19 +53,38 @@ from tightfit.parallel.fsdp.planning import (
 from tightfit.parallel.gradient_buckets import ReduceScatteredGradients, bucket_bytes
 from tightfit.parallel.weight_gathers import WaitForWeights, WeightGathers, gathers_in_place
 from tightfit.plan import Plan
+from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
-FIELDS = ("dp_shard", "zero")
+FIELDS = ("dp_shard", "zero", "gradient_sync")
 VARIANTS = (
     {"zero": 1, "dp_shard": 2},
     {"zero": 2, "dp_shard": 2},
     {"zero": 3, "dp_shard": 2},
+    {"zero": 3, "dp_shard": 2, "gradient_sync": "step"},
 )
 
 
 def enabled(plan: Plan) -> bool:
     return plan.zero > 0
+
+
+def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    """Return the values of `gradient_sync` that search tries. A single device has nothing to reduce,
+    and one sample per device is one micro-batch."""
+    several = start.data_parallel * start.cp > 1 and start.share_of(job.train.batch) > 1 and start.pp == 1
+    return {"gradient_sync": ["micro-batch", "step"] if several else [start.gradient_sync]}
+
+
+def is_redundant(plan: Plan, batch: int) -> bool:
+    """Return whether another plan does the same as `plan`, so that search need not try it: with
+    gradient_sync=step, ZeRO-2 is ZeRO-1, and a step of one micro-batch reduces once anyway.
+
+    batch  number of samples of a step on all devices together
+    """
+    one = plan.micro_batch_of(batch) == plan.share_of(batch)
+    return plan.gradient_sync == "step" and (plan.zero < 3 or one)
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
@@ -81,30 +106,31 @@ def _with_full_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledge
     """Return the ledger with the communication of ZeRO stages 1 and 2, in which each device has the
     full parameters: the reduce-scatter of gradients and the all-gather of updated parameters.
     """
-    size, devices = ledger.gradient_bytes(), plan.shards
-    sent, bucket = (devices - 1) / devices * size, bucket_bytes(devices)
+    size, weights, devices = ledger.gradient_bytes(), ledger.trainable_bytes(), plan.shards
+    share, bucket = (devices - 1) / devices, bucket_bytes(devices)
     calls = math.ceil(size / bucket)
-    times = ledger.micro_batches if plan.zero == 2 else 1
-    gradients = message("gradients", sent * times, plan, machine, ("dp_shard",), calls * times)
-    parameters = message("parameters", sent, plan, machine, ("dp_shard",), calls)
+    times = ledger.micro_batches if plan.shards_each_micro_batch else 1
+    gradients = message("gradients", share * size * times, plan, machine, ("dp_shard",), calls * times)
+    gradients = replace(gradients, micro_batches=times)
+    parameters = message("parameters", share * weights, plan, machine, ("dp_shard",), math.ceil(weights / bucket))
     overlaps = parameters.overlaps and overlaps_gathers(plan)
-    at_start = _at_start(ledger, bucket) / size if overlaps else 0.0
+    at_start = _at_start(ledger, bucket) / weights if overlaps else 0.0
     buffered = [p.bytes for p in ledger.parameters if p.trainable and not gathers_in_place(p.bytes, devices)]
     # on a GPU, the next bucket reuses the memory of the previous one
     at_once = machine.device == "cpu"
-    coming = float(sum(buffered)) if at_once else min(bucket, size)
+    coming = float(sum(buffered)) if at_once else min(bucket, weights)
     stays = at_once and overlaps_gathers(plan)
     return replace(
         ledger,
-        bucketed_reduction=BucketedReduction(devices, min(bucket, size), plan.zero == 2, coming, stays),
-        messages=(*ledger.messages, replace(gradients, parts=times), replace(parameters, overlaps=overlaps, at_start=at_start)),
+        bucketed_reduction=BucketedReduction(devices, min(bucket, size), plan.shards_each_micro_batch, coming, stays),
+        messages=(*ledger.messages, gradients, replace(parameters, overlaps=overlaps, at_start=at_start)),
     )
 
 
 def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Return the ledger with the communication of ZeRO stage 3, in which parameters are gathered
-    only while they are used: two all-gathers of each block's parameters and a reduce-scatter of its
-    gradients in each micro-batch. Raises InputError if a parameter cannot be sharded.
+    only while they are used: two all-gathers of each block's parameters in each micro-batch, and a
+    reduce-scatter of its gradients in each micro-batch or in the last one. Raises InputError if a parameter cannot be sharded.
     """
     # without the buffers, which are replicated
     known = [p for p in ledger.parameters if not p.buffer]
@@ -112,11 +138,13 @@ def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> L
     narrow, devices = low_precision_names(ledger), plan.shards
     gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if not p.buffer)
     gathers = 2 * ledger.micro_batches * (devices - 1) / devices * gathered
-    reduced = (devices - 1) / devices * ledger.gradient_bytes() * ledger.micro_batches
-    calls = (ledger.blocks + 1) * ledger.micro_batches
+    times = ledger.micro_batches if plan.shards_each_micro_batch else 1
+    reduced = (devices - 1) / devices * ledger.gradient_bytes() * times
+    groups = ledger.blocks + 1
+    sums = message("gradients", reduced, plan, machine, ("dp_shard",), groups * times)
     messages = (
-        message("parameters", gathers, plan, machine, ("dp_shard",), 2 * calls),
-        replace(message("gradients", reduced, plan, machine, ("dp_shard",), calls), parts=ledger.micro_batches),
+        message("parameters", gathers, plan, machine, ("dp_shard",), 2 * groups * ledger.micro_batches),
+        replace(sums, micro_batches=times),
     )
     sharded = sharded_parameters(ledger, plan, narrow)
     return replace(ledger, sharded_parameters=sharded, messages=(*ledger.messages, *messages))
@@ -237,8 +265,9 @@ class ShardedReduction:
     """Reduce-scatters the gradients in ZeRO stages 1 and 2, and all-gathers the updated weights.
     Each device has all parameters in full, and updates its shard of each.
 
-    Stage 1 accumulates full gradients and reduce-scatters them in a step's last micro-batch. Stage
-    2 reduce-scatters the gradients of each micro-batch.
+    Stage 1 accumulates full gradients and reduce-scatters them in a step's last micro-batch, and so
+    does stage 2 with gradient_sync=step. Otherwise stage 2 reduce-scatters the gradients of each
+    micro-batch.
 
     blocks  the model's blocks in forward order. Forward waits for the weights of a block just
             before it calls the block. Empty if the all-gathers do not overlap with forward
@@ -251,7 +280,7 @@ class ShardedReduction:
     def __init__(self, model: nn.Module, mesh: Mesh, plan: Plan, blocks: list[nn.Module]) -> None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         replicas = mesh.group("dp_replicate") if mesh.size("dp_replicate") > 1 else None
-        self.mesh, self.every_micro_batch = mesh, plan.zero == 2
+        self.mesh, self.every_micro_batch = mesh, plan.shards_each_micro_batch
         self.scatter = ReduceScatteredGradients(parameters, mesh.group("dp_shard"), replicas)
         in_place, group = kind_of(mesh.device) == "cpu", mesh.group("dp_shard")
         # gathers use a separate group: in the same group, other collectives would wait for them

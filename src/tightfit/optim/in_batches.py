@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tightfit._torch.operations import foreach_copy_
 from tightfit.optim.norms import copy_shard_mark
-from tightfit.optim.per_parameter import ROUNDING_STATES, PerParameter, add_noise_, rounding_seed
+from tightfit.optim.per_parameter import MASTER, PerParameter, add_noise_, rounding_seed
 
 # A batch may have this many elements even if all parameters are smaller. Each fp32 copy of such a
 # batch takes 128 KiB.
@@ -100,7 +100,7 @@ class MultiTensor(PerParameter):
         if self._weight_store is not None:
             here = [copy_shard_mark(self._weight_store.bring(parameter), parameter) for parameter in parameters]
         backups = [self._backup(*one) for one in zip(parameters, here, before, strict=True)]
-        carried = [states.pop(ROUNDING_STATES.get(self._rounding, ""), None) for states in before]
+        carried = [states.pop(self._carried, None) for states in before]
         flat, weights = self._widen_weights(here, carried)
         states, wide = self._widen_states(before, weights)
         inner.param_groups = [{**group, "params": weights}]
@@ -108,12 +108,14 @@ class MultiTensor(PerParameter):
         inner.step()
         updated = [inner.state[weight] for weight in weights]
         inner.param_groups, inner.state, states = [], defaultdict(dict), []
-        if flat is not None:
+        if weights is not here:
             for weight in weights:
                 weight.grad = None
         self._save_states(parameters, before, updated, wide, backups)
         if flat is not None:
             self._round_weights(parameters, here, flat, carried, backups)
+        elif weights is not here:
+            self._save_masters(parameters, here, weights, backups)
         for one, old in zip(here, backups, strict=True):
             self._restore_if_skipped(one.detach(), old.get(""))
         if self._weight_store is not None:
@@ -122,15 +124,23 @@ class MultiTensor(PerParameter):
 
     def _widen_weights(self, here: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
         """Return a flat fp32 copy of 16-bit weights, and views of this copy, one for each weight,
-        with fp32 gradients. If the update does not need fp32 copies, return None and the weights
-        unchanged.
+        with fp32 gradients. With master weights, return None and the masters, with the gradients.
+        If the update does not need fp32 weights, return None and the weights unchanged.
 
         here     the weights on the device
-        carried  with kahan rounding, the rounding error of each weight from its last update, which
-                 is added to the copy; other values are not read
+        carried  the master of each weight, None before its first update; or, with kahan rounding,
+                 the rounding error of each weight from its last update, which is added to the copy;
+                 other values are not read
         """
         if not self._is_widened(here[0]):
             return None, here
+        if self._masters:
+            masters = [
+                kept if kept is not None else one.detach().float() for one, kept in zip(here, carried, strict=True)
+            ]
+            for master, one in zip(masters, here, strict=True):
+                copy_shard_mark(master, one).grad = one.grad
+            return None, masters
         flat = self._empty_flat(here, torch.float32)
         weights = _views_of(flat, here)
         foreach_copy_(weights, here)
@@ -318,6 +328,20 @@ class MultiTensor(PerParameter):
         for parameter, lost, old in zip(parameters, carried, backups, strict=True):
             lost = self._restore_if_skipped(lost, old.get("compensation"))
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
+
+    def _save_masters(
+        self, parameters: list[Tensor], here: list[Tensor], masters: list[Tensor], backups: list[dict[str, Any]]
+    ) -> None:
+        """Round the updated master weights to 16 bits and write them to `here`, the weights on the
+        device. Save the masters as states.
+
+        backups  copies of the state before the update, one dict for each parameter, as `_backup`
+                 returned them; they undo the update if the step is skipped
+        """
+        foreach_copy_(here, masters)
+        for parameter, master, old in zip(parameters, masters, backups, strict=True):
+            master = self._restore_if_skipped(master, old.get(MASTER))
+            self.state[parameter][MASTER] = self._put(parameter, MASTER, master)
 
     def _empty_flat(self, like: list[Tensor], dtype: torch.dtype) -> Tensor:
         return torch.empty(sum(one.numel() for one in like), dtype=dtype, device=self._device)

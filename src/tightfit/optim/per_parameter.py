@@ -2,7 +2,8 @@
 parameter only.
 
 `methods/optimizer_states.py` wraps the job's optimizer in a PerParameter for low-bit states (bf16,
-8-bit, 4-bit), 16-bit weights, offloaded states and the update in backward.
+8-bit, 4-bit), 16-bit weights with or without fp32 master weights, offloaded states and the update
+in backward.
 
 Example: a bf16 weight of 16M elements with 8-bit AdamW states. One update makes fp32 copies of the
 weight, its gradient and its two states, 4 x 64 MiB, and frees them before the next parameter is
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from tightfit.errors import InputError
 from tightfit.optim.blockwise_quantization import Bits, BlockQuantizer, bits_of
+from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.gradient_hooks import on_gradient_ready
 from tightfit.optim.norms import copy_shard_mark
 from tightfit.optim.one_by_one import Closure, loss_of
@@ -36,6 +38,7 @@ Rounding = Literal["nearest", "kahan", "stochastic"]
 # The state that each rounding mode adds: kahan a tensor with the rounding errors, stochastic the
 # number of roundings so far.
 ROUNDING_STATES = {"kahan": "compensation", "stochastic": "roundings"}
+MASTER = "master"  # the state that holds the fp32 master weights of a 16-bit parameter
 # options that choose a kernel and do not change the mathematics
 _KERNEL_OPTIONS = ("fused", "foreach", "capturable")
 
@@ -108,6 +111,9 @@ class PerParameter(Optimizer):
     seed          the seed of the stochastic rounding
     fp32_updates  whether 16-bit weights are updated in fp32 with fp32 states even if `states` is
                   "fp32" and `rounding` is nearest. Any other `states` or `rounding` implies it
+    masters       whether fp32 master weights of 16-bit weights are kept among the states. Updates
+                  change the masters, which are then rounded into the weights, so no update is lost.
+                  The gradients of these weights are fp32, too. `rounding` must be nearest
     state_store   the memory that holds the states; None keeps them on the device
     weight_store  the memory that holds the weights or their gradients; None if both are on the
                   device
@@ -131,8 +137,10 @@ class PerParameter(Optimizer):
         state_store: StateStore | None = None,
         weight_store: WeightStore | None = None,
         undoes: bool = False,
+        masters: bool = False,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
+        assert rounding == "nearest" or not masters
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self._inner = optimizer
         self._inner.param_groups = []
@@ -141,10 +149,15 @@ class PerParameter(Optimizer):
         )
         self._states, self._rounding = states, rounding
         self._state_store, self._weight_store = state_store, weight_store
-        self._fp32_updates = fp32_updates or states != "fp32" or rounding != "nearest"
+        self._fp32_updates = fp32_updates or states != "fp32" or rounding != "nearest" or masters
+        self._masters = masters
+        # The name of the state that belongs to the weight and not to the wrapped optimizer.
+        self._carried = MASTER if masters else ROUNDING_STATES.get(rounding, "")
         self._blocks = BlockQuantizer(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
+        if masters:
+            widen_gradients(self._parameters())
         # Parameters that backward has updated since the last step().
         self._updated: set[Tensor] = set()
         self.undoes = undoes
@@ -307,7 +320,7 @@ class PerParameter(Optimizer):
             parameter if self._weight_store is None else copy_shard_mark(self._weight_store.bring(parameter), parameter)
         )
         backup, inner = self._backup(parameter, here, kept), self._inner
-        carried = kept.pop(ROUNDING_STATES.get(self._rounding, ""), None)
+        carried = kept.pop(self._carried, None)
         weight = self._widen_weight(here, carried)
         states = {name: self._widen(name, value, weight) for name, value in kept.items()}
         inner.param_groups = [{**group, "params": [weight]}]
@@ -336,16 +349,18 @@ class PerParameter(Optimizer):
         if not self._is_widened(parameter):
             return parameter
         assert parameter.grad is not None
-        weight = copy_shard_mark(parameter.detach().float(), parameter)
+        wide = carried if self._masters and isinstance(carried, Tensor) else parameter.detach().float()
+        weight = copy_shard_mark(wide, parameter)
         weight.grad = parameter.grad.float()
-        return weight.add_(carried) if isinstance(carried, Tensor) else weight
+        return weight.add_(carried) if isinstance(carried, Tensor) and not self._masters else weight
 
     def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, backup: dict[str, Any]) -> None:
         """Round the fp32 `weight` to the 16-bit type of `parameter`, and write the result to
         `here`.
 
         here     the parameter's copy on the device, or the parameter itself if it is on the device
-        weight   the updated weight; with kahan, it is overwritten with the rounding error
+        weight   the updated weight; with kahan, it is overwritten with the rounding error. With
+                 master weights, it is saved as the parameter's master
         carried  with stochastic rounding, the number of earlier roundings of this parameter (None:
                  0); not read otherwise
         backup   copies of the state before the update, as `_backup` returned them; they undo the
@@ -360,6 +375,10 @@ class PerParameter(Optimizer):
             round_stochastically_(weight, self._generator)
             self.state[parameter]["roundings"] = count + 1
         here.copy_(weight)
+        if self._masters:
+            weight.grad = None
+            master = self._restore_if_skipped(weight, backup.get(MASTER))
+            self.state[parameter][MASTER] = self._put(parameter, MASTER, master)
         if self._rounding == "kahan":
             lost = self._restore_if_skipped(weight.sub_(here).to(here.dtype), backup.get("compensation"))
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
@@ -427,7 +446,7 @@ class PerParameter(Optimizer):
         super().load_state_dict({**with_kernel_options_of(self, state_dict), "state": {}})
         self._host_counters.clear()
         groups = [group for group in self.param_groups for _ in group["params"]]
-        parameters, others = self._parameters(), set(ROUNDING_STATES.values()) - {ROUNDING_STATES.get(self._rounding)}
+        parameters, others = self._parameters(), {*ROUNDING_STATES.values(), MASTER} - {self._carried}
         for number, states in state_dict["state"].items():
             parameter, group = parameters[number], groups[number]
             loaded = {
@@ -458,6 +477,8 @@ class PerParameter(Optimizer):
             value = dequantize_state(name, value, parameter)
         if not isinstance(value, Tensor):
             return value
+        if name == MASTER:
+            return value.to(self._device, torch.float32, copy=True)
         # A counter stays on the host, except for kernels that read it on the device.
         if value.dim() == 0:
             return value.to(self._device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
@@ -534,10 +555,10 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     optimizer's own state dict stays as it is.
 
     This function is a pre-hook for the plain optimizer's `load_state_dict`. It dequantizes states,
-    and drops the states that a rounding mode added.
+    and drops the states that a rounding mode or master weights added.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    carried = set(ROUNDING_STATES.values())
+    carried = {*ROUNDING_STATES.values(), MASTER}
 
     def plain(name: str, value: Any, parameter: Tensor) -> Any:
         if not isinstance(value, dict):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tightfit.optim.gradient_dtype import copy_gradient_dtype
 from tightfit.optim.one_by_one import OneByOne
 
 # Adafactor's row and column factors are never sharded, even if a shard happens to have their shape.
@@ -60,6 +61,7 @@ class UnshardingOptimizer(OneByOne):
         inner, saved = self._inner, self.state[parameter]
         weight = self._unshard(parameter, parameter.detach())
         weight = weight.clone() if weight.data_ptr() == parameter.data_ptr() else weight
+        copy_gradient_dtype(weight, parameter)
         weight.grad = self._unshard(parameter, gradient)
         states = {
             name: self._unshard(parameter, value) if has_parameter_shape(name, value, parameter.shape) else value

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from tightfit._torch.fake import active_fake_mode
 from tightfit.distributed.collectives import begin_reduce_scatter
 from tightfit.errors import InputError
+from tightfit.optim.gradient_dtype import copy_gradient_dtype, empty_gradient, gradient_dtype
 from tightfit.optim.gradient_hooks import on_gradient_ready
 
 BUCKET_BYTES = 25 * 2**20
@@ -80,7 +81,11 @@ class Bucket:
         return len(self.ready) == len(self.parameters)
 
 
-def make_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]:
+def make_buckets(
+    parameters: Iterable[nn.Parameter],
+    limit: int,
+    dtype_of: Callable[[Tensor], torch.dtype] = lambda parameter: parameter.dtype,
+) -> list[Bucket]:
     """Divide parameters into buckets, and return the buckets in the order in which backward fills
     them.
 
@@ -90,17 +95,20 @@ def make_buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[Bucket]
 
     parameters  the parameters, in the order in which the forward uses them
     limit       the largest size of a bucket in bytes
+    dtype_of    parameter -> the dtype of what the bucket holds of it. By default buckets hold the
+                parameters themselves; pass `gradient_dtype` for buckets of gradients
     """
     found: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
     for parameter in reversed(list(parameters)):
-        kind = parameter.dtype, parameter.device
+        kind = dtype_of(parameter), parameter.device
         bucket, size = filling.get(kind, (None, limit))
-        if bucket is None or size + parameter.nbytes > limit:
+        own = parameter.numel() * kind[0].itemsize
+        if bucket is None or size + own > limit:
             bucket, size = Bucket(), 0
             found.append(bucket)
         bucket.parameters.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
+        filling[kind] = bucket, size + own
     return found
 
 
@@ -132,7 +140,7 @@ class Reducer:
         on_reduced: Callable[[Bucket], None] = lambda bucket: None,
         in_flight: int | None = None,
     ) -> None:
-        self.buckets = make_buckets(parameters, bucket_bytes(devices))
+        self.buckets = make_buckets(parameters, bucket_bytes(devices), gradient_dtype)
         self._allocate, self._write, self._start = allocate, write, send
         self._on_reduced, self._in_flight = on_reduced, in_flight
         self._sending, self._next = False, 0
@@ -222,7 +230,7 @@ class AllReducedGradients:
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         like, sizes = bucket.parameters[0], [p.numel() for p in bucket.parameters]
-        buffer = torch.empty(sum(sizes) + len(sizes), dtype=like.dtype, device=like.device)
+        buffer = torch.empty(sum(sizes) + len(sizes), dtype=gradient_dtype(like), device=like.device)
         self._views[id(bucket)] = buffer.split([*sizes, len(sizes)])
         self._views[id(bucket)][-1].fill_(1.0)
         return buffer
@@ -359,11 +367,13 @@ class ReduceScatteredGradients:
         first, last = self.shard_range(parameter, rank)
         rows = parameter.detach()
         rows = rows[first:last] if parameter.dim() else rows.view(1)[first:last]
-        return nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        share = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+        copy_gradient_dtype(share, parameter)
+        return share
 
     def _allocate(self, bucket: Bucket) -> Tensor:
         like = bucket.parameters[0]
-        return torch.empty(self.count, self._offsets[id(bucket)][-1], dtype=like.dtype, device=like.device)
+        return torch.empty(self.count, self._offsets[id(bucket)][-1], dtype=gradient_dtype(like), device=like.device)
 
     def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
         assert bucket.buffer is not None
@@ -497,7 +507,7 @@ def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], o
     counts = torch.ones(len(weights), device=weights[0].device)
     for place in missed:
         counts[place] = 0.0
-        weights[place].grad = torch.zeros_like(weights[place])
+        weights[place].grad = empty_gradient(weights[place]).zero_()
     all_reduce(counts)
     yield
     for place in missing_everywhere(counts, missed):

@@ -10,7 +10,7 @@ from typing import Any
 
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.methods import METHODS
+from tightfit.methods import METHODS, zero
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimator
@@ -37,6 +37,7 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
         plan = start.replace(**spread, **dict(zip(options, values, strict=True)))
         plan = _with_rounding(plan, job, pins)
         plans = [plan.replace(micro_batch=size) for size in micro_batches]
+        plans = [one for one in plans if not zero.is_redundant(one, job.train.batch)]
         legal = [one for one in plans if is_legal(one, job, estimator.machine.device)]
         if legal:
             yield legal
@@ -63,9 +64,9 @@ def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -
         groups = [count] if machine.nodes == 1 or node in (1, count) or count % node else [count, node]
         found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
         found += [
-            {"dp_replicate": count // group, "dp_shard": group, "zero": zero}
+            {"dp_replicate": count // group, "dp_shard": group, "zero": stage}
             for group in groups
-            for zero in ((1, 2) if start.pp > 1 else (1, 2, 3))
+            for stage in ((1, 2) if start.pp > 1 else (1, 2, 3))
         ]
     kept = [spread for spread in found if all(spread[name] == pins[name] for name in spread if name in pins)]
     return [spread for number, spread in enumerate(kept) if spread not in kept[:number]]
@@ -96,9 +97,9 @@ def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
 
 def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:
     """Return `plan` with the rounding of weight updates that the job allows for bf16 parameters.
-    Return it unchanged if the user pinned the rounding (it is in `pins`) or if the parameters are
-    not in bf16."""
-    if plan.precision == "bf16-true" and "rounding" not in pins:
+    Return it unchanged if the user pinned the rounding (it is in `pins`), if the parameters are not
+    in bf16, or if the plan has master weights, which need no rounding but nearest."""
+    if plan.precision == "bf16-true" and "rounding" not in pins and not plan.master_weights:
         plan = plan.replace(rounding=rounding_of(job))
     return plan
 

@@ -42,6 +42,9 @@ def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, di
     reasons: dict[str, str] = {}
     if pins.get("chunked_loss") is True:
         pins = {**pins, "chunked_loss": loss.chunk_of(job, machine)}
+    if pins.get("master_weights") and "precision" not in pins and "bf16" in job.allowed:
+        pins = {**pins, "precision": "bf16-true"}
+        reasons["precision"] = "master_weights are fp32 weights beside 16-bit ones"
     plan = Plan.parse({**pins, **data_parallel_degrees(machine, pins)}, "plan")
     for field in ("dp_replicate", "dp_shard", "zero"):
         if field not in pins and getattr(plan, field) != getattr(Plan(), field):

@@ -24,6 +24,7 @@ from tightfit.machine import Figure, Machine
 from tightfit.methods import loader, optimizer_states
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
 from tightfit.models.tensors import tensors_in
+from tightfit.optim.gradient_dtype import empty_gradient
 from tightfit.parallel.fsdp import planning
 from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
@@ -192,7 +193,7 @@ def _first_step(run: Run, micro_batches: list[Batch]) -> None:
         accumulate(run, micro_batches, lambda: 1)
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None:
-            weight.grad = torch.empty_like(weight)
+            weight.grad = empty_gradient(weight)
     update(run)
 
 

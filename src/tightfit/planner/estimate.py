@@ -530,7 +530,9 @@ class Estimator:
         """
         after = plan.replace(update_in_backward=False)  # has the same optimizer states, and shares their trace
         updates, parameters = self.profiler.updates(after), self.profiler.parameters(plan)
-        gradients = [parameter.bytes for parameter in parameters if parameter.trainable]
+        if plan.master_weights:
+            parameters = tuple(parameter.with_fp32_gradient() for parameter in parameters)
+        gradients = [parameter.gradient_bytes for parameter in parameters if parameter.trainable]
         states = sum(update.state_bytes for update in updates.values()) / (plan.shards if plan.zero >= 1 else 1)
         there = float(max(gradients, default=0) if plan.update_in_backward else sum(gradients))
         weights = sum(parameter.bytes for parameter in parameters) / (plan.shards if plan.zero >= 3 else 1)

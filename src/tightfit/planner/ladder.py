@@ -227,7 +227,7 @@ def _obstacle(estimator: Estimator, plan: Plan, option: Option) -> str:
         return f"the job does not allow {', '.join(refused)}"
     if not is_legal(plan, job, machine.device):
         return next(rule.text for rule in RULES if not rule.holds(plan, job, machine.device))
-    if plan.precision == "bf16-true" and plan.rounding == "nearest" and rounding_of(job) != "nearest":
+    if plan.precision == "bf16-true" and plan.loses_small_updates and rounding_of(job) != "nearest":
         return "rounding to nearest loses small updates, which the job does not allow"
     if option.field == "compile" and (lacking := missing_for_compile(machine)):
         return f"torch.compile needs {lacking}"

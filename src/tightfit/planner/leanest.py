@@ -156,7 +156,7 @@ def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> It
         *options.values(),
     ):
         plan = start.replace(**spread, **offload, **dict(zip(options, chosen, strict=True)))
-        lossy = plan.precision == "bf16-true" and plan.rounding == "nearest"
+        lossy = plan.precision == "bf16-true" and plan.loses_small_updates
         if lossy and "rounding" not in pins and rounding_of(job) != "nearest":
             continue  # rounding to nearest loses small updates: use it only if allowed or pinned
         if is_legal(plan, job, machine.device):

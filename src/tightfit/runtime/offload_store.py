@@ -36,6 +36,7 @@ from tightfit._torch.distributed import local_shard
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.tensors import storage_id
 from tightfit.errors import DoesNotFit, InputError
+from tightfit.optim.gradient_dtype import copy_gradient_dtype
 from tightfit.optim.gradient_hooks import on_gradient_ready
 from tightfit.plan import Plan
 from tightfit.target_device import has_own_memory
@@ -290,6 +291,7 @@ class Store:
         here = self.owners.get(weight)
         if here is None:
             here = nn.Parameter(self.fetch(weight.detach()), requires_grad=weight.requires_grad)
+            copy_gradient_dtype(here, weight)
         assert weight.grad is not None
         here.grad = self.fetch(weight.grad)
         if self.factor is not None:
@@ -322,6 +324,7 @@ class Store:
         memory."""
         nothing = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         weight = nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+        copy_gradient_dtype(weight, parameter)
         self.owners[weight] = parameter
         return weight
 

@@ -32,6 +32,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("8-bit states", {}, {"states": "8-bit"}),
     ("kahan", {}, {"precision": "bf16-true", "rounding": "kahan"}),
     ("stochastic", {}, {"precision": "bf16-true", "rounding": "stochastic"}),
+    ("master weights", {}, {"precision": "bf16-true", "master_weights": True, "micro_batch": 3}),
+    ("fp16 masters", {"optimizer": "sgd"}, {"precision": "fp16-true", "master_weights": True, "states": "8-bit"}),
     ("loss scale", {}, {"precision": "fp16-mixed", "loss_scale": "dynamic"}),
     ("fused", {}, {"fused_optimizer": True, "update_in_backward": True}),
     ("recompute", {}, {"recompute": "full"}),

@@ -21,8 +21,9 @@ from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, c
 from tightfit.engine.rng import seed_all, set_random_states
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
+from tightfit.optim.gradient_dtype import gradient_dtype
 from tightfit.optim.groups import restore_changed_rates
-from tightfit.optim.per_parameter import dequantize_state
+from tightfit.optim.per_parameter import MASTER, dequantize_state
 from tightfit.optim.whole_parameters import has_parameter_shape
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run, shard, wait_for_weights
@@ -170,10 +171,9 @@ def _altered(path: Path, found: str) -> InputError:
 
 def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
     try:
-        with Reader(path, "model") as saved:
-            _load_model(run, saved)
-        with Reader(path, "optimizer") as saved:
-            states = _parts(run, saved, state["counts"])
+        with Reader(path, "model") as model, Reader(path, "optimizer") as optimizer:
+            _load_model(run, model, optimizer)
+            states = _parts(run, model, optimizer, state["counts"])
         groups = run.optimizer.state_dict()["param_groups"]
         run.optimizer.load_state_dict({"state": states, "param_groups": groups})
     except (RuntimeError, ValueError, SafetensorError) as error:
@@ -188,11 +188,13 @@ def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _load_model(run: Run, saved: Reader) -> None:
+def _load_model(run: Run, saved: Reader, states: Reader) -> None:
     """Copy the saved tensors into the model's parameters and buffers. Of a sharded tensor, copy
-    only this device's shard.
+    only this device's shard. A parameter that is wider than 16 bits gets its saved master weights, if
+    there are any.
 
-    saved  reads the checkpoint's model files
+    saved   reads the checkpoint's model files
+    states  reads the checkpoint's optimizer files
 
     Raises RuntimeError if the names or shapes of the saved tensors differ from the model's.
     """
@@ -205,7 +207,9 @@ def _load_model(run: Run, saved: Reader) -> None:
     if unknown and run.executor is None:
         raise RuntimeError(f"it has {unknown[0]}, which the model does not have")
     for name in sorted(saved.names & tensors.keys()):
-        tensor, value = tensors[name].detach(), saved.get(name)
+        tensor, value, master = tensors[name].detach(), saved.get(name), f"{MASTER}:{name}"
+        if master in states.names and tensor.dtype.itemsize > value.dtype.itemsize:
+            value = states.get(master)
         shape = unsharded_shape(run, name, tensor)
         if value.shape != shape:
             raise RuntimeError(
@@ -218,11 +222,13 @@ def _load_model(run: Run, saved: Reader) -> None:
         tensor.copy_(value)
 
 
-def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+def _parts(run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return the saved optimizer states in the form that `state_dict` has under "state": index of
     the parameter in the optimizer -> state name -> value. Of a sharded state, only this device's
-    shard is in the result.
+    shard is in the result. If the plan has master weights and the checkpoint has none, the saved
+    weights become the masters.
 
+    model   reads the checkpoint's model files
     saved   reads the checkpoint's optimizer files
     counts  parameter name -> state name -> value, for states that are not tensors, such as step
             counts
@@ -237,6 +243,11 @@ def _parts(run: Run, saved: Reader, counts: dict[str, dict[str, Any]]) -> dict[i
             found[owner].setdefault(name, {})[within] = saved.get(key)
         elif owner in found:
             found[owner][name] = saved.get(key)
+
+    if run.plan.master_weights:
+        for owner, weight in names:
+            if gradient_dtype(weight) != weight.dtype and owner in model.names:
+                found[owner].setdefault(MASTER, model.get(owner).float())
 
     def taken(owner: str, weight: Tensor, name: str, value: Any) -> Any:
         if isinstance(value, dict) and not sharded:

@@ -36,6 +36,7 @@ from tightfit._torch.distributed import local_shard, set_local_shard, sharded_li
 from tightfit._torch.fsdp import (
     gathered_buffers,
     is_running,
+    keep_reduced_dtype,
     model_records,
     padded_shard,
     padded_shard_size,
@@ -55,6 +56,7 @@ from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.block_hooks import run_hooks_on_direct_calls
 from tightfit.models.dataflow import describe_line, innermost_model_line
 from tightfit.models.objective import Batch
+from tightfit.optim.gradient_dtype import copy_gradient_dtype, widen_gradients
 from tightfit.parallel.fsdp.collective_order import CHECKED_BACKWARDS, CollectiveOrder
 from tightfit.parallel.fsdp.planning import check_shardable, gather_dtype, model_blocks, split_by_autocast
 from tightfit.parallel.fsdp.prefetch import prefetch_blocks
@@ -176,7 +178,14 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
     refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     store = run.store if "parameters" in plan.offload else None
     shards = FullyShardReduction(
-        run.model, model_blocks(run), run.mesh, gather_dtype(plan), store, "gradients" in plan.offload
+        run.model,
+        model_blocks(run),
+        run.mesh,
+        gather_dtype(plan),
+        store,
+        "gradients" in plan.offload,
+        plan.master_weights,
+        plan.gradient_sync == "micro-batch",
     )
     loss_sum = _refuse_sharded_use(run.loss_sum, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     return replace(run, loss_sum=loss_sum, reduction=shards, optimizer_weights=shards.weights)
@@ -286,6 +295,7 @@ def _shards_of(model: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         if parameter.requires_grad:
             assert isinstance(parameter, DTensor)
             shards[parameter] = nn.Parameter(local_shard(parameter).detach())
+            copy_gradient_dtype(shards[parameter], parameter)
     return shards
 
 
@@ -302,6 +312,10 @@ class FullyShardReduction:
     store               where this device's shards are kept: host memory or disk. None: in the
                         device's memory
     offloads_gradients  whether the gradients of the shards are offloaded to the store, too
+    wide_gradients      whether the gradients of shards of 16-bit parameters are kept in fp32, in
+                        which they are reduced
+    every_micro_batch   whether gradients are reduced in each micro-batch. False: full gradients
+                        accumulate, and are reduced in a step's last micro-batch
     """
 
     def __init__(
@@ -312,7 +326,10 @@ class FullyShardReduction:
         gather_dtype: torch.dtype | None,
         store: Store | None = None,
         offloads_gradients: bool = False,
+        wide_gradients: bool = False,
+        every_micro_batch: bool = True,
     ) -> None:
+        self.every_micro_batch = every_micro_batch
         self.mesh, self.model, self.device = mesh, model, local_device(mesh.axes["dp_shard"].device_type)
         self.shard_axes: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
         rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
@@ -330,6 +347,10 @@ class FullyShardReduction:
             _move_to_store(model, store)
         if store is not None and has_own_memory(store.device) and mesh.size("dp_shard") == 1:
             prefetch_blocks(model, blocks, parameter_groups(model), store.device)
+        if wide_gradients:
+            widen_gradients(model.parameters())
+            for group in parameter_groups(model):
+                keep_reduced_dtype(group)
         self.weights = _shards_of(model)
         self.owner = {weight: parameter for parameter, weight in self.weights.items()}
         self.collective_order: CollectiveOrder | None = None
@@ -347,9 +368,12 @@ class FullyShardReduction:
         """Prepare for a micro-batch. Call this before its forward.
 
         last  whether this is the step's last micro-batch. Only after the last one do the replicas
-              (HSDP) all-reduce their gradients
+              (HSDP) all-reduce their gradients; without `every_micro_batch`, gradients are also
+              reduce-scattered only then
         """
         assert isinstance(self.model, FSDPModule)
+        if not self.every_micro_batch:
+            self.model.set_requires_gradient_sync(last)
         self.model.set_requires_all_reduce(last)
 
     def end(self, last: bool) -> None:

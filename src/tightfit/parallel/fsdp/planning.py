@@ -67,25 +67,41 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
             the block's number (from `low_precision_names`)
     """
     blocks: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
-    rest = 0.0
+    sums: Counter[str] = Counter()
+    rest = rest_sums = 0.0
     for parameter in ledger.parameters:
         if parameter.buffer:
             continue
         found = re.match(r"(.*?\.\d+)\.", parameter.name)
         if found is None:
             rest += parameter.bytes
+            rest_sums += max(4 * parameter.count, parameter.bytes)
         else:
             blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
-            reduced[found.group(1)] += parameter.bytes
+            kept[found.group(1)] += parameter.bytes
+            reduced[found.group(1)] += parameter.gradient_bytes
+            sums[found.group(1)] += max(4 * parameter.count, parameter.bytes)
     # after the reduce-scatter, 1/devices of each gradient stays on this device
     devices = math.inf if "gradients" in plan.offload else plan.shards
     block = float(max(blocks.values(), default=0))
-    as_kept = float(max(reduced.values(), default=0))
+    as_kept = float(max(kept.values(), default=0))
+    as_reduced = float(max(reduced.values(), default=0))
     # with one shard, blocks are copied from host memory in their stored dtype, and prefetched in
     # forward, too
     alone = plan.shards == 1
-    return ShardedParameters(devices, block, rest, as_kept, as_kept if alone else block, alone)
+    return ShardedParameters(
+        devices,
+        block,
+        rest,
+        as_reduced,
+        as_kept if alone else block,
+        alone,
+        plan.gradient_sync == "micro-batch",
+        max(sums.values(), default=0) / block if block else 1.0,
+        rest_sums / rest if rest else 1.0,
+    )
 
 
 def uses_fully_shard(plan: Plan, kind: str) -> bool:

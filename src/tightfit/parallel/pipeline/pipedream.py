@@ -22,6 +22,7 @@ from tightfit._torch.modules import own_parameters
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action
 from tightfit.distributed.mesh import DATA
 from tightfit.models.objective import Batch
+from tightfit.optim.gradient_dtype import copy_gradient_dtype
 from tightfit.optim.groups import base_learning_rates, put_base_learning_rates
 from tightfit.parallel.pipeline.executor import PipelineRank, add_losses
 from tightfit.parallel.pipeline.messages import StageMessages
@@ -255,7 +256,9 @@ class PipeDream(PipelineRank):
         """
         if self.updates_done not in self.versions:
             trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
-            self.versions[self.updates_done] = {parameter: nn.Parameter(parameter.data) for parameter in trained}
+            self.versions[self.updates_done] = used = {parameter: nn.Parameter(parameter.data) for parameter in trained}
+            for parameter, version in used.items():
+                copy_gradient_dtype(version, parameter)
         return self.versions[self.updates_done]
 
     @contextmanager

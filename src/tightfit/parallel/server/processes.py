@@ -27,6 +27,7 @@ from tightfit._torch.fake import active_fake_mode
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.replicas import ReplicatedBuffers
 from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.optim.gradient_dtype import empty_gradient
 from tightfit.plan import Plan
 from tightfit.runtime.run import Data, DummyMicroBatch, Run, UnshardedReduction, to_device
 
@@ -146,7 +147,7 @@ class ParameterMessages:
             if not there:
                 parameter.grad = None
                 continue
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = empty_gradient(parameter)
             _as_real(parameter.grad).copy_(part.view_as(_as_real(parameter)))
 
     @torch.no_grad()

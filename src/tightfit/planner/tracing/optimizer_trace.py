@@ -16,6 +16,7 @@ from tightfit.cost.entries import Update
 from tightfit.cost.recorded_step import Operation, Timeline, replay
 from tightfit.methods.precision import LossScaler
 from tightfit.models.tensors import tensors_in
+from tightfit.optim.gradient_dtype import copy_gradient_dtype, empty_gradient
 from tightfit.optim.in_batches import MultiTensor
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.planner.tracing.recorder import Recorder, recorded_segments
@@ -104,6 +105,7 @@ def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float
     if alone.foreach_bytes or alone.elements or not alone.transient_bytes:
         return 0.0
     next_one, params = nn.Parameter(torch.empty_like(parameter)), optimizer.param_groups[alone.group]["params"]
+    copy_gradient_dtype(next_one, parameter)
     params.append(next_one)
     try:
         both = _peak_bytes(_second_update(optimizer, [parameter, next_one]))
@@ -119,7 +121,7 @@ def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
     states."""
     for _ in range(2):
         for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
+            parameter.grad = empty_gradient(parameter)
         if isinstance(optimizer, PerParameter) and optimizer.can_leave_out():
             optimizer.leave_out(torch.zeros((), dtype=torch.bool), lambda: False)
         recorder = Recorder({})
@@ -149,7 +151,7 @@ def trace_clipping(parameters: list[nn.Parameter], scaled: bool, clip: float | N
     if not scaled and clip is None:
         return ()
     for parameter in set(parameters):
-        parameter.grad = torch.empty_like(parameter)
+        parameter.grad = empty_gradient(parameter)
     recorder = Recorder({})
     recorder.mark_existing([*parameters, *(parameter.grad for parameter in parameters)])
     with recorder:

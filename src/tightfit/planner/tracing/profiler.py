@@ -48,6 +48,7 @@ from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import trace as trace_dataflow
+from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.groups import check_matches, first_match, names_of_parameters
 from tightfit.parallel.context import sequence_chunks
 from tightfit.parallel.fsdp import planning
@@ -215,7 +216,8 @@ class Profiler:
         # whether backward all-gathers a layer's input again, rather than saving it
         gathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
         layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
-        narrow = planning.uses_fully_shard(plan, self.device) and planning.gather_dtype(plan) is not None
+        gathered = planning.uses_fully_shard(plan, self.device)
+        narrow = gathered and (planning.gather_dtype(plan) is not None or plan.master_weights)
         # if the whole model is one compiled region, the region contains the recomputation
         again = plan.recompute if plan.compile == "model" else "none"
         plan = plan.replace(precision=kind)
@@ -336,6 +338,7 @@ class Profiler:
             torch.compiler.reset()  # else compilations of earlier traces count against the recompile limit
         run, depth = self._build_model(plan)
         run.model.train()
+        widen_gradients(run.model.parameters(), wide=False)  # traces share their parameters
         for method in METHODS:
             if not traced_fields([method]):
                 continue
@@ -451,7 +454,14 @@ class Profiler:
         """Return parameter name -> the optimizer's update of this parameter (its optimizer states,
         temporary bytes and operations), with the plan's kernels and dtypes of states. Raises
         InputError if a name pattern of the job's parameter groups matches no parameter."""
-        fields = plan.states, plan.rounding, plan.fused_optimizer, plan.update_in_backward, plan.tp
+        fields = (
+            plan.states,
+            plan.rounding,
+            plan.master_weights,
+            plan.fused_optimizer,
+            plan.update_in_backward,
+            plan.tp,
+        )
         together = optimizer_states.uses_foreach(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
         undoes = optimizer_states.keeps_undo_copies(plan, self.device)
@@ -459,6 +469,7 @@ class Profiler:
         if key not in self._updates:
             with fake_process_group(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)
+                widen_gradients(model.parameters(), plan.master_weights)
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
                 updates = trace_updates(model, optimizer, together)
                 self._updates[key] = self._in_groups(model, depth, updates)
@@ -490,11 +501,12 @@ class Profiler:
     def clipping(self, plan: Plan) -> tuple[Operation, ...]:
         """Return the operations that run on all gradients before the update: dividing by the loss
         scale (fp16), computing the norm, and clipping."""
-        key = plan.is_true, plan.precision.startswith("fp16"), self.job.train.clip, plan.tp
+        scaled, clip = plan.precision.startswith("fp16"), self.job.train.clip
+        key = plan.is_true, plan.master_weights, scaled, clip, plan.tp
         if key not in self._clippings:
-            _, scaled, clip, _ = key
             with fake_process_group(plan.tp), self._mode, FakeValues():
                 model, depth = self._tensor_parallel_model(plan)
+                widen_gradients(model.parameters(), plan.master_weights)
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
                 every = depth.expand(trained, lambda weight, name, number: weight)
                 self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
