@@ -216,8 +216,7 @@ class Profiler:
         gathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
         layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
         narrow = planning.uses_fully_shard(plan, self.device) and planning.gather_dtype(plan) is not None
-        # if the whole model is one compiled region, the region contains the recomputation
-        again = plan.recompute if plan.compile == "model" else "none"
+        again = plan.recompute if training and recompute.changes_trace(plan) else "none"
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
         filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
@@ -337,11 +336,8 @@ class Profiler:
         run, depth = self._build_model(plan)
         run.model.train()
         for method in METHODS:
-            if not traced_fields([method]):
-                continue
-            if method is compile and plan.compile == "model" and recompute.enabled(plan):
-                run = recompute.apply(run, plan)
-            if method.enabled(plan):
+            is_traced = recompute.changes_trace(plan) if method is recompute else traced_fields([method])
+            if is_traced and method.enabled(plan):
                 run = method.apply(run, plan)
         return run, depth
 
