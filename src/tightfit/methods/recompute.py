@@ -186,6 +186,18 @@ def _selective(plan: Plan) -> int:
     return int(plan.recompute.removeprefix("selective").removeprefix("-") or 1)
 
 
+def at_depth(plan: Plan, blocks: int, fewer: int) -> Plan:
+    """Return the plan for a model of `fewer` blocks in place of `blocks`: first-K recomputes the same
+    share of them, at least one and not all. Other plans are returned unchanged.
+
+    Example: first-9 of 24 blocks is first-2 of 6.
+    """
+    kind, _, count = plan.recompute.partition("-")
+    if kind != "first":
+        return plan
+    return plan.replace(recompute=f"first-{min(max(round(int(count) * fewer / blocks), 1), fewer - 1)}")
+
+
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Return the ledger (the predicted memory and time of a step) with recomputation in its
     recorded step.
