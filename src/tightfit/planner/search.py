@@ -99,7 +99,8 @@ def search(
     """
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
-    pins = dict(pins or {})
+    # split: None leaves the choice to the search
+    pins = {name: value for name, value in (pins or {}).items() if name != "split" or value is not None}
     lean: Plan | None = None  # where the search continues if no plan fits
     if choices is None:
         found, lean = _estimate_possible_plans(estimator, job, machine, pins)
@@ -127,10 +128,14 @@ def search(
 
 def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
     """Search for the fastest plan, as `search` does, and return the estimates. If `pins` (field ->
-    value) sets every plan field, there is nothing to search: return only the estimate of this
-    plan."""
+    value) sets every plan field, there is nothing to search: return only the estimate of this plan.
+    In a pipeline with split: None, its stages are balanced by predicted time."""
     if set(pins) >= set(Plan.field_names()):
-        return [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
+        plan = Plan.parse(pins, "plan")
+        if plan.pp > 1 and plan.split is None:
+            open_ = {name: value for name, value in pins.items() if name != "split"}
+            plan = plan.replace(**balanced_split(estimator, plan.replace(pp=1, virtual_stages=1), open_, plan.pp))
+        return [estimator.include_allocator(estimator.estimate(plan))]
     return search(estimator.job, estimator.machine, pins, estimator)
 
 
