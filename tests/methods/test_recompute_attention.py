@@ -43,7 +43,11 @@ def with_bias_first(query: Tensor, key: Tensor, value: Tensor, dropout: float) -
 
 def relative(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     """A second product of activations is added to the scores, as in DeBERTa."""
-    positions = torch.linspace(-1, 1, LENGTH * WIDTH // HEADS).view(1, 1, WIDTH // HEADS, LENGTH).expand(*query.shape[:2], -1, -1)
+    positions = (
+        torch.linspace(-1, 1, LENGTH * WIDTH // HEADS)
+        .view(1, 1, WIDTH // HEADS, LENGTH)
+        .expand(*query.shape[:2], -1, -1)
+    )
     scores = query @ key.transpose(-1, -2) + torch.einsum("bhld,bhdm->bhlm", query, positions).tanh()
     return functional.dropout(scores.softmax(-1), dropout) @ value
 
@@ -92,7 +96,10 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 6), nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 6)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 6),
+            nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 6),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.silu(x.unsqueeze(1) @ self.up)
@@ -133,7 +140,10 @@ def gradients(model: nn.Module, narrow: bool = False, times: int = 1) -> list[Te
 
 
 MAKES: dict[str, Callable[[], nn.Module]] = {
-    **{one.__name__: lambda one=one: Block(one) for one in (plain, with_bias_first, relative, fused, fused_with_dropout)},
+    **{
+        one.__name__: lambda one=one: Block(one)
+        for one in (plain, with_bias_first, relative, fused, fused_with_dropout)
+    },
     "library": Library,
     "experts": Experts,
 }

@@ -218,7 +218,11 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("pipeline.stages", "plan.pp", whole, "pp"),
     Key("pipeline.micro_batches", "", None, "", "the micro-batches of a step follow from batch and micro_batch", False),
-    *needless("tightfit balances the stages by predicted time, or takes plan.split", "pipeline.partition", "pipeline.partition_method"),
+    *needless(
+        "tightfit balances stages by predicted time, or takes plan.split",
+        "pipeline.partition",
+        "pipeline.partition_method",
+    ),
     Key("pipeline.activation_checkpoint_interval", "plan.recompute", _interval),
     *needless("tightfit's pipelines have no such setting", "pipeline.*"),
     Key("tensor_parallel.autotp_size", "plan.tp", whole, "tp"),

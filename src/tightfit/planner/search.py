@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -297,7 +296,7 @@ def estimate_candidates(
         if larger:
             try:
                 seen = (
-                    _grow_micro_batch(estimator, larger, best_s)
+                    _grow_micro_batch(estimator, larger, best_s, pins)
                     if start.pp > 1
                     else _search_micro_batch(estimator, larger)
                 )
@@ -308,7 +307,7 @@ def estimate_candidates(
                 continue
             found += seen
             if plans[0].recompute == "full":
-                full[plans[0].replace(micro_batch=None)] = larger
+                full[_without_micro_batch(plans[0])] = larger
             if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
                 lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
@@ -351,15 +350,22 @@ def _with_fewest_recomputed(
     fitting = sorted((one for one in found if one.fits and one.plan.recompute == "full"), key=_by_time)
     by_plan: dict[Plan, list[Estimate]] = {}
     for one in fitting:
-        by_plan.setdefault(one.plan.replace(micro_batch=None), []).append(one)
+        by_plan.setdefault(_without_micro_batch(one.plan), []).append(one)
     more: list[Estimate] = []
     for base, same in list(by_plan.items())[:MAX_REFINED]:
         batch, blocks = estimator.job.train.batch, same[0].ledger.blocks
         largest = max(one.plan.micro_batch_of(batch) for one in same)
         plans = [plan for plan in full[base] if plan.micro_batch_of(batch) <= largest]
+        if base.pp > 1:  # each has a split of its own
+            plans = sorted((one.plan for one in same), key=lambda plan: -plan.micro_batch_of(batch))
         for plan in plans[:MAX_REFINED_MICRO_BATCHES]:
             more += _fewest_recomputed(estimator, plan, max(map(len, stage_ranges(plan, blocks))))
     return more
+
+
+def _without_micro_batch(plan: Plan) -> Plan:
+    """Return the plan without its micro-batch, and without the split that was balanced for it."""
+    return plan.replace(micro_batch=None, split=None)
 
 
 def _fewest_recomputed(estimator: Estimator, plan: Plan, blocks: int) -> list[Estimate]:
@@ -369,7 +375,7 @@ def _fewest_recomputed(estimator: Estimator, plan: Plan, blocks: int) -> list[Es
     """
     known: dict[int, Estimate] = {}
 
-    def needs(count: int, factor: float) -> bool:
+    def needs_more(count: int, factor: float) -> bool:
         """Return whether more than `count` recomputed blocks are needed to fit."""
         if count not in known:
             known[count] = estimator.estimate(plan.replace(recompute=f"first-{count}"))
@@ -377,8 +383,13 @@ def _fewest_recomputed(estimator: Estimator, plan: Plan, blocks: int) -> list[Es
         spare = (factor - 1) * (one.peak_bytes - one.peak.rows["runtime"])
         return not one.fits or one.peak_bytes + one.margin_bytes + spare > one.limit_bytes
 
-    counts = range(1, blocks)
-    chosen = {1 + bisect_left(counts, True, key=lambda n, by=factor: not needs(n, by)) for factor in SPARE_FACTORS}
+    chosen: set[int] = set()
+    for factor in SPARE_FACTORS:
+        least, most = 1, blocks  # the smallest number is one of these
+        while least < most:
+            middle = (least + most) // 2
+            least, most = (middle + 1, most) if needs_more(middle, factor) else (least, middle)
+        chosen.add(least)
     return [known[count] for count in sorted(chosen) if count < blocks]
 
 
@@ -442,9 +453,12 @@ def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimat
     return found
 
 
-def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
+def _grow_micro_batch(
+    estimator: Estimator, plans: list[Plan], best_s: float, pins: dict[str, Any]
+) -> list[Estimate]:
     """Return estimates of pipeline plans that differ only in the micro-batch, the smallest first.
-    The estimates end with the first plan that
+    The stages of each are balanced for its micro-batch, unless the user pinned the split (it is in
+    `pins`). The estimates end with the first plan that
 
     - does not fit,
     - is slower than the plan before it,
@@ -455,7 +469,9 @@ def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) ->
     """
     found: list[Estimate] = []
     for plan in reversed(plans):
-        found.append(estimator.estimate(plan))
+        alone = plan.replace(pp=1, virtual_stages=1)
+        split = balanced_split(estimator, alone, {**pins, "virtual_stages": plan.virtual_stages}, plan.pp)
+        found.append(estimator.estimate(plan.replace(**split)))
         slower = len(found) > 1 and found[-1].total_s >= found[-2].total_s
         grown_s = _doubled_lower_bound_s(found[-1])
         if slower or not found[-1].fits or grown_s >= min(best_s, found[-1].time.step_s):
@@ -557,7 +573,7 @@ def _estimate_degrees_and_schedule(
     """
     fields = parallelism_fields(estimator, start, pins, sizes)
     start = start.replace(**fields)
-    pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
+    pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp") if name in fields}}
     if math.isfinite(best_s):
         share = start.share_of(estimator.job.train.batch)
         if estimator.step_lower_bound_s(start.replace(micro_batch=1 if share > 1 else None)) > best_s:

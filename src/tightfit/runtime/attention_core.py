@@ -347,7 +347,9 @@ class _AttentionCores(TorchDispatchMode):
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the mode sees the operations on the inner tensors
         kind = kind_of(func)
-        inputs = [made for made in map(self._made_by_core, tree_leaves((args, kwargs))) if made] if self.storages else []
+        inputs = (
+            [made for made in map(self._made_by_core, tree_leaves((args, kwargs))) if made] if self.storages else []
+        )
         if kind in (SCORES, PRODUCT):
             ends = self._end_cores(inputs)
             return func(*args, **kwargs) if kind == PRODUCT or ends else self._begin(func, args, kwargs, False)

@@ -32,7 +32,6 @@ from tightfit.errors import InputError, Untraceable
 from tightfit.job import DataSpec, Job, LossSpec
 from tightfit.methods import (
     METHODS,
-    compile,
     context_parallel,
     float8,
     loader,
