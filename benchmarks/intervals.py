@@ -129,7 +129,9 @@ def main() -> None:
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     for quantity, of in found.items():
         for name, row in of.items():
-            print(f"{quantity:7s} {name:40s} {row['low']:.2f} to {row['high']:.2f} times the prediction ({row['runs']:.0f} runs)")
+            print(
+                f"{quantity:7s} {name:40s} {row['low']:.2f} to {row['high']:.2f} times the prediction ({row['runs']:.0f} runs)"
+            )
     inside = coverage(runs)
     for name, count in inside.items():
         print(f"{name}: {count['inside']} of {count['runs']} measurements inside ({count['share']:.0%})")

@@ -87,6 +87,8 @@ FIELDS = {
     "activation_checkpointing": "plan.recompute: full, selective or none",
     "activation_checkpoint": "plan.recompute: full, selective or none",
     "enable_activation_checkpointing": "plan.recompute: full, selective or none",
+    "recompute_granularity": "plan.recompute: full, or attention for selective",
+    "recompute_num_layers": "plan.recompute: first-4 (or another number)",
     "torch_compile": "plan.compile: block, model or none",
     "optimizer_in_bwd": "plan.update_in_backward",
     "deepspeed": _SHARDED,

@@ -23,13 +23,14 @@ Precision = Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp
 
 def _recompute(value: Any) -> Any:
     if isinstance(value, str) and (
-        value in ("none", "full", "selective", "sqrt") or re.fullmatch(r"(every|selective)-[1-9]\d*", value)
+        value in ("none", "full", "selective", "attention", "sqrt")
+        or re.fullmatch(r"(every|selective|first)-[1-9]\d*", value)
     ):
         return value
     raise InputError(
         f"plan: recompute={value}",
         "unknown choice",
-        "use one of: none, full, selective, selective-2 (or another number), sqrt, every-2 (or another number)",
+        "use one of: none, full, selective, attention, sqrt, or with any number: selective-2, every-2, first-2",
     )
 
 
@@ -85,9 +86,12 @@ class Plan(Value):
                         once
     recompute           which activations are recomputed in backward instead of saved: none; full
                         (those of every block); every-2 (those of every second block; also every-3,
-                        ...); selective (of each block only the results of cheap operations);
-                        selective-2 (these, and those of every second product with weights); sqrt
-                        (several blocks recomputed together)
+                        ...); first-12 (those of the first 12 blocks, or of any other number; in a
+                        pipeline, of each stage); selective (of each block only the results of cheap
+                        operations); selective-2 (these, and those of every second product with
+                        weights); attention (only the attention scores and their softmax, or the
+                        result of a fused attention kernel); sqrt (several blocks recomputed
+                        together)
     attention           sdpa (torch's fused kernel) or blocked (plain matrix products, faster on
                         CPUs)
     chunked_loss        how many tokens' logits are in memory at once. None keeps the logits of all

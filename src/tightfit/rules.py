@@ -223,6 +223,11 @@ RULES = (
         "use dp_replicate: 2 (or more) with zero: 0, or compressed_gradients: none",
     ),
     Rule(
+        "recompute: attention runs queries x keys again, and context parallelism's ring attention gets the keys from other devices",
+        lambda plan, job, device: plan.cp == 1 or plan.recompute != "attention",
+        "use recompute: selective or full, or cp: 1",
+    ),
+    Rule(
         "recompute: sqrt recomputes several blocks as one segment, but zero: 3, and a GPU with offloaded parameters, have only "
         "one block's parameters at a time",
         lambda plan, job, device: not (_gathers(plan, device) and plan.recompute == "sqrt"),

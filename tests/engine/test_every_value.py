@@ -64,7 +64,7 @@ def values_of(name: str) -> list[Any]:
     if name == "recompute":  # words with numbers, which its own refusal lists
         with pytest.raises(InputError) as raised:
             Plan(recompute="?")
-        return re.findall(r"(?:none|full|sqrt|every-\d+|selective(?:-\d+)?)", raised.value.fix)
+        return re.findall(r"(?:none|full|sqrt|attention|every-\d+|first-\d+|selective(?:-\d+)?)", raised.value.fix)
     if name == "split":  # of the two blocks of the model
         return [None, (1, 1)]
     if name == "offload_folder":

@@ -85,6 +85,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "train.steps": 2000,
     },
     "deepspeed/pipeline.json": {
+        "plan.recompute": "full",
         "train.batch": 64,  # 4 x 16 on one data rank
         "plan.micro_batch": 4,
         "plan.pp": 4,
@@ -224,7 +225,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.sequence_parallel": True,
         "plan.zero": 1,
         "plan.dp_shard": 2,  # 8 / (2 x 2)
-        "plan.recompute": "selective",
+        "plan.recompute": "attention",
         "train.clip": 1.0,
     },
     "accelerate/fp8.yaml": {

@@ -126,6 +126,12 @@ _TABLE = {
         ),
         "_current_autograd_node": ("which segment of the forward a node is of", _BLOCK_HOOKS),
     },
+    "torch._C._autograd": {
+        "_top_saved_tensors_default_hooks": (
+            "what surrounding hooks do with tensors that are saved for backward",
+            "an argument that passes on the hooks",
+        ),
+    },
     "torch.utils._pytree": {
         "TreeSpec": ("the structure of a block's output", _WALK),
         "tree_flatten": ("the tensors in a block's output", _WALK),

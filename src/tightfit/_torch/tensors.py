@@ -3,6 +3,9 @@ autograd graph."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,6 +49,12 @@ def next_sequence_number() -> int:
     return torch.autograd._get_sequence_nr()
 
 
+def saved_tensor_hooks_now() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """Return the innermost active hooks for tensors that autograd saves, as (pack, unpack); None if
+    there are none. They are those of `torch.autograd.graph.saved_tensors_hooks`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) or None
+
+
 def in_backward() -> bool:
     """Return whether this code is called during a backward of this thread, for example from a hook."""
     return torch._C._current_graph_task_id() != -1
@@ -63,6 +72,7 @@ __all__ = [
     "in_backward",
     "next_sequence_number",
     "running_sequence_number",
+    "saved_tensor_hooks_now",
     "sparse_parts",
     "storage_id",
     "storage_use_count",

@@ -63,6 +63,7 @@ _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in WEI
 # units of the time to launch one operation:
 SEGMENT_LAUNCHES = 33  # for each recomputed group of blocks
 HOOK_LAUNCHES = 2.3  # for each recomputed operation, because its tensors pass through saved-tensor hooks
+NOTE_LAUNCHES = 2.3  # attention: for each operation of a block's forward, to find and note those of attention
 DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether its result is saved
 
 
@@ -90,6 +91,23 @@ def with_recomputation(
         for calls in zip(*(edit.calls.get(block, ()) for block in segment), strict=False):
             edit.recompute(calls)
     return tuple(edit.training)
+
+
+def with_noted_operations(training: tuple[Segment, ...]) -> tuple[Segment, ...]:
+    """Return the recorded step of recompute: attention with the time that Python takes in the
+    forward of each block, to note the operations of attention.
+
+    training  the recorded step, in whose backward attention is recomputed
+    """
+    return tuple(map(_with_noted_operations, training))
+
+
+def _with_noted_operations(segment: Segment) -> Segment:
+    if segment.block is None or segment.phase != "forward":
+        return segment
+    count = BatchLinear(NOTE_LAUNCHES * len(segment.timeline.operations))
+    noting = Operation("call", "float32", BatchLinear(), BatchLinear(), count=count)
+    return replace(segment, timeline=segment.timeline.then(Timeline((), (noting,))))
 
 
 Call = tuple[int, int]  # (block, number of its call in the forward, from 0)
@@ -371,4 +389,4 @@ def _freeing(buffers: list[Buffer]) -> Timeline:
     return Timeline(tuple((buffer, -1) for buffer in buffers))
 
 
-__all__ = ["COMPUTE_INTENSIVE_OPS", "WEIGHT_MATMUL_OPS", "with_recomputation"]
+__all__ = ["COMPUTE_INTENSIVE_OPS", "WEIGHT_MATMUL_OPS", "with_noted_operations", "with_recomputation"]

@@ -150,8 +150,8 @@ KEYS: tuple[Key, ...] = (
     Key(
         "megatron_lm_config.megatron_lm_recompute_activations",
         "plan.recompute",
-        lambda value: "selective" if flag(value) else "none",
-        reason="true is selective",
+        lambda value: "attention" if flag(value) else "none",
+        reason="true is attention, Megatron-LM's selective recomputation",
     ),
     Key(
         "megatron_lm_config.megatron_lm_use_distributed_optimizer",

@@ -61,6 +61,16 @@ def _optimizer(value: Any) -> OptimizerChoice | Lacks:
     return OptimizerChoice("adamw") if str(value).lower() == "adam" else optimizer(value)
 
 
+def _interval(value: Any) -> str | Lacks:
+    """Return "full" for 1 (each layer is recomputed by itself), and "none" for 0. For a larger
+    interval, whose layers are recomputed together, there is no counterpart (Lacks, with the
+    reason)."""
+    layers = whole(value)
+    if layers > 1:
+        return Lacks("use plan.recompute: full, which recomputes each block by itself, or sqrt without a pipeline")
+    return "full" if layers else "none"
+
+
 def _batch(value: Any) -> int:
     """Return the number of samples, a whole number. A number below 1 is an error (ValueError)."""
     found = whole(value)
@@ -223,8 +233,12 @@ KEYS: tuple[Key, ...] = (
     ),
     Key("pipeline.stages", "plan.pp", whole, "pp"),
     Key("pipeline.micro_batches", "", None, "", "the micro-batches of a step follow from batch and micro_batch", False),
-    *needless("tightfit splits the blocks evenly, or by plan.split", "pipeline.partition", "pipeline.partition_method"),
-    *lacks("tightfit recomputes by plan.recompute", "pipeline.activation_checkpoint_interval"),
+    *needless(
+        "tightfit balances stages by predicted time, or takes plan.split",
+        "pipeline.partition",
+        "pipeline.partition_method",
+    ),
+    Key("pipeline.activation_checkpoint_interval", "plan.recompute", _interval),
     *needless("tightfit's pipelines have no such setting", "pipeline.*"),
     Key("tensor_parallel.autotp_size", "plan.tp", whole, "tp"),
     Key("tensor_parallel.tp_size", "plan.tp", whole, "tp"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from tightfit.errors import InputError, Untraceable
 from tightfit.job import Job
+from tightfit.methods import recompute
 from tightfit.models import model_config, with_fewer_blocks
 from tightfit.plan import Plan
 from tightfit.planner.dry_run import dry_run
@@ -214,8 +215,9 @@ def _agrees_with_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> bo
         return False
     # a pattern of parameter names may match only blocks that are left out; groups take no memory
     shallow = job.replace(model=few, train=job.train.replace(groups=()))
-    found = dry_run(shallow, one.plan, one.machine.device).total
-    return abs(found - estimator.peak_with_blocks(one.plan, FEW_BLOCKS)) <= AGREEMENT * found
+    plan = recompute.at_depth(one.plan, one.ledger.blocks, FEW_BLOCKS)
+    found = dry_run(shallow, plan, one.machine.device).total
+    return abs(found - estimator.peak_with_blocks(plan, FEW_BLOCKS)) <= AGREEMENT * found
 
 
 __all__ = ["DryRunResults", "first_that_fits", "first_that_nearly_fits"]

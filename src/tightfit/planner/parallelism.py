@@ -145,13 +145,14 @@ def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: 
     """Return {"split": number of blocks of each pipeline stage}, chosen so that the slowest stage
     is as fast as possible. Return {} if the user pinned the split (it is in `pins`).
 
-    start  the plan without a pipeline
+    start  the plan without a pipeline. The stages are balanced for its micro-batch; if it has none,
+           for one sample
     pp     number of pipeline ranks
 
     Example: 10 equal blocks on 4 ranks may give {"split": (3, 3, 3, 1)} if the output head takes
     long. Raises InputError if the model has fewer blocks than stages.
     """
-    plan = start.replace(micro_batch=1)
+    plan = start.replace(micro_batch=start.micro_batch or 1)
     ledger, stages = estimator.profiler.ledger(plan), pp * pins.get("virtual_stages", 1)
     if ledger.blocks < stages:
         raise InputError(
@@ -170,5 +171,5 @@ def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: 
             here = ledger.blocks + 1
         elif segment.phase == "backward" and here == 1:
             here = 0
-        seconds[here] += estimator.cost_model.segments_s([segment], 1)
+        seconds[here] += estimator.cost_model.segments_s([segment], plan.micro_batch_of(estimator.job.train.batch))
     return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

@@ -25,6 +25,7 @@ from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.methods import float8
 from tightfit.methods.compile import COMPILE_S
+from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, is_legal
 from tightfit.planner.defaults import complete
@@ -49,6 +50,10 @@ MIN_SAVING = 0.1  # share of a step's time that model or sequence parallelism mu
 # if a step waits for samples for more than this share of its time, the plan uses loader workers
 MAX_INPUT_SHARE = 0.02
 MAX_WORKERS = 8  # the most loader workers that a plan gets
+MAX_REFINED = 2  # plans with recompute: full for which fewer recomputed blocks are tried
+MAX_REFINED_MICRO_BATCHES = 3  # for each of them, the largest ones that fit
+# for each of these factors on the tensors' bytes, the fewest recomputed blocks that fit are found
+SPARE_FACTORS = (1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
 ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the bytes of the tensors
 SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
@@ -93,7 +98,8 @@ def search(
     """
     machine = machine or Machine.detect()
     estimator = estimator or Estimator(job, machine)
-    pins = dict(pins or {})
+    # split: None leaves the choice to the search
+    pins = {name: value for name, value in (pins or {}).items() if name != "split" or value is not None}
     lean: Plan | None = None  # where the search continues if no plan fits
     if choices is None:
         found, lean = _estimate_possible_plans(estimator, job, machine, pins)
@@ -121,10 +127,14 @@ def search(
 
 def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
     """Search for the fastest plan, as `search` does, and return the estimates. If `pins` (field ->
-    value) sets every plan field, there is nothing to search: return only the estimate of this
-    plan."""
+    value) sets every plan field, there is nothing to search: return only the estimate of this plan.
+    In a pipeline with split: None, its stages are balanced by predicted time."""
     if set(pins) >= set(Plan.field_names()):
-        return [estimator.include_allocator(estimator.estimate(Plan.parse(pins, "plan")))]
+        plan = Plan.parse(pins, "plan")
+        if plan.pp > 1 and plan.split is None:
+            open_ = {name: value for name, value in pins.items() if name != "split"}
+            plan = plan.replace(**balanced_split(estimator, plan.replace(pp=1, virtual_stages=1), open_, plan.pp))
+        return [estimator.include_allocator(estimator.estimate(plan))]
     return search(estimator.job, estimator.machine, pins, estimator)
 
 
@@ -271,6 +281,9 @@ def estimate_candidates(
     # key: a plan without its micro-batch and memory-saving options; value: its largest useful
     # micro-batch
     largest_useful: dict[Any, int] = {}
+    # key: a plan with recompute: full and without its micro-batch; value: the plan with each useful
+    # micro-batch, the largest first
+    full: dict[Plan, list[Plan]] = {}
     for plans in candidates(estimator, start, pins):
         if estimator.memory_lower_bound(plans[0]) > estimator.limit_bytes:
             ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
@@ -283,7 +296,7 @@ def estimate_candidates(
         if larger:
             try:
                 seen = (
-                    _grow_micro_batch(estimator, larger, best_s)
+                    _grow_micro_batch(estimator, larger, best_s, pins)
                     if start.pp > 1
                     else _search_micro_batch(estimator, larger)
                 )
@@ -293,12 +306,16 @@ def estimate_candidates(
                 refused.append(error)
                 continue
             found += seen
+            if plans[0].recompute == "full":
+                full[_without_micro_batch(plans[0])] = larger
             if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
                 lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
                 largest_useful[least] = _largest_safe_micro_batch(seen, batch)
     if not found and not ruled_out and refused:
         raise refused[0]
+    if "recompute" not in pins and start.compile != "model":  # there, each number of blocks would need a trace
+        found += _with_fewest_recomputed(estimator, found, full)
     if any(one.fits for one in found):
         if start.tp * start.pp * start.cp > 1:  # of many such plans, each would need a trace
             return found
@@ -312,6 +329,68 @@ def estimate_candidates(
         )
 
     return found + [estimator.estimate(min(plans, key=how_lean)) for plans in ruled_out.values()]
+
+
+def _with_fewest_recomputed(
+    estimator: Estimator, found: list[Estimate], full: dict[Plan, list[Plan]]
+) -> list[Estimate]:
+    """Return estimates of plans that recompute only as many blocks as necessary: `recompute: first-K`
+    with the smallest K that fits.
+
+    found  estimates; of those that fit with recompute: full, the fastest plans are varied
+    full   plan with recompute: full and without micro-batch -> the plan with each useful micro-batch,
+           the largest first
+
+    The allocator reserves more than the estimates know, so each plan is also returned with the K
+    that fit if the tensors took 1 to 15 % more. The dry run decides among them.
+
+    Example: of 32 blocks, 4 samples fit if 9 blocks are recomputed; if the tensors took 10 % more, 13
+    blocks. Bisection estimates 5 plans for the first number, and 2 or 3 more for the second.
+    """
+    fitting = sorted((one for one in found if one.fits and one.plan.recompute == "full"), key=_by_time)
+    by_plan: dict[Plan, list[Estimate]] = {}
+    for one in fitting:
+        by_plan.setdefault(_without_micro_batch(one.plan), []).append(one)
+    more: list[Estimate] = []
+    for base, same in list(by_plan.items())[:MAX_REFINED]:
+        batch, blocks = estimator.job.train.batch, same[0].ledger.blocks
+        largest = max(one.plan.micro_batch_of(batch) for one in same)
+        plans = [plan for plan in full[base] if plan.micro_batch_of(batch) <= largest]
+        if base.pp > 1:  # each has a split of its own
+            plans = sorted((one.plan for one in same), key=lambda plan: -plan.micro_batch_of(batch))
+        for plan in plans[:MAX_REFINED_MICRO_BATCHES]:
+            more += _fewest_recomputed(estimator, plan, max(map(len, stage_ranges(plan, blocks))))
+    return more
+
+
+def _without_micro_batch(plan: Plan) -> Plan:
+    """Return the plan without its micro-batch, and without the split that was balanced for it."""
+    return plan.replace(micro_batch=None, split=None)
+
+
+def _fewest_recomputed(estimator: Estimator, plan: Plan, blocks: int) -> list[Estimate]:
+    """Return the estimates of `plan` with the smallest numbers of recomputed blocks that fit, with and
+    without spare memory for the allocator. All have fewer recomputed blocks than `blocks`, the number
+    of blocks of a pipeline stage or of the model.
+    """
+    known: dict[int, Estimate] = {}
+
+    def needs_more(count: int, factor: float) -> bool:
+        """Return whether more than `count` recomputed blocks are needed to fit."""
+        if count not in known:
+            known[count] = estimator.estimate(plan.replace(recompute=f"first-{count}"))
+        one = known[count]
+        spare = (factor - 1) * (one.peak_bytes - one.peak.rows["runtime"])
+        return not one.fits or one.peak_bytes + one.margin_bytes + spare > one.limit_bytes
+
+    chosen: set[int] = set()
+    for factor in SPARE_FACTORS:
+        least, most = 1, blocks  # the smallest number is one of these
+        while least < most:
+            middle = (least + most) // 2
+            least, most = (middle + 1, most) if needs_more(middle, factor) else (least, middle)
+        chosen.add(least)
+    return [known[count] for count in sorted(chosen) if count < blocks]
 
 
 def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Plan:
@@ -374,9 +453,10 @@ def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimat
     return found
 
 
-def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
+def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float, pins: dict[str, Any]) -> list[Estimate]:
     """Return estimates of pipeline plans that differ only in the micro-batch, the smallest first.
-    The estimates end with the first plan that
+    The stages of each are balanced for its micro-batch, unless the user pinned the split (it is in
+    `pins`). The estimates end with the first plan that
 
     - does not fit,
     - is slower than the plan before it,
@@ -387,7 +467,9 @@ def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) ->
     """
     found: list[Estimate] = []
     for plan in reversed(plans):
-        found.append(estimator.estimate(plan))
+        alone = plan.replace(pp=1, virtual_stages=1)
+        split = balanced_split(estimator, alone, {**pins, "virtual_stages": plan.virtual_stages}, plan.pp)
+        found.append(estimator.estimate(plan.replace(**split)))
         slower = len(found) > 1 and found[-1].total_s >= found[-2].total_s
         grown_s = _doubled_lower_bound_s(estimator, found[-1])
         if slower or not found[-1].fits or grown_s >= min(best_s, found[-1].time.step_s):
@@ -490,7 +572,7 @@ def _estimate_degrees_and_schedule(
     """
     fields = parallelism_fields(estimator, start, pins, sizes)
     start = start.replace(**fields)
-    pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp", "split") if name in fields}}
+    pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp") if name in fields}}
     if math.isfinite(best_s):
         share = start.share_of(estimator.job.train.batch)
         if estimator.step_lower_bound_s(start.replace(micro_batch=1 if share > 1 else None)) > best_s:

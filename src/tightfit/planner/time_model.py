@@ -253,7 +253,10 @@ class CostModel:
             if message.name == "parameters":
                 behind, edge = work, seconds / 2 / (ledger.blocks + 1)
             else:
-                behind, edge = work * 2 / 3 * message.micro_batches / ledger.micro_batches, seconds / (ledger.blocks + 1)
+                behind, edge = (
+                    work * 2 / 3 * message.micro_batches / ledger.micro_batches,
+                    seconds / (ledger.blocks + 1),
+                )
             shown += max(seconds - behind, edge) + CONTENTION * min(seconds, behind)
             work = max(work - seconds, 0.0)
         lasts = _work_s(time)

@@ -94,7 +94,9 @@ def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow]
     say(f"plan     {_fields(chosen)}")
     low, high = (format_bytes(size) for size in chosen.peak_range)
     between = f" ({low} to {high})" if low != high else ""
-    say(f"memory   {format_bytes(chosen.peak_bytes)}{between} of {format_bytes(chosen.limit_bytes)}: {_verdict(chosen)}")
+    say(
+        f"memory   {format_bytes(chosen.peak_bytes)}{between} of {format_bytes(chosen.limit_bytes)}: {_verdict(chosen)}"
+    )
     say(f"states   {_states(chosen)}")
     if sum(chosen.host.values()):
         say(f"host     {_beside(chosen.host, chosen.limits.get('host memory'))}")

@@ -65,7 +65,7 @@ def smaller_changes(plan: Plan, job: Job, device: str) -> str:
         "states": "8-bit" if plan.states in ("fp32", "bf16") else plan.states,
         "update_in_backward": True,
         "micro_batch": micro_batch // 2 if micro_batch > 1 else plan.micro_batch,
-        "recompute": "full" if plan.recompute == "none" else plan.recompute,
+        "recompute": "full" if plan.recompute.startswith(("none", "attention", "first")) else plan.recompute,
     }
     found = [
         f"{field}: {str(value).lower() if isinstance(value, bool) else value}"

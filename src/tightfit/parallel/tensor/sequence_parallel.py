@@ -137,7 +137,7 @@ class SequenceParallel:
         recompute.
         """
         self.length = length if length % self.size else None
-        if self.length is not None and self.plan.pp > 1 and self.plan.recompute != "none":
+        if self.length is not None and self.plan.pp > 1 and self.plan.recompute not in ("none", "attention"):
             raise InputError(  # a recomputation may come after a forward of another length
                 "plan: sequence_parallel with recompute in a pipeline",
                 f"sequences of {length} positions, which tp={self.size} devices do not divide evenly",
@@ -190,10 +190,10 @@ def regathers_inputs(plan: Plan) -> bool:
     """Return whether column-parallel modules save only this device's shard of their input for
     backward, so that backward has to all-gather the full input again.
 
-    They do not with recompute or offloaded activations, where the full input is not kept on the
+    They do not if blocks are recomputed or activations offloaded, where the full input is not kept on the
     device anyway. They do not in compiled blocks either.
     """
-    return plan.recompute == "none" and "activations" not in plan.offload and plan.compile == "none"
+    return plan.recompute in ("none", "attention") and "activations" not in plan.offload and plan.compile == "none"
 
 
 def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

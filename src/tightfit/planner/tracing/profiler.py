@@ -32,7 +32,6 @@ from tightfit.errors import InputError, Untraceable
 from tightfit.job import DataSpec, Job, LossSpec
 from tightfit.methods import (
     METHODS,
-    compile,
     context_parallel,
     float8,
     loader,
@@ -218,8 +217,7 @@ class Profiler:
         layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
         gathered = planning.uses_fully_shard(plan, self.device)
         narrow = gathered and (planning.gather_dtype(plan) is not None or plan.master_weights)
-        # if the whole model is one compiled region, the region contains the recomputation
-        again = plan.recompute if plan.compile == "model" else "none"
+        again = plan.recompute if training and recompute.changes_trace(plan) else "none"
         plan = plan.replace(precision=kind)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
         filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
@@ -340,11 +338,8 @@ class Profiler:
         run.model.train()
         widen_gradients(run.model.parameters(), wide=False)  # traces share their parameters
         for method in METHODS:
-            if not traced_fields([method]):
-                continue
-            if method is compile and plan.compile == "model" and recompute.enabled(plan):
-                run = recompute.apply(run, plan)
-            if method.enabled(plan):
+            is_traced = recompute.changes_trace(plan) if method is recompute else traced_fields([method])
+            if is_traced and method.enabled(plan):
                 run = method.apply(run, plan)
         return run, depth
 
