@@ -226,7 +226,7 @@ def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     assert best.dry_run_bytes == pytest.approx(best.peak.total, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "t5-3b"])
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "qwen2.5-1.5b", "t5-3b"])
 def test_a_deep_model_is_dry_run_with_few_blocks(name: str) -> None:
     config = model_config(with_fewer_blocks(ModelSpec(preset=name), FEW_BLOCKS))
     assert config.num_hidden_layers == FEW_BLOCKS
