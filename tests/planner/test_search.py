@@ -205,7 +205,7 @@ def test_a_search_delays_and_restores_garbage_collection(monkeypatch: pytest.Mon
     assert gc.get_threshold() == before
 
 
-@pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.01, [6, 9])])
+@pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.01, [6, 8, 9])])
 def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     off: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +226,23 @@ def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     assert best.dry_run_bytes == pytest.approx(best.peak.total, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "t5-3b"])
+def test_few_blocks_show_the_excess_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dry run of every depth exceeds its estimate by the same bytes."""
+    job, more, depths = cases.job("llama"), 2**30, list[int]()
+    job = job.replace(model={**job.model.content(), "num_hidden_layers": 9})
+
+    def noted(job: tightfit.Job, *arguments: Any) -> Any:
+        depths.append(model_config(job.model).num_hidden_layers)
+        found = dry_run(job, *arguments)
+        return replace(found, total=found.total + more)
+
+    monkeypatch.setattr(finalists, "dry_run", noted)
+    best = search(job, GPU, {"compile": "none"})[0]
+    assert depths == [6, 8]
+    assert best.dry_run_bytes == pytest.approx(best.peak.total + more, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "qwen2.5-1.5b", "t5-3b"])
 def test_a_deep_model_is_dry_run_with_few_blocks(name: str) -> None:
     config = model_config(with_fewer_blocks(ModelSpec(preset=name), FEW_BLOCKS))
     assert config.num_hidden_layers == FEW_BLOCKS

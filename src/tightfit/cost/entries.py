@@ -15,7 +15,9 @@ the bucket that is being reduced: 50 MiB of communication.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
 from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS, Action, Schedule, consumer_of
 from tightfit.cost.recorded_step import BatchLinear, Operation, Segment
@@ -321,14 +323,25 @@ class RankProgram:
         Sent tensors that the rank has saved for its own backward are subtracted, because they count
         as activations.
         """
-        sent, coming = self.messages[place]
-        total = BatchLinear()
-        for taken in (*sent, *coming):
-            total = sum(self.message_bytes(taken), total)
-        for taken in sent:
-            if taken.kind == FORWARD:
-                total += self.boundaries[taken.stage].saved.times(-1.0)
-        return total
+        return self._resident_bytes(*(tuple((one.kind, one.stage) for one in part) for part in self.messages[place]))
+
+    @cached_property
+    def _resident_bytes(self) -> Callable[..., BatchLinear]:
+        """The function that `resident_message_bytes` calls, with a cache: most actions of a long
+        step have messages of the same kinds and stages. Its arguments are the kinds and stages of
+        the sent and of the coming messages."""
+
+        @cache
+        def total_bytes(sent: tuple[tuple[str, int], ...], coming: tuple[tuple[str, int], ...]) -> BatchLinear:
+            total = BatchLinear()
+            for kind, stage in (*sent, *coming):
+                total = sum(self.message_bytes(Action(kind, stage, 0)), total)
+            for kind, stage in sent:
+                if kind == FORWARD:
+                    total += self.boundaries[stage].saved.times(-1.0)
+            return total
+
+        return total_bytes
 
 
 @dataclass(frozen=True, slots=True)

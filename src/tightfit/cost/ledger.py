@@ -17,6 +17,7 @@ Temporaries come on top.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,16 +193,27 @@ class Ledger:
         steps = (rows for phase, _, rows in self._replayed_step() if phase in _IN_A_GRAPH)
         return max(sum(rows[row] for row in _OF_A_GRAPH) for rows in steps)
 
-    def _replayed_step(self) -> list[Instant]:
+    def _replayed_step(self, distinct: bool = False) -> list[Instant]:
         """Return (phase, part, bytes by row) for the instants of a training step, in order. The
-        memory pool of CUDA graphs is not counted."""
+        memory pool of CUDA graphs is not counted.
+
+        distinct  leave out the instants of a pipeline's action that begins with the same bytes as
+                  an equal action before it, because its instants are those of that action
+        """
         memory, overlay = StepMemory(self.row_bytes()), self._overlay()
         batches = self.micro_batches if self.host_batch else 1 + self.batches_ahead
         memory.change({"activations": self.batch_bytes * self.micro_batch * batches})
         update = {"temporaries": self._update_bytes()}
         known: dict[Timeline, ReplayedSegment] = {}
         overlay.begin_step(memory)
+        # key: an action, and the bytes when it begins; value: the action, and the bytes when it ends
+        seen: dict[Any, tuple[MicroBatchRun, dict[str, float], Overlay]] = {}
         for run in self.micro_batch_runs():
+            key = id(run), *memory.rows.items(), *overlay.state()
+            if distinct and key in seen:
+                _, memory.rows, after = seen[key]
+                overlay = copy.copy(after)
+                continue
             overlay.begin_run(run)
             for segment in run.segments:
                 if segment.timeline not in known:
@@ -215,6 +227,8 @@ class Ledger:
                 memory.note("optimizer", "update", update)
                 memory.free_gradients()
                 overlay.free_gradients()
+            if distinct:
+                seen[key] = run, memory.rows, copy.copy(overlay)
         overlay.end_backward(memory)
         if self.summed_bytes:
             memory.note("backward", "reduce", {"temporaries": self.summed_bytes})
@@ -251,7 +265,8 @@ class Ledger:
         runs, and what happens to its gradients.
 
         Without a pipeline, only the first two micro-batches are yielded, because every later one
-        equals the second. In a pipeline, there is one item for each action of this rank.
+        equals the second. In a pipeline, there is one item for each action of this rank. Equal
+        actions are one object.
         """
         if self.rank_program is not None:
             yield from self._actions_of_rank(self.rank_program)
@@ -267,26 +282,53 @@ class Ledger:
         backward = {stage: self.first_and_later(part.backward, 2) for stage, part in rank.stage_programs.items()}
         weights = {stage: self.first_and_later(part.weights, 2) for stage, part in rank.stage_programs.items()}
         done: set[tuple[str, int]] = set()  # kind and stage of the backward actions so far
+        known: dict[Any, MicroBatchRun] = {}
         for number, action in enumerate(rank.schedule[rank.pipeline_rank]):
             stage, micro_batch = action.stage, action.micro_batch % self.micro_batches
-            phase = "forward" if action.kind == FORWARD else "backward"
-            allocate, free = _messages(rank.resident_message_bytes(number), phase)
-            if action.kind == FORWARD:
-                forward = rank.stage_programs[stage].forward
-                yield MicroBatchRun((allocate, *forward, free), reduces=False, later=False, ends=False)
-                continue
             last = micro_batch == self.micro_batches - 1
-            completes = action.kind == WEIGHTS or not rank.stage_programs[stage].weights
             later = micro_batch > 0 if rank.continuous else (action.kind, stage) in done
-            segments = (weights if action.kind == WEIGHTS else backward)[stage][int(later)]
-            yield MicroBatchRun(
-                (allocate, *segments, free),
-                reduces=self._reduces(last) and completes,
-                later=later,
-                ends=completes,
-                updates=last and completes and rank.continuous,
-            )
-            done.add((action.kind, stage))
+            resident = rank.resident_message_bytes(number)
+            if action.kind == FORWARD:
+                last = later = False
+            else:
+                done.add((action.kind, stage))
+            key = action.kind, stage, last, later, resident
+            if key not in known:
+                known[key] = self._action_run(rank, *key, backward, weights)
+            yield known[key]
+
+    def _action_run(
+        self,
+        rank: RankProgram,
+        kind: str,
+        stage: int,
+        last: bool,
+        later: bool,
+        resident: BatchLinear,
+        backward: dict[int, list[tuple[Segment, ...]]],
+        weights: dict[int, list[tuple[Segment, ...]]],
+    ) -> MicroBatchRun:
+        """Return the `MicroBatchRun` of an action of the pipeline rank `rank`.
+
+        kind, stage        of the action
+        last               whether its micro-batch is the last of the step
+        later              whether gradients of earlier micro-batches exist
+        resident           bytes of the messages that are in memory during the action
+        backward, weights  stage -> its segments for the first and for later micro-batches
+        """
+        allocate, free = _messages(resident, "forward" if kind == FORWARD else "backward")
+        if kind == FORWARD:
+            forward = rank.stage_programs[stage].forward
+            return MicroBatchRun((allocate, *forward, free), reduces=False, later=False, ends=False)
+        completes = kind == WEIGHTS or not rank.stage_programs[stage].weights
+        segments = (weights if kind == WEIGHTS else backward)[stage][int(later)]
+        return MicroBatchRun(
+            (allocate, *segments, free),
+            reduces=self._reduces(last) and completes,
+            later=later,
+            ends=completes,
+            updates=last and completes and rank.continuous,
+        )
 
     def _reduces(self, last: bool) -> bool:
         """Return whether a micro-batch reduces its gradients over the data-parallel ranks, in
@@ -340,7 +382,9 @@ class Ledger:
     def peak(self) -> PeakInstant:
         """Return the instant of a step with the most memory. With CUDA graphs the instants of
         evaluations count, too, because evaluations need memory beside the graphs' pool."""
-        return _largest((*self.instants(), *self.evaluation()) if self.keeps_step else self.instants())
+        if self.keeps_step:
+            return _largest((*self.instants(), *self.evaluation()))
+        return _largest(self._replayed_step(distinct=True))
 
     def peaks(self) -> dict[str, float]:
         """Return phase -> device bytes at its peak: first the phases of a step and of an

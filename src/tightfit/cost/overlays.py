@@ -18,6 +18,8 @@ MiB.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tightfit.cost.entries import BucketedReduction, MicroBatchRun, ShardedParameters
 from tightfit.cost.recorded_step import ReplayedSegment, Segment
 
@@ -64,6 +66,11 @@ class StepMemory:
 class Overlay:
     """Base class of the overlays, which add memory to a replayed step. This class adds nothing:
     gradients stay where backward allocates them."""
+
+    def state(self) -> tuple[Any, ...]:
+        """Return everything that the overlay remembers between two micro-batches, or between two
+        actions of a pipeline."""
+        return ()
 
     def begin_step(self, memory: StepMemory) -> None:
         memory.note("forward", "start")
@@ -116,6 +123,9 @@ class BucketOverlay(Overlay):
         self.reduction, self.whole = reduction, whole
         self.done = self.arrived = 0.0
         self.reduces = self.moves_sums = False
+
+    def state(self) -> tuple[Any, ...]:
+        return self.done, self.arrived, self.reduces, self.moves_sums
 
     def begin_step(self, memory: StepMemory) -> None:
         memory.note("forward", "start", {"communication": self.reduction.coming if self.reduction.stays else 0.0})
@@ -184,6 +194,9 @@ class ShardOverlay(Overlay):
         self.sharded, self.whole, self.in_pipeline = sharded, whole, in_pipeline
         self.done = self.arrived = self.outside = 0.0
         self.reduces, self.sums = True, False
+
+    def state(self) -> tuple[Any, ...]:
+        return self.done, self.arrived
 
     def begin_step(self, memory: StepMemory) -> None:
         memory.change({"communication": self.sharded.rest})

@@ -109,10 +109,8 @@ class AttentionKernel:
         """
         by_width = self.backward if backward else self.forward
         known = next((known for known in sorted(by_width) if known >= width), None)
-        if known is None:  # wider than the kernel's widest heads: several passes
-            rate = by_width[max(by_width)] / 2
-        else:
-            rate = by_width[known] * width / known
+        # heads wider than the kernel's widest take several passes
+        rate = by_width[max(by_width)] / 2 if known is None else by_width[known] * width / known
         rate /= self.products
         tiles = max(keys / KEY_TILE, 1 / KEY_TILE)
         start = self.start_backward if backward else self.start_forward

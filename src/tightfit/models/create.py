@@ -203,7 +203,7 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     Return None if this is not possible, for one of these reasons:
 
     - The model is the user's own or pretrained.
-    - Its config lists types of layers (layer_types) or has no num_hidden_layers.
+    - Its config lists several types of layers (layer_types) or has no num_hidden_layers.
     - Its adapters are for named layers only.
     - It has no more than `blocks` blocks.
     """
@@ -212,10 +212,13 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     if model.lora is not None and model.lora.targets != "all-linear":  # a target may name some blocks
         return None
     config = model_config(model)
-    depth, alike = getattr(config, "num_hidden_layers", None), not getattr(config, "layer_types", None)
-    if alike and isinstance(depth, int) and depth > blocks:
-        return model.replace(config={**model.config, "num_hidden_layers": blocks})
-    return None
+    depth, types = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
+    if not isinstance(depth, int) or depth <= blocks or len(set(types or [None])) > 1:
+        return None
+    fewer: dict[str, Any] = {"num_hidden_layers": blocks}
+    if types:
+        fewer["layer_types"] = types[:blocks]
+    return model.replace(config={**model.config, **fewer})
 
 
 def vocabulary_size(spec: ModelSpec) -> int | None:

@@ -19,6 +19,7 @@ from tightfit.planner.estimate import Estimate, Estimator
 
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
 FEW_BLOCKS = 6  # on one device, a deep model is dry-run with only this many blocks
+MORE_BLOCKS = 8  # and with this many, if the dry run with FEW_BLOCKS does not confirm the estimate
 AGREEMENT = 1e-3  # relative difference up to which a dry run of FEW_BLOCKS confirms the estimate
 # an estimate may exceed its dry run by this share. The largest share that was seen is 7 %, for
 # compiled blocks with partial recomputation
@@ -190,34 +191,58 @@ def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -
     settled = estimator.include_allocator(one)
     if not has_dry_run(one) or not (settled.fits or (nearly and _nearly_fits(settled))):
         return settled
-    if _agrees_with_few_blocks(estimator, one, job):
-        return replace(settled, dry_run_bytes=settled.peak.total)
-    peak = dry_run(job, one.plan, one.machine.device, one.ledger.device)
+    total = _peak_by_few_blocks(estimator, one, job)
+    if total is None:
+        total = dry_run(job, one.plan, one.machine.device, one.ledger.device).total
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
-    return replace(settled, dry_run_bytes=peak.total + beside)
+    return replace(settled, dry_run_bytes=total + beside)
 
 
-def _agrees_with_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> bool:
-    """Return whether a dry run of the model with only six blocks confirms the estimate `one`.
+def _peak_by_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> float | None:
+    """Return the peak bytes that dry runs of the model with only a few blocks show for the plan of
+    the estimate `one`, without the runtime and allocator rows. Return None if they do not show it,
+    so that the model has to be dry-run at its full depth.
 
     On one device, a deep model is dry-run with six blocks. If the dry run's peak matches the
     estimate for six blocks within 0.1 %, the estimate for the full depth is accepted, because every
     further block adds the same memory.
 
-    Example: the estimate is 10.000 GiB for 6 blocks and 41.2 GiB for 48. If the dry run of 6 blocks
-    finds 10.004 GiB (0.04 % more), 41.2 GiB is accepted without a dry run of 48 blocks.
+    If it does not match, the model is dry-run with eight blocks as well. If the dry run exceeds the
+    estimate by the same bytes with six and with eight blocks, it exceeds the estimate for the full
+    depth by these bytes, too.
 
-    Returns False, without a dry run, on several devices and for models whose depth cannot be
+    Example: the estimate is 10.000 GiB for 6 blocks and 41.2 GiB for 48. If the dry run of 6 blocks
+    finds 10.004 GiB (0.04 % more), 41.2 GiB is accepted without a dry run of 48 blocks. If it finds
+    11.2 GiB, and the dry run of 8 blocks finds 1.2 GiB more than the estimate for 8 blocks, too,
+    the result is 42.4 GiB.
+
+    Returns None, without a dry run, on several devices and for models whose depth cannot be
     changed. Raises InputError if the engine refuses the plan.
     """
-    few = with_fewer_blocks(job.model, FEW_BLOCKS) if one.plan.devices == 1 else None
-    if few is None or one.ledger.blocks != getattr(model_config(job.model), "num_hidden_layers", None):
-        return False
-    # a pattern of parameter names may match only blocks that are left out; groups take no memory
-    shallow = job.replace(model=few, train=job.train.replace(groups=()))
-    plan = recompute.at_depth(one.plan, one.ledger.blocks, FEW_BLOCKS)
-    found = dry_run(shallow, plan, one.machine.device).total
-    return abs(found - estimator.peak_with_blocks(plan, FEW_BLOCKS)) <= AGREEMENT * found
+    depth = getattr(model_config(job.model), "num_hidden_layers", None) if one.plan.devices == 1 else None
+    if depth is None or one.ledger.blocks != depth:
+        return None
+    known = one.peak.total - one.peak.rows["runtime"] - one.peak.rows.get("allocator", 0.0)
+    estimates: list[float] = []
+    excess: list[float] = []  # bytes by which the dry run exceeds the estimate, with few and with more blocks
+    for count in (FEW_BLOCKS, MORE_BLOCKS):
+        few = with_fewer_blocks(job.model, count)
+        if few is None:
+            return None
+        # a pattern of parameter names may match only blocks that are left out; groups take no memory
+        shallow = job.replace(model=few, train=job.train.replace(groups=()))
+        plan = recompute.at_depth(one.plan, one.ledger.blocks, count)
+        found = dry_run(shallow, plan, one.machine.device).total
+        estimates.append(estimator.peak_with_blocks(plan, count))
+        excess.append(found - estimates[-1])
+        if abs(excess[0]) <= AGREEMENT * found:
+            return known
+        if one.plan.recompute.startswith(("sqrt", "first-")):  # not linear in the depth
+            return None
+    further = (depth - FEW_BLOCKS) / (MORE_BLOCKS - FEW_BLOCKS)
+    grown, expected = (some[0] + further * (some[1] - some[0]) for some in (excess, estimates))
+    is_constant = abs(grown - excess[0]) <= AGREEMENT * known
+    return known + grown if is_constant and abs(expected - known) <= AGREEMENT * known else None
 
 
 __all__ = ["DryRunResults", "first_that_fits", "first_that_nearly_fits"]

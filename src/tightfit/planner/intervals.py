@@ -52,10 +52,8 @@ def classes(quantity: Quantity, machine: Machine, plan: Plan, tokens: bool) -> l
               or its peak is published) or guessed. "memory": the device is a cpu or a gpu
     tokens    whether samples are counted in tokens; otherwise they are images or the like
     """
-    if quantity == "memory":
-        known = "cpu" if machine.device == "cpu" else "gpu"
-    else:
-        known = f"{knowledge_of(machine)} machine"
+    device = "cpu" if machine.device == "cpu" else "gpu"
+    known = device if quantity == "memory" else f"{knowledge_of(machine)} machine"
     axis = "pipeline" if plan.pp > 1 else "several devices" if plan.devices > 1 else "one device"
     family = "tokens" if tokens else "no tokens"
     broader = [f"{known}, several devices"] if axis == "pipeline" else []

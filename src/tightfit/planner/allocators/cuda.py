@@ -22,6 +22,8 @@ be coalesced.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tightfit.cost.ledger import Ledger
 from tightfit.planner.allocators.simulate import Allocator, FreeList, simulate
 
@@ -68,6 +70,13 @@ class Pool:
     def free(self, address: int, size: int) -> None:
         self._free.insert(address, size)
 
+    def state(self) -> tuple[Any, ...]:
+        return self.reserved, self._next_address, self._free.state()
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        self.reserved, self._next_address, free = state
+        self._free.restore(free)
+
     def _grow(self, size: int) -> None:
         if self.expandable:
             last = self._free.ends.get(self._next_address)
@@ -98,6 +107,17 @@ class CachingAllocator(Allocator):
     @property
     def reserved(self) -> int:
         return sum(pool.reserved for pool in self.pools.values())
+
+    def state(self) -> Any:
+        blocks = tuple((owner, tuple(own)) for owner, own in self._blocks.items() if own)
+        return blocks, *(pool.state() for pool in self.pools.values())
+
+    def restore(self, state: Any) -> None:
+        blocks, *pools = state
+        self._blocks.clear()
+        self._blocks.update((owner, list(own)) for owner, own in blocks)
+        for pool, own in zip(self.pools.values(), pools, strict=True):
+            pool.restore(own)
 
     def allocate(self, size: int) -> tuple[bool, int, int]:
         rounded = max(-(-size // MIN_BLOCK) * MIN_BLOCK, MIN_BLOCK)

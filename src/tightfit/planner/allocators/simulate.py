@@ -13,8 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from tightfit.cost.entries import MicroBatchRun
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Segment
+
+MAX_KNOWN_STATES = 256  # the most states of an allocator that are kept for one step
 
 
 class FreeList:
@@ -57,6 +60,16 @@ class FreeList:
         self.ends[address + size] = address
         return address, size
 
+    def state(self) -> tuple[tuple[int, int], ...]:
+        """Return the (size, address) of all free memory blocks, sorted."""
+        return tuple(self._by_size)
+
+    def restore(self, state: tuple[tuple[int, int], ...]) -> None:
+        """Return to the `state` that an earlier call of `state` returned."""
+        self._by_size = list(state)
+        self.begins = {address: size for size, address in state}
+        self.ends = {address + size: address for size, address in state}
+
     def remove(self, address: int) -> int:
         """Remove the free memory block that begins at `address`, and return its size in bytes."""
         size = self.begins.pop(address)
@@ -86,6 +99,15 @@ class Allocator(ABC):
     @abstractmethod
     def release(self, block: Any) -> None:
         """Free a memory block that `allocate` returned."""
+
+    def state(self) -> Any:
+        """Return everything that decides what later allocations and frees do, as a hashable value.
+        Return None if `restore` is not supported."""
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Return to the `state` that an earlier call of `state` returned."""
+        raise NotImplementedError
 
     def enter_segment(self, segment: Segment | None) -> None:
         """Begin to simulate a segment of the recorded step. None: the next allocations and frees
@@ -131,30 +153,29 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
         allocator.allocate_for("batches ahead", ledger.batch_bytes * ledger.micro_batch * ledger.batches_ahead)
     for step in range(steps):
         before, gradients = gradients, set()
+        state, is_current = allocator.state(), True
+        # key: an action of a pipeline, and the state in which it begins; value: the action, and the
+        # state in which it ends. A long pipeline soon repeats the same states
+        ends: dict[Any, tuple[MicroBatchRun, Any]] = {}
         for visit in ledger.micro_batch_runs():
-            allocator.allocate_for("batch", ledger.batch_bytes * ledger.micro_batch)
-            for segment in visit.segments:
-                allocator.enter_segment(segment)
-                if segment.phase == "backward":
-                    allocator.free_owners(before)
-                for buffer, sign in segment.timeline.events:
-                    # equal blocks of a model share Buffer objects, so one block may free what
-                    # another block allocated: the owner is therefore a description of the buffer
-                    size = buffer.size.at(ledger.micro_batch)
-                    owner = buffer.row, buffer.maker, size
-                    if sign > 0:
-                        allocator.allocate_for(owner, size)
-                    elif sign < 0:
-                        state = states.get(buffer.parameter)
-                        if ledger.update_in_backward and buffer.row == "gradients" and state and missing[state]:
-                            missing[state] -= 1
-                            _allocate_states(allocator, *state)
-                        allocator.free_last(owner)
-                    if buffer.row == "gradients":
-                        gradients.add(owner)
-            allocator.enter_segment(None)
-            allocator.free_last("batch")
+            waiting = len(before), missing.total()  # what the visit may change outside of the allocator
+            key = id(visit), state, waiting
+            if key in ends:
+                state, is_current = ends[key][1], False
+                yield step
+                continue
+            if not is_current:
+                allocator.restore(state)
+                is_current = True
+            _simulate_visit(allocator, ledger, visit, states, missing, before, gradients)
+            if len(ends) < MAX_KNOWN_STATES and (state := allocator.state()) is not None:
+                if waiting == (len(before), missing.total()):
+                    ends[key] = visit, state
+            else:
+                state = None
             yield step
+        if not is_current:
+            allocator.restore(state)
         for state in missing.elements():
             _allocate_states(allocator, *state)
         missing.clear()
@@ -162,6 +183,48 @@ def simulate(allocator: Allocator, ledger: Ledger, steps: int, zero_grad_late: b
         if not zero_grad_late:
             allocator.free_owners(gradients)
         yield step
+
+
+def _simulate_visit(
+    allocator: Allocator,
+    ledger: Ledger,
+    visit: MicroBatchRun,
+    states: dict[str, tuple[int, int]],
+    missing: Counter[tuple[int, int]],
+    before: set[tuple[str, str, float]],
+    gradients: set[tuple[str, str, float]],
+) -> None:
+    """Simulate a micro-batch, or an action of a pipeline.
+
+    states     parameter name -> its optimizer states, as `_states` returns them
+    missing    optimizer states that are not allocated yet. Those that the visit allocates are
+               removed
+    before     owners of the previous step's gradients. The first backward frees them and makes the
+               set empty
+    gradients  owners of this step's gradients; those of the visit are added
+    """
+    allocator.allocate_for("batch", ledger.batch_bytes * ledger.micro_batch)
+    for segment in visit.segments:
+        allocator.enter_segment(segment)
+        if segment.phase == "backward":
+            allocator.free_owners(before)
+        for buffer, sign in segment.timeline.events:
+            # equal blocks of a model share Buffer objects, so one block may free what
+            # another block allocated: the owner is therefore a description of the buffer
+            size = buffer.size.at(ledger.micro_batch)
+            owner = buffer.row, buffer.maker, size
+            if sign > 0:
+                allocator.allocate_for(owner, size)
+            elif sign < 0:
+                state = states.get(buffer.parameter)
+                if ledger.update_in_backward and buffer.row == "gradients" and state and missing[state]:
+                    missing[state] -= 1
+                    _allocate_states(allocator, *state)
+                allocator.free_last(owner)
+            if buffer.row == "gradients":
+                gradients.add(owner)
+    allocator.enter_segment(None)
+    allocator.free_last("batch")
 
 
 def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
