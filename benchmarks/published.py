@@ -121,7 +121,10 @@ def machine_of(row: dict[str, Any]) -> Machine:
     if "arithmetic" in given:
         for field in ("matrix_peak_flops_per_s", "matrix_flops_per_s"):
             changed[field] = {kind: scaled(one, given["arithmetic"]) for kind, one in getattr(machine, field).items()}
-    return machine.replace(**changed, attention_kernel=row["loop"].get("attention", ""))
+    machine = machine.replace(**changed, attention_kernel=row["loop"].get("attention", ""))
+    age = row["loop"].get("products", {}).get(machine.architecture, 1.0)
+    rates = {kind: one.replace(value=age * one.value) for kind, one in machine.matrix_flops_per_s.items()}
+    return machine.replace(matrix_flops_per_s=rates)
 
 
 # --- one row --------------------------------------------------------------------------------------------------------

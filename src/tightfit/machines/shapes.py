@@ -231,6 +231,15 @@ _UNKNOWN = AttentionKernel(
     start_backward=2.0,
     causal=0.93,
 )
+# FlashAttention 1 on an H100, by the same ratio to FlashAttention-2 as on an A100 (Dao 2023, figure 7)
+_FLASH_1_SM90 = AttentionKernel(
+    products=0.80,
+    forward={32: 0.16, 64: 0.20, 128: 0.22},
+    backward={32: 0.14, 64: 0.165, 128: 0.17},
+    start_forward=0.7,
+    start_backward=2.0,
+    causal=0.93,
+)
 
 FLASH_1, FLASH_2, CUDNN, EFFICIENT = "flash-1", "flash-2", "cudnn", "efficient"
 KERNELS = {
@@ -238,7 +247,7 @@ KERNELS = {
     "sm_86": {FLASH_2: _FLASH_2_SM86},
     "sm_87": {FLASH_2: _FLASH_2_SM86},
     "sm_89": {FLASH_2: _FLASH_2_SM89},
-    "sm_90": {CUDNN: _CUDNN_SM90, FLASH_2: _FLASH_2_SM90},
+    "sm_90": {CUDNN: _CUDNN_SM90, FLASH_1: _FLASH_1_SM90, FLASH_2: _FLASH_2_SM90},
     "sm_100": {CUDNN: _CUDNN_SM100, FLASH_2: _FLASH_2_SM100},
     "sm_103": {CUDNN: _CUDNN_SM100, FLASH_2: _FLASH_2_SM100},
     "sm_120": {FLASH_2: _FLASH_2_SM120},

@@ -1,0 +1,100 @@
+"""Intervals of predictions: their classes, their ends, and where they are shown."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+import tightfit
+from benchmarks import intervals as derive
+from tests import cases
+from tightfit.machine import Figure, Machine
+from tightfit.planner import intervals
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.intervals import Interval, classes, interval_of, knowledge_of
+from tightfit.planner.waterfall import waterfall
+from tightfit.report.explain import explained, show
+
+KNOWN = Machine.named("h100-sxm:8")
+
+
+def cpu(source: str) -> Machine:
+    return Machine.detect().replace(matrix_flops_per_s={"fp32": Figure(value=1e11, source=source)})
+
+
+@pytest.mark.parametrize(
+    ("machine", "knowledge"),
+    [(KNOWN, "known"), (cpu("measured"), "measured"), (cpu("glance"), "guessed"), (cpu("estimated"), "guessed")],
+)
+def test_knowledge_of_a_machine(machine: Machine, knowledge: str) -> None:
+    assert knowledge_of(machine) == knowledge
+    assert classes("time", machine, tightfit.Plan(), True)[-1] == f"{knowledge} machine"
+
+
+def test_classes_begin_with_the_most_special() -> None:
+    names = classes("time", KNOWN, tightfit.Plan(dp_shard=4, pp=2), tokens=True)
+    assert names == [
+        "known machine, pipeline, tokens",
+        "known machine, pipeline",
+        "known machine, several devices",
+        "known machine",
+    ]
+    assert classes("memory", KNOWN, tightfit.Plan(), tokens=False)[0] == "gpu, one device, no tokens"
+
+
+def test_the_most_special_class_with_runs_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"time": {"known machine": {"low": 0.5, "high": 2.0, "runs": 90}}, "memory": {}}
+    monkeypatch.setattr(intervals, "_table", lambda: table)
+    assert interval_of("time", KNOWN, tightfit.Plan(pp=2), True) == Interval(0.5, 2.0, 90, "known machine")
+    assert interval_of("memory", KNOWN, tightfit.Plan(), True).around(3.0) == (3.0, 3.0)
+    table["time"]["known machine, pipeline"] = {"low": 1.1, "high": 1.5, "runs": 20}
+    found = interval_of("time", KNOWN, tightfit.Plan(pp=2), True)
+    assert found.around(2.0) == (2.0, 3.0)  # the prediction itself is inside
+
+
+def test_every_prediction_has_an_interval_from_runs() -> None:
+    for machine in (KNOWN, cpu("measured"), cpu("glance")):
+        for plan in (tightfit.Plan(), tightfit.Plan(dp_shard=8), tightfit.Plan(pp=4)):
+            for tokens in (True, False):
+                found = interval_of("time", machine, plan, tokens)
+                assert found.runs >= intervals.FEWEST_RUNS
+                assert 0.3 < found.low < 1.1
+                assert 0.95 < found.high < 4
+                assert interval_of("memory", machine, plan, tokens).runs >= intervals.FEWEST_RUNS
+
+
+def test_a_guessed_machine_has_the_widest_interval() -> None:
+    known, guessed = (interval_of("time", one, tightfit.Plan(), True) for one in (KNOWN, cpu("estimated")))
+    assert guessed.low < known.low
+    assert guessed.high > known.high
+
+
+def test_explain_shows_intervals_and_json_has_them() -> None:
+    estimator = Estimator(cases.job("llama"), KNOWN)
+    one = estimator.estimate(tightfit.Plan(dp_shard=8, zero=1))
+    content = json.loads(json.dumps(explained([one])))["plans"][0]
+    low, high = content["time"]["step_interval_s"]
+    assert low < one.time.step_s < high
+    low, high = content["memory"]["peak_interval"]
+    assert low <= content["memory"]["peak"] <= high
+    assert content["intervals"]["step_s"]["runs"] > 0
+    console = Console(width=120, file=io.StringIO())
+    show(console, [one], waterfall(estimator, one.plan))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert " a step (" in text
+    assert " to " in text.split("speed", 1)[1].splitlines()[0]
+
+
+def test_quantiles_and_coverage() -> None:
+    assert derive.quantile([1.0, 3.0, 2.0], 0.5) == 2.0
+    assert derive.quantile([1.0, 2.0], 0.25) == 1.25
+    runs = [("time", ["a class"], 1.0 + place / 100, "ab"[place % 2]) for place in range(80)]
+    found = derive.table(runs)["time"]["a class"]
+    assert (found["low"], found["high"], found["runs"]) == (pytest.approx(1.04, abs=0.01), pytest.approx(1.75, abs=0.01), 80)
+    inside = derive.coverage(runs)["time, a class"]
+    assert inside["runs"] == 80
+    assert 0.8 < inside["share"] <= 1.0
