@@ -25,7 +25,7 @@ from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, LINK_ACHIEVED, MEMORY_ACHIEVED, NETWORK_ACHIEVED, USABLE, devices
 from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
 from tightfit.machines.names import find_named
-from tightfit.machines.shapes import kernel_of, product_share
+from tightfit.machines.shapes import cache_speedup, kernel_of, product_share
 from tightfit.units import format_bytes, format_flops
 from tightfit.values import Value, nearest, read_yaml
 
@@ -367,12 +367,13 @@ class Machine(Value):
         return bf16
 
     def bandwidth(self, bytes_accessed: float) -> float:
-        """Return the bandwidth of device memory (bytes/s) for an operation that accesses
-        `bytes_accessed` bytes."""
+        """Return the bandwidth (bytes/s) for an operation that accesses `bytes_accessed` bytes: that
+        of device memory, or of a GPU's L2 cache for few bytes."""
         for key in ("elementwise/float32",):
             if key in self.rates:
                 return _interpolated(self.rates[key], bytes_accessed)
-        return self.memory_bytes_per_s.value if self.memory_bytes_per_s else _UNKNOWN_BANDWIDTH[self.device]
+        known = self.memory_bytes_per_s.value if self.memory_bytes_per_s else _UNKNOWN_BANDWIDTH[self.device]
+        return known * cache_speedup(self.architecture, bytes_accessed)
 
     def _matrix_rate(self, dtype: str) -> float:
         name = _TYPE_OF.get(dtype, "fp32")

@@ -109,3 +109,13 @@ def test_measured_rates_are_scaled_by_shape() -> None:
     assert square == pytest.approx(2.4e14, rel=0.1)
     narrow = measured.achieved_by_shape("product", "bfloat16", (1.0, 2.0**15, 2.0**15, 64), False)
     assert narrow < 0.6 * square
+
+
+def test_few_bytes_come_from_the_cache() -> None:
+    machine = Machine.named("rtx-4090")
+    large = machine.bandwidth(1e9)
+    assert machine.memory_bytes_per_s is not None
+    assert large == machine.memory_bytes_per_s.value
+    assert machine.bandwidth(1e7) == pytest.approx(4 * large)
+    assert large < machine.bandwidth(8e7) < 4 * large
+    assert Machine.named("t4").bandwidth(1e6) == Machine.named("t4").bandwidth(1e9)  # not known

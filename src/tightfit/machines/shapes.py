@@ -71,6 +71,35 @@ def _fastest(batches: float, rows: float, columns: float, depth: float, processo
     return min(times) / (batches * rows * columns * depth)
 
 
+# by architecture: bytes of the L2 cache, and its bandwidth as a multiple of that of device memory.
+# Sizes: NVIDIA's whitepapers. Bandwidth: Chips and Cheese 2022 and 2023 (5.5 TB/s on an H100 PCIe,
+# 4 on an A100, 5 on an RTX 4090), where device memory has 2.0, 1.6 and 1.0 TB/s
+CACHES = {
+    "sm_80": (40e6, 2.2),
+    "sm_89": (64e6, 4.0),
+    "sm_90": (50e6, 1.7),
+    "sm_100": (126e6, 1.5),
+    "sm_103": (126e6, 1.5),
+    "sm_120": (96e6, 3.0),
+}
+
+
+def cache_speedup(architecture: str, bytes_accessed: float) -> float:
+    """Return the factor by which the L2 cache makes an operation faster that accesses
+    `bytes_accessed` bytes, of which the operation before it has just written or read some.
+
+    An operation that accesses at most half of the cache's size finds its inputs there. One that
+    accesses twice the size finds nothing. Between them, the factor falls with the logarithm.
+
+    architecture  such as sm_90
+    """
+    size, ratio = CACHES.get(architecture, (0.0, 1.0))
+    if bytes_accessed >= 2 * size:
+        return 1.0
+    share = min(math.log(2 * size / max(bytes_accessed, 1.0)) / math.log(4), 1.0)
+    return float(ratio**share)
+
+
 @dataclass(frozen=True)
 class AttentionKernel:
     """Published rates of a fused attention kernel on one architecture.
