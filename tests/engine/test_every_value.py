@@ -32,10 +32,12 @@ from tightfit.rules import needed_permissions
 PIPE = {"pp": 2, "micro_batch": 2}
 WITH: dict[str, dict[str, Any]] = {
     "rounding": {"precision": "bf16-true"},
+    "master_weights": {"precision": "bf16-true"},
     "float8": {"precision": "bf16-mixed"},
     "loss_scale": {"precision": "fp16-mixed"},
     "dp_shard": {"zero": 1},
     "zero": {"dp_shard": 2},
+    "gradient_sync": {"zero": 3, "dp_shard": 2, "micro_batch": 1},
     "sequence_parallel": {"tp": 2},
     "schedule": PIPE,
     "virtual_stages": {**PIPE, "schedule": "interleaved"},

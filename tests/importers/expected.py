@@ -14,7 +14,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.micro_batch": 8,
         "plan.zero": 1,
         "plan.dp_shard": 4,  # 64 / (8 x 2)
-        "plan.precision": "fp16-mixed",
+        "plan.precision": "fp16-true",
+        "plan.master_weights": True,
         "plan.loss_scale": "dynamic",
         "train.optimizer": "adamw",
         "train.learning_rate": 6e-4,
@@ -28,7 +29,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.micro_batch": 4,
         "plan.zero": 2,
         "plan.dp_shard": None,
-        "plan.precision": "bf16-mixed",
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
     },
     "deepspeed/zero2_cpu_offload.json": {
         "train.batch": 32,
@@ -43,7 +45,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.zero": 3,
         "plan.dp_shard": 8,
         "plan.offload": _ALL,
-        "plan.precision": "bf16-mixed",
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
     },
     "deepspeed/zero3_nvme.json": {
         "train.batch": 8,
@@ -53,7 +56,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.offload": _ALL,
         "plan.offload_to": "disk",
         "plan.offload_folder": "/local_nvme",
-        "plan.precision": "fp16-mixed",
+        "plan.precision": "fp16-true",
+        "plan.master_weights": True,
         "plan.loss_scale": 128.0,
     },
     "deepspeed/auto.json": {
@@ -152,7 +156,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "transformers/with_deepspeed.yaml": {
         "train.batch": 16,
         "plan.zero": 3,
-        "plan.precision": "bf16-mixed",
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
         "train.steps": 1000,
     },
     "transformers/stable_decay.yaml": {
@@ -206,6 +211,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "accelerate/hybrid.yaml": {"plan.zero": 3, "plan.dp_replicate": 4, "plan.dp_shard": 8},
     "accelerate/deepspeed_keys.yaml": {
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
         "plan.zero": 3,
         "plan.dp_shard": 8,
         "plan.offload": _ALL,
@@ -217,9 +224,12 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.dp_shard": 2,
         "plan.micro_batch": 4,
         "train.batch": 32,  # 4 x 4 x 2
-        "plan.precision": "bf16-mixed",
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
     },
     "accelerate/megatron.yaml": {
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
         "plan.tp": 2,
         "plan.pp": 2,
         "plan.sequence_parallel": True,
@@ -263,7 +273,14 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.precision": "fp16-mixed",
         "train.steps": 100,
     },
-    "lightning/deepspeed.yaml": {"plan.zero": 3, "plan.dp_shard": 2, "plan.offload": _ALL, "train.epochs": 1.0},
+    "lightning/deepspeed.yaml": {
+        "plan.zero": 3,
+        "plan.dp_shard": 2,
+        "plan.offload": _ALL,
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
+        "train.epochs": 1.0,
+    },
     "lightning/fabric.yaml": {"plan.zero": 2, "plan.dp_shard": 4, "plan.precision": "fp16-true"},
     "lightning/cpu.yaml": {
         "plan.precision": "fp32",
@@ -299,7 +316,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         "train.batch": 8,
         "plan.micro_batch": 2,
         "plan.zero": 3,
-        "plan.precision": "bf16-mixed",
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
         "plan.recompute": "full",
         "train.optimizer": "adamw",
         "train.schedule": "cosine",
@@ -373,7 +391,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "llama-factory/full_sft.yaml": {
         "train.batch": 2,
         "plan.zero": 3,
-        "plan.precision": "bf16-mixed",
+        "plan.precision": "bf16-true",
+        "plan.master_weights": True,
         "train.schedule": "cosine",
         "data.sequence_length": 2048,
         "model.task": "causal-lm",

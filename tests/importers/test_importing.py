@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,40 @@ def test_fields(name: str) -> None:
     assert found == {
         field: pytest.approx(value) if isinstance(value, float) else value for field, value in FIELDS[name].items()
     }
+
+
+@pytest.mark.parametrize(
+    ("section", "plan"),
+    [
+        ({"bf16": {"enabled": True}}, {"precision": "bf16-true", "master_weights": True}),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, {"precision": "fp16-true", "master_weights": True}),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            {"precision": "bf16-true", "master_weights": False, "states": "bf16"},
+        ),
+        ({"bf16": {"enabled": False}}, {"precision": "fp32", "master_weights": None}),
+    ],
+    ids=str,
+)
+def test_deepspeed_s_masters(section: dict[str, Any], plan: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}, **section}))
+    imported = import_file(file)
+    assert {name: _value(imported, f"plan.{name}") for name in plan} == plan
+
+
+@pytest.mark.parametrize(("each", "when"), [(True, "micro-batch"), (False, "step")])
+@pytest.mark.parametrize("stage", ["full_shard", "no_shard"])
+def test_when_gradients_are_reduced(each: bool, when: str, stage: str, tmp_path: Path) -> None:
+    """Without sharded gradients, tightfit reduces once per step."""
+    file = tmp_path / "arguments.yaml"
+    kwargs = f"{{gradient_accumulation_kwargs: {{sync_each_batch: {str(each).lower()}}}}}"
+    file.write_text(
+        f"output_dir: out\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 4\nfsdp: {stage}\n"
+        f"accelerator_config: {kwargs}\n"
+    )
+    imported = import_file(file)
+    assert _value(imported, "plan.gradient_sync") == (when if stage == "full_shard" else None)
 
 
 @pytest.mark.parametrize("name", sorted(OUTCOMES))

@@ -12,12 +12,12 @@ from tests.zoo.trial import Found, Trial
 
 TOGETHER = (
     {"pp", "schedule", "virtual_stages", "vertical_sync", "split"},
-    {"zero", "dp_shard"},
+    {"zero", "dp_shard", "gradient_sync"},
     {"zero", "cp"},
     {"tp", "sequence_parallel"},
     {"parameter_server", "dp_replicate", "staleness"},
     {"dp_replicate", "compressed_gradients"},
-    {"precision", "rounding", "loss_scale"},
+    {"precision", "rounding", "master_weights", "loss_scale"},
     {"offload", "offload_to"},
 )
 AT_MOST = 24  # trials

@@ -217,7 +217,7 @@ def is_free(trial: Trial) -> bool:
     """Whether even the first loss may differ: other random numbers are drawn, or some workers are ahead of others. Then losses are
     only held to be near."""
     keeps = {"recompute", "fused_optimizer", "update_in_backward", "states", "materialize", "allocator", "offload",
-             "offload_to", "precision", "rounding", "loss_scale", "loader_workers"}  # fmt: skip
+             "offload_to", "precision", "rounding", "master_weights", "loss_scale", "loader_workers"}  # fmt: skip
     another_draw = find(trial.model).random and not set(trial.plan) <= keeps
     return another_draw or trial.plan.get("parameter_server") == "async"
 

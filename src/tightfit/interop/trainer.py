@@ -48,6 +48,7 @@ OPTIM_OF_STATES = {"fp32": "adamw_torch_fused", "8-bit": "adamw_torch_8bit", "4-
 BEYOND: dict[str, Callable[[Any], str]] = {  # plan field -> what the Trainer cannot do, in words
     "precision": lambda value: f"train in {value}",
     "rounding": lambda value: f"keep small updates of 16-bit weights ({value} rounding)",
+    "master_weights": lambda value: "keep fp32 weights beside 16-bit ones",
     "float8": lambda value: f"multiply in 8 bits with {value} scales",
     "recompute": lambda value: f"recompute only a part of the activations ({value})",
     "attention": lambda value: f"compute attention as plain matrix products ({value})",
@@ -59,6 +60,7 @@ BEYOND: dict[str, Callable[[Any], str]] = {  # plan field -> what the Trainer ca
     "materialize": lambda value: "create the model directly on its device, in the type of its weights",
     "allocator": lambda value: f"start with a {value} allocator",
     "zero": lambda value: f"shard in ZeRO stage {value}",
+    "gradient_sync": lambda value: f"shard gradients once per {value}",
     "dp_replicate": lambda value: f"train {value} replicas",
     "cp": lambda value: f"split each sequence over {value} devices",
     "tp": lambda value: f"split the layers over {value} devices",
