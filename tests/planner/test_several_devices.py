@@ -71,6 +71,13 @@ PLANS: list[dict[str, Any]] = [
     {"parameter_server": "sync", "dp_replicate": 2},
     {"pp": 2, "schedule": "pipedream"},
     {"pp": 2, "schedule": "pipedream", "vertical_sync": True},
+    {"tp": 2, "sequence_parallel": True, "recompute": "attention"},
+    {"dp_shard": 2, "zero": 3, "recompute": "attention", "precision": "bf16-mixed"},
+    {"pp": 2, "micro_batch": 2, "recompute": "attention"},
+    {"pp": 2, "micro_batch": 2, "recompute": "first-1"},
+    {"dp_shard": 2, "zero": 3, "recompute": "first-2", "compile": "block"},
+    {"tp": 2, "chunked_loss": None},
+    {"tp": 2, "chunked_loss": 512},
 ]
 
 
@@ -83,7 +90,7 @@ def estimator() -> Estimator:
     return Estimator(JOB, Machine.named("a100-80gb:8"))
 
 
-QUICK = {4, 8, 13, 21, 26, 33}
+QUICK = {4, 8, 13, 21, 26, 33, 36, 39}
 """Of PLANS: each axis and some schedules and stages of ZeRO. The slow suite has all."""
 
 
