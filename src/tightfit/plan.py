@@ -131,8 +131,10 @@ class Plan(Value):
                         next step's first forward before a step's last backward has ended, so this
                         forward uses older weights
     virtual_stages      interleaved: number of the model's stages on each pipeline rank
-    split               number of blocks in each stage, first to last, such as [6, 6, 6, 4]; None
-                        makes the stages as equal as possible
+    split               number of blocks in each stage, first to last, such as [6, 6, 6, 4]. None: a
+                        search balances the stages by their predicted time, embedding and output
+                        head included, and writes this split into the plan. A run that is built
+                        from a plan without a split has as many blocks in each stage as possible
     vertical_sync       pipedream: whether a micro-batch uses the same weight version on all ranks
     parameter_server    none; sync or async: the dp_replicate workers send their gradients to one
                         additional process, the server, which updates the weights

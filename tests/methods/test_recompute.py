@@ -3,6 +3,7 @@ first."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tightfit.errors import InputError
-from tightfit.planner.search import search
+from tightfit.methods.recompute import recomputed_blocks
+from tightfit.planner.defaults import complete
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.search import estimate_candidates, search
 from tightfit.planner.tracing.live_storages import track_peak
 from tightfit.runtime.run import Run
 
@@ -106,6 +110,8 @@ def gradients(run: Run) -> list[Tensor]:
         ("selective-2", [2] * 9),
         ("every-2", [2, 1] * 4 + [2]),
         ("every-20", [2] + [1] * 8),
+        ("first-4", [2] * 4 + [1] * 5),
+        ("first-9", [2] * 9),
         ("sqrt", [2] * 9),
     ],
 )
@@ -127,9 +133,10 @@ def activations(recompute: str) -> int:
 def test_more_recomputation_keeps_fewer_activations() -> None:
     kept = {
         recompute: activations(recompute)
-        for recompute in ("none", "selective", "selective-2", "every-2", "full", "sqrt")
+        for recompute in ("none", "selective", "selective-2", "every-2", "first-1", "first-8", "full", "sqrt")
     }
     assert kept["none"] > kept["selective"] > kept["selective-2"] > kept["full"]
+    assert kept["none"] - kept["first-1"] == kept["first-8"] - kept["full"] > 0  # a block's activations
     assert kept["none"] > kept["every-2"] > kept["full"] > kept["sqrt"]
     assert kept["full"] - kept["sqrt"] == (LAYERS - 3) * 4 * BATCH * WIDTH  # inputs of 9 blocks, of 3 segments
 
@@ -157,6 +164,49 @@ def test_sqrt_refuses_a_model_with_work_between_blocks() -> None:
     with pytest.raises(InputError, match="recompute: full"):
         build("sqrt", Doubling).loss_sum(batch())
     assert gradients(build("full", Doubling))
+
+
+def test_more_blocks_than_the_model_has_are_refused() -> None:
+    with pytest.raises(InputError, match="has 9 blocks"):
+        build("first-10")
+    with pytest.raises(InputError, match="has 9 blocks"):
+        tightfit.estimate(build("none").job, tightfit.Plan(recompute="first-10"))
+
+
+def test_first_blocks_are_counted_in_each_stage() -> None:
+    plan = tightfit.Plan(recompute="first-2", pp=2, split=(4, 2))
+    assert recomputed_blocks(plan, 6) == [0, 1, 4, 5]
+    assert recomputed_blocks(plan.replace(recompute="first-3"), 6) == [0, 1, 2, 4, 5]
+    assert recomputed_blocks(plan.replace(pp=1, split=None), 6) == [0, 1]
+    with pytest.raises(InputError, match="at most 4 of them in a pipeline stage"):
+        recomputed_blocks(plan.replace(recompute="first-5"), 6)
+    interleaved = plan.replace(schedule="interleaved", virtual_stages=2, split=(2, 1, 2, 1))
+    assert recomputed_blocks(interleaved.replace(recompute="first-1"), 6) == [0, 2, 3, 5]
+
+
+def test_search_finds_the_fewest_blocks_that_fit() -> None:
+    """The limit is what 4 of 9 blocks need, with all of their gradients."""
+    job = build("none").job
+    job = job.replace(train=tightfit.Train(batch=4096, steps=2), model=Net)
+    pins = {"micro_batch": 4096, "compile": "none", "update_in_backward": False, "allocator": "default"}
+    machine = tightfit.Machine.named("a100-80gb")
+    estimator = Estimator(job, machine)
+    start = complete(job, machine, pins)[0]
+    needs = {n: estimator.estimate(start.replace(recompute=f"first-{n}")) for n in (3, 4)}
+    limit = needs[4].peak_bytes + needs[4].margin_bytes
+    assert needs[3].peak_bytes + needs[3].margin_bytes > limit + 1
+    limited = job.replace(limits={"memory": math.ceil(limit)})
+    full = tightfit.Plan(**{**start.model_dump(), "recompute": "full"})
+    found = estimate_candidates(Estimator(limited, machine), start, pins)
+    assert any(one.plan == full for one in found)
+    tried = [one for one in found if one.plan.recompute.startswith("first-")]
+    assert "first-4" in {one.plan.recompute for one in tried}
+    assert all(one.fits for one in tried)
+    assert len(tried) <= 4
+    assert not any(
+        one.plan.recompute.startswith("first-")
+        for one in estimate_candidates(Estimator(limited, machine), full, {**pins, "recompute": "full"})
+    )
 
 
 def test_a_model_without_blocks_is_refused() -> None:

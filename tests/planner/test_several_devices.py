@@ -18,7 +18,7 @@ from tightfit.parallel.gradient_buckets import BUCKET_BYTES, MIN_BYTES_PER_DEVIC
 from tightfit.planner.candidates import candidates
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator, estimated_ledger
-from tightfit.planner.search import estimate_candidates, search
+from tightfit.planner.search import estimate_candidates, search, search_or_estimate
 
 LLAMA = {
     "architecture": "llama",
@@ -71,6 +71,13 @@ PLANS: list[dict[str, Any]] = [
     {"parameter_server": "sync", "dp_replicate": 2},
     {"pp": 2, "schedule": "pipedream"},
     {"pp": 2, "schedule": "pipedream", "vertical_sync": True},
+    {"tp": 2, "sequence_parallel": True, "recompute": "attention"},
+    {"dp_shard": 2, "zero": 3, "recompute": "attention", "precision": "bf16-mixed"},
+    {"pp": 2, "micro_batch": 2, "recompute": "attention"},
+    {"pp": 2, "micro_batch": 2, "recompute": "first-1"},
+    {"dp_shard": 2, "zero": 3, "recompute": "first-2", "compile": "block"},
+    {"tp": 2, "chunked_loss": None},
+    {"tp": 2, "chunked_loss": 512},
 ]
 
 
@@ -83,7 +90,7 @@ def estimator() -> Estimator:
     return Estimator(JOB, Machine.named("a100-80gb:8"))
 
 
-QUICK = {4, 8, 13, 21, 26, 33}
+QUICK = {4, 8, 13, 21, 26, 33, 36, 39}
 """Of PLANS: each axis and some schedules and stages of ZeRO. The slow suite has all."""
 
 
@@ -99,6 +106,41 @@ def test_estimate_of_each_device_agrees_with_its_dry_run(estimator: Estimator, f
     found = estimator.estimate(plan)
     estimated = found.peak.total - found.peak.rows["runtime"]
     assert estimated == pytest.approx(dry_run(JOB, plan, "cuda", found.ledger.device).total, rel=0.06)
+
+
+def test_gathered_logits_cost_more_than_sharded_ones() -> None:
+    """Both are predicted: the logits of all classes on each device, and the all-gather that brings them there."""
+    table = {
+        "*.q_proj": "colwise", "*.k_proj": "colwise", "*.v_proj": "colwise", "*.o_proj": "rowwise",
+        "*.gate_proj": "colwise", "*.up_proj": "colwise", "*.down_proj": "rowwise",
+    }  # fmt: skip
+    plan, found = tightfit.Plan(tp=2, fused_optimizer=True), {}
+    for head in ("colwise", "colwise_gather_output"):
+        job = JOB.replace(model={**LLAMA, "vocab_size": 16384, "tensor_parallel": {**table, "lm_head": head}})
+        found[head] = Estimator(job, Machine.named("a100-80gb:2")).estimate(plan)
+        estimated = found[head].peak.total - found[head].peak.rows["runtime"]
+        assert estimated == pytest.approx(dry_run(job, plan, "cuda").total, rel=0.06)
+    sharded, gathered = found["colwise"], found["colwise_gather_output"]
+    logits = 16 * 128 * 16384 * 4
+    assert gathered.peak_bytes - sharded.peak_bytes > logits
+    sent = [sum(message.bytes for message in one.ledger.messages) for one in (sharded, gathered)]
+    assert sent[1] - sent[0] > 0.4 * logits
+
+
+def test_split_none_is_balanced_by_predicted_time() -> None:
+    """The last stage has a large output head. All other fields are pinned, as in a complete plan file."""
+    job = JOB.replace(model={**LLAMA, "vocab_size": 32768})
+    machine = Machine.named("a100-80gb:2")
+    estimator = Estimator(job, machine)
+    found = {}
+    for split in (None, (3, 3)):
+        plan = tightfit.Plan(pp=2, micro_batch=4, fused_optimizer=True, split=split)
+        found[split] = search_or_estimate(estimator, plan.model_dump())[0]
+    assert found[3, 3].plan.split == (3, 3)
+    assert found[None].plan.split is not None
+    assert found[None].plan.split[0] > found[None].plan.split[1]
+    assert found[None].time.step_s < 0.95 * found[3, 3].time.step_s
+    assert f"split={found[None].plan.split}" in tightfit.explain(job, machine, tightfit.Plan(pp=2, micro_batch=4))
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

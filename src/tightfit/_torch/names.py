@@ -112,6 +112,7 @@ _TABLE = {
         "_ExcludeDispatchKeyGuard": ("skips the CPU's autocast rules", _NO_AUTOCAST),
         "_dispatch_get_all_op_names": ("finds CUDA's autocast rules", _LIST),
         "_dispatch_has_kernel_for_dispatch_key": ("finds CUDA's autocast rules", _LIST),
+        "_DisableTorchDispatch": ("detaches tensors quickly under a dispatch mode", "a plain detach()"),
         "_storage_Use_Count": (
             "whether anything else uses a parameter's storage",
             "weak references to the views",

@@ -62,8 +62,8 @@ _COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in WEI
 # The time that torch's checkpointing spends in Python in addition to the recomputation itself, in
 # units of the time to launch one operation:
 SEGMENT_LAUNCHES = 33  # for each recomputed group of blocks
-HOOK_LAUNCHES = 2.3  # for each recomputed operation, because its tensors pass through saved-tensor hooks
-NOTE_LAUNCHES = 2.3  # attention: for each operation of a block's forward, to find and note those of attention
+HOOK_LAUNCHES = 2.3  # for each operation whose tensors pass through saved-tensor hooks
+NOTE_LAUNCHES = 12.0  # attention: for each operation of a block's forward and the views of its tensors, to note them
 DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether its result is saved
 
 
@@ -94,20 +94,35 @@ def with_recomputation(
 
 
 def with_noted_operations(training: tuple[Segment, ...]) -> tuple[Segment, ...]:
-    """Return the recorded step of recompute: attention with the time that Python takes in the
-    forward of each block, to note the operations of attention.
+    """Return the recorded step of recompute: attention with the time that Python takes in each block:
+    in forward to note the operations of attention, in backward for the hooks of saved tensors.
 
     training  the recorded step, in whose backward attention is recomputed
     """
-    return tuple(map(_with_noted_operations, training))
+    left = {  # by call of a block: number of operations in its forward
+        (segment.block, segment.call): len(segment.timeline.operations)
+        for segment in training
+        if segment.phase == "forward" and segment.block is not None
+    }
+
+    def noted(segment: Segment) -> Segment:
+        call = segment.block, segment.call
+        if segment.phase == "forward" and call in left:
+            count = NOTE_LAUNCHES * left[call]
+        elif segment.phase == "backward" and call in left:
+            count = HOOK_LAUNCHES * left.pop(call)
+        else:
+            return segment
+        return replace(segment, timeline=segment.timeline.then(_in_python(count)))
+
+    return tuple(map(noted, training))
 
 
-def _with_noted_operations(segment: Segment) -> Segment:
-    if segment.block is None or segment.phase != "forward":
-        return segment
-    count = BatchLinear(NOTE_LAUNCHES * len(segment.timeline.operations))
-    noting = Operation("call", "float32", BatchLinear(), BatchLinear(), count=count)
-    return replace(segment, timeline=segment.timeline.then(Timeline((), (noting,))))
+def _in_python(launches: float) -> Timeline:
+    """Return a timeline with only time that is spent in Python, in units of the time to launch one
+    operation."""
+    called = Operation("call", "float32", BatchLinear(), BatchLinear(), count=BatchLinear(launches))
+    return Timeline((), (called,))
 
 
 Call = tuple[int, int]  # (block, number of its call in the forward, from 0)
@@ -193,7 +208,7 @@ class _RecomputationEdit:
         asked  number of operations for which `selective` decides whether the result is saved
         """
         count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
-        return Timeline((), (Operation("call", "float32", BatchLinear(), BatchLinear(), count=BatchLinear(count)),))
+        return _in_python(count)
 
     def _replace_timeline(self, place: int, timeline: Timeline) -> None:
         self.training[place] = replace(self.training[place], timeline=timeline)

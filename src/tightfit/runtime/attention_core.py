@@ -21,7 +21,7 @@ Source  Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -34,15 +34,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tightfit._torch.dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from tightfit._torch.fake import active_fake_mode
-from tightfit._torch.pytree import tree_leaves, tree_map_only
-from tightfit._torch.tensors import saved_tensor_hooks_now, storage_id, version_of
+from tightfit._torch.pytree import tree_leaves
+from tightfit._torch.tensors import detached, saved_tensor_hooks_now, storage_id, version_of
 from tightfit.errors import InputError
 from tightfit.runtime.recomputation import written_tensors
 
 Forward = Callable[..., Any]
 
 # what an operation is to an attention core
-SCORES, PRODUCT, SOFTMAX, KERNEL, COPY, OTHER = range(6)
+SCORES, PRODUCT, SOFTMAX, KERNEL, COPY, VIEW, OTHER = range(7)
 _KINDS = {
     SCORES: ("aten.bmm", "aten.baddbmm"),
     PRODUCT: (
@@ -65,8 +65,8 @@ _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 @cache
 def kind_of(operation: Any) -> int:
     """Return what an operation, such as torch.ops.aten.bmm.default, is to an attention core: SCORES
-    (it may begin one), PRODUCT, SOFTMAX, KERNEL (fused attention), COPY or OTHER."""
-    return _KIND_OF.get(str(operation).rsplit(".", 1)[0], OTHER)
+    (it may begin one), PRODUCT, SOFTMAX, KERNEL (fused attention), COPY, VIEW or OTHER."""
+    return _KIND_OF.get(str(operation).rsplit(".", 1)[0], VIEW if operation.is_view else OTHER)
 
 
 @dataclass
@@ -125,7 +125,7 @@ def no_attention(name: str) -> InputError:
 
 def _without_graph(tensor: Tensor) -> Tensor:
     # an operation's own result must not refer to its node in the graph, which refers to the result
-    return tensor if tensor.grad_fn is None else tensor.detach()
+    return tensor if tensor.grad_fn is None else detached(tensor)
 
 
 def _unchanged(packed: Any) -> Any:
@@ -179,7 +179,7 @@ class _Step:
                 "the model modifies in place a tensor from which attention would be recomputed",
                 "use recompute: full or none, or let the model write to a new tensor",
             )
-        args, kwargs = tree_map_only(_Part, lambda part: part.of(storages[part.storage]), self.arguments)
+        args, kwargs = _replaced(self.arguments, _Part, lambda part: part.of(storages[part.storage]))
         if self.random is None:
             output = self.operation(*args, **kwargs)
         else:
@@ -309,8 +309,8 @@ class _AttentionCores(TorchDispatchMode):
         super().__init__()
         self.outer_pack = pack
         self.cores: list[_Core] = []
-        self.storages: dict[int, _Storage] = {}
-        self.steps = 0
+        self.storages: dict[int, _Storage] = {}  # by id, those that may still be alive
+        self.numbered = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -331,7 +331,7 @@ class _AttentionCores(TorchDispatchMode):
         if made is None or tensor.dtype != made.dtype:
             return self.outer_pack(tensor)
         core = made.core.root()
-        held = _Placeholder(core, _part(made, tensor), None if core.confirmed else _without_graph(tensor))
+        held = _Placeholder(core, _part(tensor, made), None if core.confirmed else _without_graph(tensor))
         if not core.confirmed:
             core.pending.append(held)
         return held
@@ -344,19 +344,19 @@ class _AttentionCores(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(map(is_traceable_wrapper_subclass_type, types)):
+        if types and any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the mode sees the operations on the inner tensors
         kind = kind_of(func)
-        inputs = (
-            [made for made in map(self._made_by_core, tree_leaves((args, kwargs))) if made] if self.storages else []
-        )
+        if kind == VIEW or (not self.storages and kind not in (SCORES, KERNEL)):
+            return func(*args, **kwargs)
+        inputs = [made for made in map(self._made_by_core, _tensors(args, kwargs)) if made] if self.storages else []
         if kind in (SCORES, PRODUCT):
             ends = self._end_cores(inputs)
             return func(*args, **kwargs) if kind == PRODUCT or ends else self._begin(func, args, kwargs, False)
         if kind == KERNEL:
             return self._begin(func, args, kwargs, True)
         cores = list(dict.fromkeys(made.core.root() for made in inputs))
-        if not cores or func.is_view or (kind != COPY and any(core.fused for core in cores)):
+        if not cores or (kind != COPY and any(core.fused for core in cores)):
             return func(*args, **kwargs)
         if kind == SOFTMAX:
             cores[0].confirm()
@@ -371,6 +371,8 @@ class _AttentionCores(TorchDispatchMode):
         for core in cores:
             if not core.confirmed:
                 core.discard(self.outer_pack)
+        for key in [key for key, made in self.storages.items() if made.alive.expired()]:
+            del self.storages[key]
         return any(core.confirmed and not core.fused for core in cores)
 
     def _begin(self, func: Any, args: Any, kwargs: Any, fused: bool) -> Any:
@@ -380,49 +382,78 @@ class _AttentionCores(TorchDispatchMode):
 
     def _note(self, core: _Core, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of a core, note it, and return its output."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = {storage_id(tensor): self._made_by_core(tensor) for tensor in given if tensor.layout is torch.strided}
-        changed = {storage_id(tensor) for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, Tensor)}
-        random = _random_state(func, given)
-        versions = [(tensor, version_of(tensor)) for tensor in given if not self._is_of_core(tensor, known)]
+        given = {id(tensor): tensor for tensor in _tensors(args, kwargs)}
+        made_by = {key: self._made_by_core(tensor) for key, tensor in given.items()}
+        parts = {key: _part(given[key], made) for key, made in made_by.items() if made is not None}
+        changed = [id(tensor) for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, Tensor)]
+        random = _random_state(func, args, kwargs)
+        versions = [(tensor, version_of(tensor)) for key, tensor in given.items() if key not in parts]
         output = func(*args, **kwargs)
-        if any(known.get(key) is None for key in changed):  # it writes to a tensor that is no core's
+        if any(key not in parts for key in changed):  # it writes to a tensor that is no core's
             return output
-        made = {}
-        for place, tensor in enumerate(tree_leaves(output)):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and storage_id(tensor) not in known:
-                number = len(self.storages)
-                key = storage_id(tensor)
-                self.storages[key] = _Storage(number, core, tensor.dtype, StorageWeakRef(tensor.untyped_storage()))
-                made[place] = number
-        reads = {one.number for one in known.values() if one is not None}
-        writes = {*made.values(), *(known[key].number for key in changed)}  # type: ignore[union-attr]
-        if not writes:
-            return output
-        arguments = tree_map_only(
-            Tensor,
-            lambda tensor: _part(known[storage_id(tensor)], tensor) if self._is_of_core(tensor, known) else tensor,  # type: ignore[arg-type]
-            (args, kwargs),
-        )
-        core.steps.append(_Step(self.steps, func, arguments, versions, made, reads, writes, random))
-        self.steps += 1
+        made = {} if changed else self._made(core, output, [tensor for tensor, _ in versions])
+        writes = {*made.values(), *(parts[key].storage for key in changed)}
+        if writes:
+            arguments = _replaced((args, kwargs), Tensor, lambda tensor: parts.get(id(tensor), tensor))
+            reads = {part.storage for part in parts.values()}
+            core.steps.append(_Step(self.numbered, func, arguments, versions, made, reads, writes, random))
+            self.numbered += 1
         return output
 
-    @staticmethod
-    def _is_of_core(tensor: Tensor, known: dict[int, _Storage | None]) -> bool:
-        return tensor.layout is torch.strided and known.get(storage_id(tensor)) is not None
+    def _made(self, core: _Core, output: Any, others: list[Tensor]) -> dict[int, int]:
+        """Number the storages that an operation of `core` has allocated. Return position among its
+        outputs -> number of the storage.
+
+        others  the arguments of the operation that are no core's, in whose storages outputs may be
+        """
+        made: dict[int, int] = {}
+        for place, tensor in enumerate(tree_leaves(output)):
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or self._made_by_core(tensor):
+                continue
+            key = storage_id(tensor)
+            if any(key == storage_id(other) for other in others if other.layout is torch.strided):
+                continue
+            alive = StorageWeakRef(tensor.untyped_storage())
+            self.storages[key] = _Storage(self.numbered, core, tensor.dtype, alive)
+            made[place] = self.numbered
+            self.numbered += 1
+        return made
 
 
-def _part(made: _Storage, tensor: Tensor) -> _Part:
+def _part(tensor: Tensor, made: _Storage) -> _Part:
     return _Part(made.number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _random_state(operation: Any, given: list[Tensor]) -> tuple[torch.device, Tensor] | None:
-    """Return (device, state of its random number generator) if the operation draws random numbers
-    on the device of `given`, its arguments; else None."""
+def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operation's arguments: these are tensors, or lists of tensors."""
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, list | tuple):
+            yield from (inner for inner in one if isinstance(inner, Tensor))
+
+
+def _replaced(arguments: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return an operation's arguments, (args, kwargs), with `change(one)` in place of each one of the
+    type `kind`."""
+
+    def replaced(one: Any) -> Any:
+        if isinstance(one, kind):
+            return change(one)
+        if isinstance(one, list | tuple) and type(one) in (list, tuple):
+            return type(one)(map(replaced, one))
+        return one
+
+    args, kwargs = arguments
+    return tuple(map(replaced, args)), {name: replaced(one) for name, one in kwargs.items()}
+
+
+def _random_state(operation: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device, Tensor] | None:
+    """Return (device, state of its random number generator) if the operation, which is called with
+    these arguments, draws random numbers; else None."""
     if torch.Tag.nondeterministic_seeded not in operation.tags or active_fake_mode() is not None:
         return None
-    device = given[0].device
+    device = next(_tensors(args, kwargs)).device
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
     return device, state
 
@@ -468,7 +499,7 @@ class _Policy:
             self.inside, self.seen_softmax, self.after_kernel = kind == SCORES and not ends, False, False
             return self.inside
         if self.after_kernel:  # the kernel's output, copied or seen in another shape
-            self.after_kernel = operation.is_view or kind == COPY
+            self.after_kernel = kind in (VIEW, COPY)
             return self.after_kernel
         self.seen_softmax = self.seen_softmax or (self.inside and kind == SOFTMAX)
         return self.inside
