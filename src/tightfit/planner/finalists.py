@@ -157,7 +157,10 @@ def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, n
     """
     finals.too_large.pop(one.plan, None)
     failed = list(finals.unconfirmed.values())
-    if len(failed) >= MAX_FAILED_DRY_RUNS:
+    if twin := _twin_that_is_too_large(finals, one):
+        settled = estimator.include_allocator(one)
+        seen = replace(settled, dry_run_bytes=max(twin.dry_run_bytes or 0.0, settled.peak.total))
+    elif len(failed) >= MAX_FAILED_DRY_RUNS:
         seen = replace(estimator.include_allocator(one), not_confirmed=failed[0].not_confirmed)
     else:
         try:
@@ -176,6 +179,24 @@ def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, n
     else:
         finals.chosen = seen
     return finals.chosen is not None
+
+
+def _twin_that_is_too_large(finals: DryRunResults, one: Estimate) -> Estimate | None:
+    """Return the estimate of a plan that did not fit in its dry run and that differs from the plan
+    of `one` only in the dtype of its optimizer states. Return None if there is none, or if the
+    states matter.
+
+    They do not matter if they are offloaded, and both plans have the same peak in forward or
+    backward. So `one` needs no dry run of its own.
+    """
+    if "states" not in one.plan.offload or one.peak.phase == "optimizer":
+        return None
+    for plan, seen in finals.too_large.items():
+        same = plan.replace(states=one.plan.states) == one.plan and seen.dry_run_bytes is not None
+        beside = seen.peak.rows.get("allocator", 0.0)
+        if same and (seen.peak.phase, seen.peak.total - beside) == (one.peak.phase, one.peak.total):
+            return seen
+    return None
 
 
 def _with_allocator_row(one: Estimate, reserved: float) -> Estimate:

@@ -27,7 +27,7 @@ from tightfit.methods import float8
 from tightfit.methods.compile import COMPILE_S
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
-from tightfit.planner.candidates import candidates, is_legal
+from tightfit.planner.candidates import candidates, data_parallel_layouts, is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import DryRunResults, first_that_fits, first_that_nearly_fits
@@ -202,7 +202,10 @@ def _fallback_estimates(
     starts = [start]
     if found:
         nearest = min(found, key=lambda one: one.fullness).plan
-        starts += [nearest] if (nearest.tp, nearest.pp, nearest.cp) != (start.tp, start.pp, start.cp) else []
+        sizes = {"tp": nearest.tp, "cp": nearest.cp}
+        in_vain = nearest.cp > 1 and not _context_parallelism_may_fit(estimator, start, pins, sizes, found)
+        is_other = (nearest.tp, nearest.pp, nearest.cp) != (start.tp, start.pp, start.cp)
+        starts += [nearest] if is_other and not in_vain else []
     for one in starts:
         least = leanest(estimator, one, pins)
         if least is not None:
@@ -517,19 +520,86 @@ def _estimate_parallelism(
     known  estimates of plans without this parallelism
     """
     found: list[Estimate] = []
+    in_vain: list[dict[str, int]] = []  # degrees whose plans cannot fit
     # from this tp degree on, tensor-parallel communication takes too long, also in a pipeline
     too_many_tp = math.inf
     for bound_s, sizes in by_lower_bound(estimator, start, pins):
         best_s = (1 - MIN_SAVING) * min((one.time.step_s for one in (*known, *found) if one.fits), default=math.inf)
         if bound_s > best_s or ("cp" in sizes and math.isfinite(best_s)):
             break
+        if "cp" in sizes and not _context_parallelism_may_fit(estimator, start, pins, sizes, [*known, *found]):
+            in_vain.append(sizes)
+            continue
         if sizes.get("tp", 1) >= too_many_tp:
             continue
         seen = _estimate_degrees(estimator, start, pins, sizes, best_s)
         if not seen and math.isfinite(best_s) and sizes.keys() == {"tp"}:
             too_many_tp = sizes["tp"]
         found += seen
+    tried = [*known, *found]
+    if in_vain and tried and not any(one.fits for one in tried):
+        found += _leanest_in_vain(estimator, pins, in_vain, tried)
     return found
+
+
+def _context_parallelism_may_fit(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], sizes: dict[str, int], others: list[Estimate]
+) -> bool:
+    """Return whether plans with context parallelism may fit, so that they are worth their traces.
+
+    Context parallelism divides only activations and temporaries. All other memory is that of the
+    same plan without it, over the same devices.
+
+    start   the plan to which the degrees are added
+    pins    plan fields that the user fixed
+    sizes   the degrees as plan fields, such as {"cp": 4}
+    others  all estimates so far. Those without context parallelism tell the other memory
+    """
+    limit, tp = estimator.limit_bytes, sizes.get("tp", start.tp)
+    alike = [one for one in others if (one.plan.tp, one.plan.pp, one.plan.cp) == (tp, 1, 1) and not one.plan.offload]
+    kinds = {(one.plan.precision, one.plan.states) for one in others} | {(start.precision, start.states)}
+    wide = start.replace(**{name: size for name, size in sizes.items() if name != "cp"})
+    for layout in data_parallel_layouts(estimator.machine, wide, pins):
+        for precision, states in kinds:
+            plan = wide.replace(**layout, precision=precision, states=states)
+            try:
+                if estimator.memory_lower_bound(plan) > limit:
+                    continue
+            except InputError:  # the model does not support this tensor parallelism
+                return True
+            same = [
+                one for one in alike if (one.plan.zero, one.plan.precision, one.plan.states) == (3, precision, states)
+            ]
+            if plan.zero < 3 or not same or min(map(_bytes_beside_activations, same)) <= limit:
+                return True
+    return False
+
+
+def _bytes_beside_activations(one: Estimate) -> float:
+    """Return the most bytes that a step with the plan of the estimate `one` needs for everything
+    except activations and temporaries."""
+    rows = (rows for _, _, rows in one.ledger.instants())
+    return max(sum(sizes.values()) - sizes["activations"] - sizes["temporaries"] for sizes in rows)
+
+
+def _leanest_in_vain(
+    estimator: Estimator, pins: dict[str, Any], in_vain: list[dict[str, int]], others: list[Estimate]
+) -> list[Estimate]:
+    """Return the estimate of the leanest of the estimates `others`, changed to the largest degree
+    of context parallelism, so that a refusal can say how little memory is enough. The list is empty
+    if the model does not support it.
+
+    in_vain  the degrees of parallelism that were not tried, because their plans cannot fit
+    """
+    sizes = max(in_vain, key=lambda one: (one["cp"], -one.get("tp", 1)))
+    least = min(others, key=lambda one: one.fullness).plan
+    if least.pp > 1 or least.tp != sizes.get("tp", 1):
+        return []
+    try:
+        plan = least.replace(**parallelism_fields(estimator, least, {**pins, "zero": 3}, sizes))
+        return [estimator.estimate(plan)] if is_legal(plan, estimator.job, estimator.machine.device) else []
+    except InputError:
+        return []
 
 
 def _estimate_degrees(
