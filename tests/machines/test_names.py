@@ -13,7 +13,7 @@ from tests import tiny
 from tests.report.test_run_folder import command
 from tightfit.errors import InputError
 from tightfit.machine import TYPES, Machine
-from tightfit.machines import devices, instances
+from tightfit.machines import NETWORK_ACHIEVED, devices, instances
 
 NEEDED = {
     "group",

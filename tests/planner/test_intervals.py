@@ -94,7 +94,11 @@ def test_quantiles_and_coverage() -> None:
     assert derive.quantile([1.0, 2.0], 0.25) == 1.25
     runs = [("time", ["a class"], 1.0 + place / 100, "ab"[place % 2]) for place in range(80)]
     found = derive.table(runs)["time"]["a class"]
-    assert (found["low"], found["high"], found["runs"]) == (pytest.approx(1.04, abs=0.01), pytest.approx(1.75, abs=0.01), 80)
+    assert (found["low"], found["high"], found["runs"]) == (
+        pytest.approx(1.04, abs=0.01),
+        pytest.approx(1.75, abs=0.01),
+        80,
+    )
     inside = derive.coverage(runs)["time, a class"]
     assert inside["runs"] == 80
     assert 0.8 < inside["share"] <= 1.0
