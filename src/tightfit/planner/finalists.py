@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from tightfit.errors import InputError, Untraceable
-from tightfit.job import Job
+from tightfit.job import Job, ModelSpec
 from tightfit.methods import recompute
 from tightfit.models import model_config, with_fewer_blocks
 from tightfit.plan import Plan
@@ -245,7 +245,8 @@ def _peak_by_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> float 
     Returns None, without a dry run, on several devices and for models whose depth cannot be
     changed. Raises InputError if the engine refuses the plan.
     """
-    depth = getattr(model_config(job.model), "num_hidden_layers", None) if one.plan.devices == 1 else None
+    known_depth = one.plan.devices == 1 and isinstance(job.model, ModelSpec)
+    depth = getattr(model_config(job.model), "num_hidden_layers", None) if known_depth else None
     if depth is None or one.ledger.blocks != depth:
         return None
     known = one.peak.total - one.peak.rows["runtime"] - one.peak.rows.get("allocator", 0.0)
