@@ -80,7 +80,7 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
     A later plan of the same kind with 68 GiB is postponed, because it may need 76 GiB.
     """
     finals = DryRunResults()
-    reserved, put_off = dict[tuple[str, ...], float](), []
+    reserved, put_off = dict[tuple[str | bool, ...], float](), []
     for one in fitting:
         kind = (
             one.plan.precision,
