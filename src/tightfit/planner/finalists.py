@@ -82,12 +82,8 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
     finals = DryRunResults()
     reserved, put_off = dict[tuple[str | bool, ...], float](), []
     for one in fitting:
-        kind = (
-            one.plan.precision,
-            one.plan.rounding,
-            one.plan.master_weights,
-            one.plan.states,
-        )  # each needs other buffers for the update
+        plan = one.plan  # each kind needs other buffers for the update
+        kind = plan.precision, plan.rounding, plan.master_weights, plan.states
         if one.peak_bytes + reserved.get(kind, 0.0) > one.limit_bytes:
             put_off.append(one)
             finals.too_large[one.plan] = _with_allocator_row(one, reserved.get(kind, 0.0))
