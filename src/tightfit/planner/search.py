@@ -263,6 +263,9 @@ def estimate_candidates(
 
     - Without a pipeline, a micro-batch smaller than the largest that fits is not faster.
     - An option that only saves memory is tried only if it permits a larger micro-batch.
+    - With `compile: model`, each value of recompute needs a trace of its own, of the whole model.
+      It is tried only if the same plan without recomputation would be faster than every plan that
+      fits.
     - In a pipeline, ZeRO-2 and ZeRO-3 communicate in every micro-batch. A higher ZeRO stage is
       therefore never faster than a lower stage that fits.
     - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
@@ -284,6 +287,8 @@ def estimate_candidates(
     # key: a plan without its micro-batch and memory-saving options; value: its largest useful
     # micro-batch
     largest_useful: dict[Any, int] = {}
+    # the same key; value: total seconds with the largest micro-batch, whether it fits or not
+    without_saving_s: dict[Any, float] = {}
     # key: a plan with recompute: full and without its micro-batch; value: the plan with each useful
     # micro-batch, the largest first
     full: dict[Plan, list[Plan]] = {}
@@ -296,6 +301,8 @@ def estimate_candidates(
         if start.pp > 1 and lowest_zero.get(without_zero, plans[0].zero) < plans[0].zero:
             continue
         larger = [plan for plan in plans if plan.micro_batch_of(batch) > largest_useful.get(least, 0)]
+        if larger and start.compile == "model" and without_saving_s.get(least, 0.0) >= _fitting_s(estimator, found):
+            continue
         if larger:
             try:
                 seen = (
@@ -315,6 +322,7 @@ def estimate_candidates(
                 lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
                 largest_useful[least] = _largest_safe_micro_batch(seen, batch)
+                without_saving_s[least] = seen[0].total_s
     if not found and not ruled_out and refused:
         raise refused[0]
     if "recompute" not in pins and start.compile != "model":  # there, each number of blocks would need a trace
@@ -332,6 +340,13 @@ def estimate_candidates(
         )
 
     return found + [estimator.estimate(min(plans, key=how_lean)) for plans in ruled_out.values()]
+
+
+def _fitting_s(estimator: Estimator, found: list[Estimate]) -> float:
+    """Return the total seconds of the fastest plan of the estimates `found` that fits with the
+    allocator's bytes; infinite if none does."""
+    fitting = sorted((one for one in found if one.fits), key=_by_time)
+    return next((one.total_s for one in fitting if estimator.include_allocator(one).fits), math.inf)
 
 
 def _with_fewest_recomputed(
