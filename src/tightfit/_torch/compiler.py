@@ -62,6 +62,15 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
+def inductor_read_limits() -> tuple[int, int]:
+    """Return (limit of a value that is used several times, limit of any other value): how many
+    buffers inductor's code reads at most to compute a value again where it is used. A value that
+    needs more buffers is stored."""
+    from torch._inductor import config
+
+    return int(config.realize_reads_threshold), int(config._realize_acc_reads_threshold_default)
+
+
 def import_inductor_lowerings() -> None:
     """Import inductor's lowerings. Some of inductor's decompositions ask the lowerings which cases
     they support. If inductor itself does not run, nothing else imports them."""
@@ -88,6 +97,7 @@ __all__ = [
     "aot_backend",
     "import_inductor_lowerings",
     "inductor_decompositions",
+    "inductor_read_limits",
     "is_compiler_error",
     "is_compiler_file",
     "may_be_dynamic",

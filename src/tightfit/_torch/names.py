@@ -255,6 +255,7 @@ _TABLE = {
         "select_decomp_table": ("predicts compiled regions", _EAGER),
     },
     "torch._inductor": {
+        "config": ("predicts compiled regions", _EAGER),
         "lowering": ("predicts compiled regions", _EAGER),
     },
     "torch._prims.rng_prims": {

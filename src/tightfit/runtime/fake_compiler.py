@@ -34,6 +34,7 @@ from tightfit._torch.compiler import (
     aot_backend,
     import_inductor_lowerings,
     inductor_decompositions,
+    inductor_read_limits,
     rng_state_wrappers,
     takes_list,
 )
@@ -232,6 +233,7 @@ def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
     fused = {node for node in calls if _is_fused(node) and not _is_view(node)}
     views = {node for node in calls if _is_view(node)}
     inlined = fused - _stored_nodes(nodes, fused, views)
+    _store_what_reads_much(nodes, inlined, views)
     plan = _BufferPlan(inlined=inlined)
     reads: dict[fx.Node, list[fx.Node]] = {}  # by node that runs: the buffers that it reads
     for node in calls:
@@ -263,6 +265,25 @@ def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]
         if is_kernel or node is nodes[-1]:
             stored |= {_view_base(source, views) for source in node.all_input_nodes}
     return stored
+
+
+def _store_what_reads_much(nodes: list[fx.Node], inlined: set[fx.Node], views: set[fx.Node]) -> None:
+    """Remove those nodes from `inlined` that torch's code generator stores because computing them
+    again in each kernel that uses them would read too many buffers.
+
+    A value that is used several times is stored if it needs more than 4 buffers
+    (`realize_reads_threshold`), any other value if it needs more than 8
+    (`realize_acc_reads_threshold`). Otherwise the residual stream of a deep model, which is a sum of
+    all blocks' outputs, would be computed from all of them in each block.
+
+    Source: torch/_inductor/ir.py, StorageBox.
+    """
+    limits = inductor_read_limits()
+    for node in nodes:
+        if node in inlined:
+            reads = len(_buffers_read(node, inlined, views))
+            if reads > limits[len(node.users) == 1]:
+                inlined.remove(node)
 
 
 def _view_base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
