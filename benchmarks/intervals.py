@@ -25,6 +25,7 @@ from tightfit.plan import Plan
 from tightfit.planner.intervals import FEWEST_RUNS, classes
 
 OUT = harness.ROOT / "src" / "tightfit" / "planner" / "intervals.json"
+RECORDS = harness.ROOT / "records"
 LOW, HIGH = 0.05, 0.95
 OF_TOKENS = ("llama", "llama-long", "gpt2", "bert", "t5")  # models of benchmarks/prediction.py
 Ratios = dict[str, list[tuple[float, str]]]  # class -> (measured / predicted, half)
@@ -43,7 +44,7 @@ def own_runs() -> list[tuple[str, list[str], float, str]]:
     """(quantity, classes, measured / predicted, half) of the runs on a calibrated CPU."""
     found = []
     machine = Machine.detect().replace(matrix_flops_per_s={"fp32": Figure(value=1e11, source="measured")})
-    for place, pair in enumerate(harness.read_record("prediction")["pairs"]):
+    for place, pair in enumerate(harness.read_record(RECORDS / "prediction.json")["pairs"]):
         plan, half = Plan(**pair["plan"]), "ab"[place % 2]
         tokens = pair["model"] in OF_TOKENS
         ratios = {
@@ -60,7 +61,7 @@ def own_runs() -> list[tuple[str, list[str], float, str]]:
 def published_runs() -> list[tuple[str, list[str], float, str]]:
     """(quantity, classes, measured / predicted, half) of the runs that others published."""
     found = []
-    for row in harness.read_record("published")["rows"]:
+    for row in harness.read_record(RECORDS / "published.json")["rows"]:
         if "error" in row:
             continue
         machine = Machine.named(row["machine"] or "a100-80gb")
@@ -135,7 +136,7 @@ def main() -> None:
     inside = coverage(runs)
     for name, count in inside.items():
         print(f"{name}: {count['inside']} of {count['runs']} measurements inside ({count['share']:.0%})")
-    harness.write_record(harness.ROOT / "records" / "intervals.json", {"intervals": found, "coverage": inside})
+    harness.write_record(RECORDS / "intervals.json", {"intervals": found, "coverage": inside})
 
 
 if __name__ == "__main__":

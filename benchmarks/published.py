@@ -33,7 +33,7 @@ import yaml
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
-from tightfit.machine import Figure, Machine
+from tightfit.machine import CALIBRATED_WIDTH, Figure, Machine
 from tightfit.machines.names import find_named
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
@@ -122,9 +122,25 @@ def machine_of(row: dict[str, Any]) -> Machine:
         for field in ("matrix_peak_flops_per_s", "matrix_flops_per_s"):
             changed[field] = {kind: scaled(one, given["arithmetic"]) for kind, one in getattr(machine, field).items()}
     machine = machine.replace(**changed, attention_kernel=row["loop"].get("attention", ""))
-    age = row["loop"].get("products", {}).get(machine.architecture, 1.0)
+    age = row["loop"].get("products", {}).get(machine.architecture)
+    if age is None:
+        return machine
     rates = {kind: one.replace(value=age * one.value) for kind, one in machine.matrix_flops_per_s.items()}
-    return machine.replace(matrix_flops_per_s=rates)
+    return machine.replace(matrix_flops_per_s=rates, rates=attention_rates(machine))
+
+
+def attention_rates(machine: Machine) -> dict[str, dict[int, float]]:
+    """The rates of the machine's attention kernels by size, as a calibration would measure them: of a machine whose
+    products are slower, attention stays as fast."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for length in (2**power for power in range(6, 18)):
+        sizes = (64.0, length, length, CALIBRATED_WIDTH)
+        for kind in ("attention", "attention backward"):
+            for causal in (False, True):
+                name = f"{'causal ' if causal else ''}{kind}/bfloat16"
+                size = round((length * length * CALIBRATED_WIDTH) ** (1 / 3))
+                found[name][size] = machine.achieved_by_shape(kind, "bfloat16", sizes, causal)
+    return dict(found)
 
 
 # --- one row --------------------------------------------------------------------------------------------------------

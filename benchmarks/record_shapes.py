@@ -119,27 +119,58 @@ class Prediction(Measured):
     pairs: list[Pair]
 
 
-class Published(Shape):
-    class Summary(Errors):
-        rows: int
-
+class Published(Measured):
     class Row(Shape):
         id: str
+        group: str
+        half: Literal["a", "b"]
         framework: str
         machine: str | None
-        devices: int
+        ran: bool | None
+        error: str | None = None
+        devices: int | None = None
         metric: Literal["reserved", "allocated", "device"] | None = None
         published_bytes: float | None = None
         predicted_bytes: float | None = None
-        published_speed: float | None
-        predicted_speed: float | None
+        published_speed: float | None = None
+        predicted_speed: float | None = None
         calibrated_speed: float | None = None
-        amount: int
+        unit: Literal["samples/s", "tokens/s"] | None = None
+        parts: dict[str, float] | None = None
+        predicted_fits: bool | None = None
+        peak_of_limit: float | None = None
+        precision: str | None = None
+        tp: int | None = None
+        pp: int | None = None
+        cp: int | None = None
+        zero: int | None = None
+        recompute: str | None = None
+        compile: str | None = None
+        float8: str | None = None
+        tokens_of_sequence: int | None = None
+        micro_batch: int | None = None
+        hidden_size: int | None = None
+        head_size: int | None = None
+        cpu_s: float
 
-    code: Code
-    summary: dict[str, Summary]
-    shares: dict[str, dict[str, float]]
+    summary: dict[str, dict[str, dict[str, Any]]]
+    factors: dict[str, float]
     rows: list[Row]
+
+
+class Intervals(Measured):
+    class Of(Shape):
+        low: float
+        high: float
+        runs: int
+
+    class Coverage(Shape):
+        runs: int
+        inside: int
+        share: float
+
+    intervals: dict[str, dict[str, Of]]
+    coverage: dict[str, Coverage]
 
 
 class Choice(Measured):
@@ -208,9 +239,12 @@ class Search(Measured):
     class One(Shape):
         search: str
         seconds: float
+        cpu_s: float | None = None
         imports_s: float
+        fits: bool = True
         plan: Plan
         step_s: float
+        peak_bytes: int | None = None
 
     searches: list[One]
 
@@ -307,6 +341,7 @@ SHAPES: dict[str, type[Shape]] = {
     "distributed": Distributed,
     "explain": Explain,
     "gpu": Gpu,
+    "intervals": Intervals,
     "large_batch": LargeBatch,
     "lean": SingleDevice,
     "memory_ladder": MemoryLadder,

@@ -113,6 +113,12 @@ SOURCES = {
             ANY,
         ),
         Source(
+            "intervals",
+            "python -m benchmarks.intervals",
+            "the intervals of predictions, and how many measurements are inside them",
+            ANY,
+        ),
+        Source(
             "choice",
             _script("choice"),
             "10 jobs with memory limits: the chosen plan against all plans of a list, all run",
@@ -457,6 +463,30 @@ The runs of half a. Speeds are in tokens/s, or in samples/s for images and class
 {table(of_row, map(_published_row, shown))}"""
 
 
+def intervals() -> str:
+    record = read("intervals")
+    rows = [
+        [quantity, name, f"{one['low']:.2f} to {one['high']:.2f}", str(one["runs"])]
+        for quantity, of in record["intervals"].items()
+        for name, one in of.items()
+    ]
+    inside = [
+        [name, str(one["runs"]), f"{one['share']:.0%}".replace("%", " %")] for name, one in record["coverage"].items()
+    ]
+    return f"""## Intervals
+
+Each predicted step time and peak has an interval that holds 9 of 10 measurements of the runs of its class
+([explain](explain.md#intervals)). The ends below are multiples of the prediction.
+
+{SOURCES["intervals"].cite()}
+
+{table(["", "class of runs", "measured / predicted", "runs"], rows)}
+
+Of each half of the runs, this many measurements are inside the intervals that the other half gives:
+
+{table(["", "runs", "inside"], inside)}"""
+
+
 def _choice_table(record: dict[str, Any]) -> str:
     rows = []
     for job in record["jobs"]:
@@ -641,6 +671,7 @@ SECTIONS = {
     "memory_ladder": memory_ladder,
     "prediction": prediction,
     "published": published,
+    "intervals": intervals,
     "choice": choice,
     "distributed": distributed,
     "allocator": allocator,
