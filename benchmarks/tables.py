@@ -429,7 +429,7 @@ def published() -> str:
     record = read("published")
     columns = ["group", "runs", "memory", "speed", "speed, one factor", "ran", "out of memory"]
     halves = "\n".join(
-        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()])}"
+        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()}\n"
         for half, groups in record["summary"].items()
     )
     shown = [row for row in record["rows"] if row["half"] == "a" and "error" not in row]
