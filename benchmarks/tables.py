@@ -428,8 +428,8 @@ def _published_summary(group: str, one: dict[str, Any]) -> list[str]:
 def published() -> str:
     record = read("published")
     columns = ["group", "runs", "memory", "speed", "speed, one factor", "ran", "out of memory"]
-    halves = "\n".join(
-        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()}\n"
+    halves = "\n\n".join(
+        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()}"
         for half, groups in record["summary"].items()
     )
     shown = [row for row in record["rows"] if row["half"] == "a" and "error" not in row]
