@@ -434,8 +434,8 @@ def _published_summary(group: str, one: dict[str, Any]) -> list[str]:
 def published() -> str:
     record = read("published")
     columns = ["group", "runs", "memory", "speed", "speed, one factor", "ran", "out of memory"]
-    halves = "\n".join(
-        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()])}"
+    halves = "\n\n".join(
+        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()}"
         for half, groups in record["summary"].items()
     )
     shown = [row for row in record["rows"] if row["half"] == "a" and "error" not in row]
@@ -704,7 +704,8 @@ def readme_table() -> str:
     pairs = read("prediction")["pairs"]
     memory, time = (median_and_worst(errors(pairs, what)) for what in ("memory, estimated", "step time"))
     summary = read("published")["summary"]
-    memories, speeds = summary["b"]["all"]["memory"], summary["b"]["all"]["speed, calibrated"]
+    unseen = summary[max(summary)]["all"]  # half b, if the record has it
+    memories, speeds = unseen["memory"], unseen["speed, calibrated"]
     jobs = read("choice")["jobs"]
     fastest = sum(job["slower"] <= 0 for job in jobs)
     within = sum(job["within_limit"] for job in jobs)
@@ -731,7 +732,7 @@ def readme_table() -> str:
         ),
         (
             "GPUs",
-            f"Runs that others published, of the half that nobody looked at. Memory of {memories['rows']} runs:"
+            f"Runs that others published (half {max(summary)}). Memory of {memories['rows']} runs:"
             f" median error {percent(memories['median'])}, worst {percent(memories['worst'])}. Speed of"
             f" {speeds['rows']} runs on up to {max(row.get('devices', 1) for row in read('published')['rows']):,} GPUs,"
             f" after one factor for each machine and framework: {percent(speeds['median'])},"
