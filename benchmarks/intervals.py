@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -27,14 +28,27 @@ from tightfit.planner.intervals import FEWEST_RUNS, classes
 OUT = harness.ROOT / "src" / "tightfit" / "planner" / "intervals.json"
 RECORDS = harness.ROOT / "records"
 LOW, HIGH = 0.05, 0.95
+# frameworks that keep on several devices what a plan says; the others keep more (whole gradients, gathered weights), or
+# their source shows all of the device's memory
+SAME_MEMORY = (
+    "torchtitan",
+    "torchtitan-2025",
+    "torchtune",
+    "torchao",
+    "trainer-2022",
+    "accelerate",
+    "kempner",
+    "megatron-2025",
+)
 OF_TOKENS = ("llama", "llama-long", "gpt2", "bert", "t5")  # models of benchmarks/prediction.py
 Ratios = dict[str, list[tuple[float, str]]]  # class -> (measured / predicted, half)
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The quantile, interpolated between the two nearest values."""
+    """The quantile of the next value to come, by those before it (conformal prediction): interpolated at place
+    share x (n + 1) of n values in order, so that few values give a wider interval."""
     ordered = sorted(values)
-    place = share * (len(ordered) - 1)
+    place = min(max(share * (len(ordered) + 1) - 1, 0.0), len(ordered) - 1.0)
     below = math.floor(place)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (place - below) * (ordered[above] - ordered[below])
@@ -44,8 +58,11 @@ def own_runs() -> list[tuple[str, list[str], float, str]]:
     """(quantity, classes, measured / predicted, half) of the runs on a calibrated CPU."""
     found = []
     machine = Machine.detect().replace(matrix_flops_per_s={"fp32": Figure(value=1e11, source="measured")})
-    for place, pair in enumerate(harness.read_record(RECORDS / "prediction.json")["pairs"]):
-        plan, half = Plan(**pair["plan"]), "ab"[place % 2]
+    pairs = harness.read_record(RECORDS / "prediction.json")["pairs"]
+    halves = ["ab"[place % 2] for place in range(len(pairs))]
+    random.Random(0).shuffle(halves)  # neighbours are plans of one model
+    for half, pair in zip(halves, pairs, strict=True):
+        plan = Plan(**pair["plan"])
         tokens = pair["model"] in OF_TOKENS
         ratios = {
             "time": (pair.get("measured_s"), pair.get("predicted_s")),
@@ -72,7 +89,7 @@ def published_runs() -> list[tuple[str, list[str], float, str]]:
         if row.get("published_speed"):
             names = classes("time", machine, plan, tokens)
             found.append(("time", names, row["predicted_speed"] / row["published_speed"], row["half"]))
-        if row.get("published_bytes"):
+        if row.get("published_bytes") and (row["devices"] == 1 or row["framework"] in SAME_MEMORY):
             names = classes("memory", machine, plan, tokens)
             found.append(("memory", names, row["published_bytes"] / row["predicted_bytes"], row["half"]))
     return found

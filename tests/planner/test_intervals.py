@@ -10,7 +10,7 @@ from rich.console import Console
 
 import tightfit
 from benchmarks import intervals as derive
-from tests import cases
+from tests.planner import cases
 from tightfit.machine import Figure, Machine
 from tightfit.planner import intervals
 from tightfit.planner.estimate import Estimator
@@ -91,7 +91,8 @@ def test_explain_shows_intervals_and_json_has_them() -> None:
 
 def test_quantiles_and_coverage() -> None:
     assert derive.quantile([1.0, 3.0, 2.0], 0.5) == 2.0
-    assert derive.quantile([1.0, 2.0], 0.25) == 1.25
+    assert derive.quantile([1.0, 2.0, 4.0], 0.625) == 3.0
+    assert derive.quantile([1.0, 2.0], 0.05) == 1.0
     runs = [("time", ["a class"], 1.0 + place / 100, "ab"[place % 2]) for place in range(80)]
     found = derive.table(runs)["time"]["a class"]
     assert (found["low"], found["high"], found["runs"]) == (

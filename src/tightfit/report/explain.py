@@ -181,6 +181,9 @@ def _verdict(estimate: Estimate) -> str:
     free = 1 - estimate.peak_bytes / estimate.limit_bytes
     if estimate.fits:
         where = "" if estimate.peak_phase == estimate.peak.phase else f", the most of it in {estimate.peak_phase}"
+        high = estimate.peak_range[1]
+        if high > estimate.limit_bytes:
+            where += f"; of runs like it, some need up to {format_bytes(high)}"
         failed = f"; not confirmed, its dry run failed: {estimate.not_confirmed}" if estimate.not_confirmed else ""
         return f"fits, {free:.0%} free{where}{failed}"
     return "does not fit" if free < 0 else f"does not fit with the {MARGIN:.0%} that are kept free"
