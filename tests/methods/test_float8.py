@@ -289,12 +289,13 @@ def test_the_products_of_blocks_are_traced_in_eight_bits(large: Estimator) -> No
     assert _layers_in_float8(large.estimate(plan)) == "; 14 linear layers multiply in float8"
 
 
-def test_float8_products_reach_the_published_rate() -> None:
+def test_float8_products_reach_the_measured_rate() -> None:
     machine = Machine.named("h100-sxm")
+    ratio = 0.71 * 1979 / (0.8 * 989)  # measured shares of the published peaks
     rate = machine.achieved("product", "float8", 4096)
-    assert rate == pytest.approx(2 * machine.achieved("product", "bfloat16", 4096), rel=1e-2)
+    assert rate == pytest.approx(ratio * machine.achieved("product", "bfloat16", 4096), rel=1e-2)
     calibrated = machine.replace(rates={"product/bfloat16": {4096: 7e14}, "cast/bfloat16": {2**20: 1e12}})
-    assert calibrated.achieved("product", "float8", 4096) == pytest.approx(7e14 * 1979 / 989)
+    assert calibrated.achieved("product", "float8", 4096) == pytest.approx(7e14 * ratio)
     assert calibrated.achieved("cast", "float8_e4m3fn", 2**20) == 1e12
 
 
@@ -312,7 +313,7 @@ FEW: dict[str, Any] = {"micro_batch": 8, "recompute": "none", "update_in_backwar
 
 def test_large_compiled_layers_are_estimated_to_be_faster(large: Estimator) -> None:
     wide, narrow = (large.estimate(tightfit.Plan(**one, compile="block")).time for one in (MIXED, TENSORWISE))
-    assert narrow.compute_s < 0.7 * wide.compute_s
+    assert narrow.compute_s < 0.75 * wide.compute_s
     assert narrow.step_s < wide.step_s
 
 

@@ -76,11 +76,10 @@ def test_explain_shows_intervals_and_json_has_them() -> None:
     estimator = Estimator(cases.job("llama"), KNOWN)
     one = estimator.estimate(tightfit.Plan(dp_shard=8, zero=1))
     content = json.loads(json.dumps(explained([one])))["plans"][0]
-    low, high = content["time"]["step_interval_s"]
-    assert low < one.time.step_s < high
-    low, high = content["memory"]["peak_interval"]
-    assert low <= content["memory"]["peak"] <= high
-    assert content["intervals"]["step_s"]["runs"] > 0
+    step, peak = content["intervals"]["step_s"], content["intervals"]["peak"]
+    assert step["low"] < one.time.step_s < step["high"]
+    assert peak["low"] <= content["memory"]["peak"] <= peak["high"]
+    assert step["runs"] > 0
     console = Console(width=120, file=io.StringIO())
     show(console, [one], waterfall(estimator, one.plan))
     assert isinstance(console.file, io.StringIO)

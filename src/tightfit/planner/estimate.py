@@ -291,7 +291,6 @@ class Estimate:
             "memory": {
                 **{row: round(size) for row, size in self.peak.rows.items()},
                 "peak": round(self.peak_bytes),
-                "peak_interval": [round(size) for size in self.peak_range],
             },
             "host_memory": {**{row: round(size) for row, size in self.host.items()}, "peak": round(self.host_bytes)},
             "disk": {**{row: round(size) for row, size in self.disk.items()}, "peak": round(sum(self.disk.values()))},
@@ -303,12 +302,14 @@ class Estimate:
                 "bubble_s": time.bubble_s,
                 "input_s": time.input_s,
                 "step_s": time.step_s,
-                "step_interval_s": list(self.step_interval.around(time.step_s)),
                 "compile_s": self.compile_s,
             },
             "intervals": {
-                name: {"class": one.name, "runs": one.runs}
-                for name, one in (("step_s", self.step_interval), ("peak", self.memory_interval))
+                name: {"low": low, "high": high, "class": one.name, "runs": one.runs}
+                for name, one, (low, high) in (
+                    ("step_s", self.step_interval, self.step_interval.around(time.step_s)),
+                    ("peak", self.memory_interval, self.peak_range),
+                )
             },
             "tokens_per_s": self.tokens_per_s,
             "samples_per_s": self.samples_per_s,
