@@ -493,7 +493,7 @@ def test_nearest_rounding_is_used_only_if_asked_for(
         seen = [one.plan for one in search(job, GPU, pins)]
     else:  # where nothing fits, the search for the leanest plan tries others
         seen = [leanest(Estimator(job, GPU), tightfit.Plan(**pins), pins).plan]  # type: ignore[union-attr]
-    assert {plan.rounding for plan in seen} == {rounding}
+    assert {plan.rounding for plan in seen if not plan.master_weights} == {rounding}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
