@@ -226,20 +226,6 @@ def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     assert best.dry_run_bytes == pytest.approx(best.peak.total, rel=1e-3)
 
 
-def test_context_parallelism_is_not_tried_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The unsharded parameters of a block do not fit, whatever the activations take."""
-    machine, job = GPU.replace(devices_per_node=4), cases.job("llama").replace(train=tightfit.Train(batch=4, steps=3))
-    smallest = tightfit.Plan(precision="bf16-true", rounding="kahan", dp_shard=4, zero=3)
-    limit = Estimator(job, machine).memory_lower_bound(smallest) + 1000
-    tried: list[int] = []
-    estimate = Estimator.estimate
-    monkeypatch.setattr(Estimator, "estimate", lambda self, plan: tried.append(plan.cp) or estimate(self, plan))
-    with pytest.raises(DoesNotFit) as refused:
-        search(job.replace(limits={"memory": round(limit)}), machine, {"compile": "none"})
-    assert len([cp for cp in tried if cp > 1]) <= 1
-    assert "leanest plan" in str(refused.value)
-
-
 def test_few_blocks_show_the_excess_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dry run of every depth exceeds its estimate by the same bytes."""
     job, more, depths = cases.job("llama"), 2**30, list[int]()
