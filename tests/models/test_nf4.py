@@ -104,7 +104,7 @@ def test_autocast_computes_the_product_in_16_bits() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = quantized(x), quantized.dequantized()(x)
     assert found.dtype == expected.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=1e-3)  # sums in another order, near 0
+    torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=1e-3)  # the bias is added after a rounding
     found.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32

@@ -14,8 +14,8 @@ import yaml
 ACHIEVED = 0.7
 MEMORY_ACHIEVED = 0.85  # fraction of the published bandwidth that copies reach
 # fraction of a link's published bandwidth that NCCL's collectives reach with large messages: within
-# a node, 350 to 360 of 450 GB/s between 8 H100 (NVIDIA/nccl issue 1281) and 235 of 300 GB/s between
-# 8 A100; between nodes, 185 of 200 GB/s between DGX A100, each with 8 links of 25 GB/s
+# a node, 350 to 360 of 450 GB/s between 8 H100 (NVIDIA/nccl issue 1281). The share between nodes is
+# an assumption
 LINK_ACHIEVED, NETWORK_ACHIEVED = 0.79, 0.92
 # fraction of the published memory that a process can use: the driver, and ECC if it is on, use the
 # rest

@@ -16,7 +16,8 @@ from functools import lru_cache
 # A matrix product of cuBLAS divides its result into tiles. Each processor computes one tile at a
 # time. (rows, columns) of a tile -> the rate within the tile, as a fraction of the largest tile's:
 # a tile of r x c loads (r + c) numbers for r * c multiplications, so a small tile waits for memory.
-# Fractions: NVIDIA, "Matrix Multiplication Background", section 4.1, for an A100.
+# The fractions, the start of a tile and the penalty of unaligned rows are assumptions of about the
+# size that NVIDIA's "Matrix Multiplication Background" describes; nobody measured them for this.
 TILES = {(256, 128): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 64): 0.55}
 # a tile's start and its write of the result take as long as this many steps along the depth
 TILE_START = 96
@@ -44,9 +45,9 @@ def product_share(
     its rows are not aligned to 16 bytes.
 
     Example: (1024, 1024) x (1024, 1024) on 132 processors has 32 tiles of 256 x 128, which keep 32
-    processors busy. Tiles of 64 x 64 keep 128 processors busy at 0.55 of the rate.
+    processors busy. Its 128 tiles of 128 x 64 keep 128 processors busy at 0.75 of the rate.
 
-    Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 to 5.
+    Source of the method: NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 to 5.
     """
     aligned = all(size % ALIGNED.get(dtype, 1) == 0 for size in (columns, depth))
     whole = _fastest(1.0, LARGE, LARGE, LARGE, processors)
@@ -72,8 +73,9 @@ def _fastest(batches: float, rows: float, columns: float, depth: float, processo
 
 
 # by architecture: bytes of the L2 cache, and its bandwidth as a multiple of that of device memory.
-# Sizes: NVIDIA's whitepapers. Bandwidth: Chips and Cheese 2022 and 2023 (5.5 TB/s on an H100 PCIe,
-# 4 on an A100, 5 on an RTX 4090), where device memory has 2.0, 1.6 and 1.0 TB/s
+# Sizes: NVIDIA's whitepapers. The bandwidths are
+# assumptions of the size of published microbenchmarks: about 5.5 TB/s on an H100, 4 on an A100 and 5
+# on an RTX 4090
 CACHES = {
     "sm_80": (40e6, 2.2),
     "sm_89": (64e6, 4.0),
@@ -153,7 +155,8 @@ KEY_TILE = 128  # keys of one tile of a fused kernel
 # Rates as fractions of the published dense peak. Shah et al. 2024 (arXiv:2407.08608, figures 5 and
 # 6) measured FlashAttention-2 and cuDNN on an H100 (989 TFLOP/s), for widths 64, 128 and 256 and
 # lengths 512 to 16,384, without and with a causal mask. The starts and the causal fraction are
-# those that reproduce its lengths within 6 %.
+# those that reproduce its lengths within 13 %, most within 6 %. The charts have no widths but these
+# three and no backward of width 256: all other entries are assumptions between them.
 _FLASH_2_SM90 = AttentionKernel(
     products=0.8,
     forward={32: 0.27, 64: 0.328, 96: 0.35, 128: 0.375, 192: 0.35, 256: 0.33},
@@ -170,9 +173,9 @@ _CUDNN_SM90 = AttentionKernel(
     start_backward=2.5,
     causal=0.92,
 )
-# A100 (312 TFLOP/s): between Dao 2023 (arXiv:2307.08691, figures 4 to 6: 190 and 225 TFLOP/s
-# forward, 170 and 196 backward for widths 64 and 128) and runs at the power limit (175 and 187
-# forward, pytorch/pytorch pull request 126122).
+# A100 (312 TFLOP/s): between the best of Dao 2023 (arXiv:2307.08691: 73 % of the peak forward, 63 %
+# backward) and runs at the power limit (175 and 187 TFLOP/s forward for widths 64 and 128,
+# pytorch/pytorch pull request 126122). Which point between them, and other widths, is assumed.
 _FLASH_2_SM80 = AttentionKernel(
     products=0.827,
     forward={32: 0.50, 64: 0.585, 96: 0.62, 128: 0.66, 192: 0.62, 256: 0.60},
@@ -193,7 +196,7 @@ _FLASH_2_SM86 = AttentionKernel(
 )
 # RTX 4090 (165 TFLOP/s; apache/tvm, tl_doc/flash_perf.md) at 2,048 keys: forward 169 without and
 # 142 to 151 with a causal mask, backward 125 and 97; products
-# reach 165
+# reach 165. Lengths are assumed to matter as on an H100
 _FLASH_2_SM89 = AttentionKernel(
     products=1.0,
     forward={32: 0.96, 64: 1.0, 128: 1.0, 256: 0.92},
@@ -202,8 +205,9 @@ _FLASH_2_SM89 = AttentionKernel(
     start_backward=2.0,
     causal=0.93,
 )
-# B200 (2,250 TFLOP/s): cuDNN by Dao-AILab/flash-attention pull requests 2605 (forward) and 2280
-# (backward); FlashAttention-2 by its issue 1589
+# B200 (2,250 TFLOP/s): cuDNN's forward by Dao-AILab/flash-attention pull request 2605. Its backward is
+# assumed to be near FlashAttention-4's first one (1,247 TFLOP/s, pull request 2280).
+# FlashAttention-2 by its issue 1589, width 64; width 128 is assumed
 _CUDNN_SM100 = AttentionKernel(
     products=0.754,
     forward={64: 0.515, 128: 0.74, 256: 0.60},
@@ -221,7 +225,8 @@ _FLASH_2_SM100 = AttentionKernel(
     start_backward=2.0,
     causal=0.93,
 )
-# RTX 5090 (209.5 TFLOP/s): 187 TFLOP/s forward by FlashAttention-2 in torch, at 8,192 keys
+# RTX 5090 (209.5 TFLOP/s): 187 TFLOP/s forward by FlashAttention-2 in torch, at 8,192 keys. The rest is
+# assumed
 _FLASH_2_SM120 = AttentionKernel(
     products=1.13,
     forward={64: 0.88, 128: 0.91, 256: 0.80},
@@ -231,7 +236,7 @@ _FLASH_2_SM120 = AttentionKernel(
     causal=0.93,
 )
 # The memory-efficient kernel (xFormers), which torch takes for heads wider than 256, for masks, and
-# on Volta and Turing: Dao 2023, figures 4 to 6
+# on Volta and Turing. An assumption: somewhat slower than FlashAttention 1
 _EFFICIENT = AttentionKernel(
     products=0.827,
     forward={64: 0.33, 128: 0.35, 256: 0.28, 512: 0.20},
@@ -260,7 +265,7 @@ _UNKNOWN = AttentionKernel(
     start_backward=2.0,
     causal=0.93,
 )
-# FlashAttention 1 on an H100, by the same ratio to FlashAttention-2 as on an A100 (Dao 2023, figure 7)
+# FlashAttention 1 on an H100, by the same ratio to FlashAttention-2 as on an A100: an assumption
 _FLASH_1_SM90 = AttentionKernel(
     products=0.80,
     forward={32: 0.16, 64: 0.20, 128: 0.22},

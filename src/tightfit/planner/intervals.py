@@ -6,8 +6,8 @@ depends on what is known of the machine, on the number of devices and on the mod
 holds the quantiles of each class; `python -m benchmarks.intervals` derives them from the records of
 the benchmarks.
 
-Example: of predicted step times on a measured CPU, 90 % of the measurements were between 0.89 and
-1.20 times the prediction. A predicted step of 14.6 ms has the interval 13.0 to 17.5 ms.
+Example: of predicted step times on a measured CPU, 90 % of the measurements were between 0.88 and
+1.21 times the prediction. A predicted step of 14.6 ms has the interval 12.8 to 17.7 ms.
 """
 
 from __future__ import annotations
