@@ -3,6 +3,7 @@
     .venv/bin/python -m pip install -e ".[benchmarks]"
     .venv/bin/python benchmarks/single_device.py --out records/single_device.json
     .venv/bin/python benchmarks/single_device.py --only lean --out records/lean.json    # the lean ones among themselves
+    .venv/bin/python benchmarks/single_device.py --family all --out records/families.json    # of benchmarks/families.py
 
 Every contender trains the same 13.8M-parameter Llama on the same tokens (16 x 256 a step, gradient clipped to 1).
 The lean plan has lean peers: bf16 weights and 8 micro-batches of 2 sequences, with and without checkpointing.
@@ -29,6 +30,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
 from benchmarks.contenders import batches_of
+from benchmarks.families import FAMILIES, compare
 
 from benchmarks import harness
 
@@ -420,7 +422,14 @@ def line_of(name: str, found: dict[str, Any]) -> str:
 def main() -> None:
     parser = harness.make_parser(__doc__, only="contenders whose name contains this", rounds=3)
     parser.add_argument("--steps", type=int, default=16, help="timed steps of each contender in a round")
+    parser.add_argument("--family", help=f"compare on these families of models instead: all, or of {', '.join(FAMILIES)}")
     arguments = parser.parse_args()
+    if arguments.family:
+        asked = list(FAMILIES) if arguments.family == "all" else arguments.family.split(",")
+        if unknown := [name for name in asked if name not in FAMILIES]:
+            parser.exit(2, f"--family {','.join(unknown)}: unknown; use all, or of {', '.join(FAMILIES)}\n")
+        compare(asked, arguments.rounds, arguments.steps, arguments.out)
+        return
     names = [name for name in CONTENDERS if arguments.only in name]
     if importlib.util.find_spec("accelerate") is None:  # transformers' Trainer needs it
         parser.exit(2, 'accelerate is not installed; run pip install -e ".[benchmarks]" first\n')
