@@ -469,6 +469,7 @@ _NEAREST = {
     "blocked attention backward": "batched product",
     "convolution backward": "convolution",
     "batch norm": "reduction",
+    "16-bit dropout": "random",
 }
 # arithmetic inside compiled kernels, beside their memory access -> the nearest eager operation on a
 # CPU

@@ -94,6 +94,8 @@ class Plan(Value):
                         together)
     attention           sdpa (torch's fused kernel) or blocked (plain matrix products, faster on
                         CPUs)
+    dropout             how dropout draws its masks: torch, or 16-bit (from 16 random bits per element,
+                        which is faster on CPUs)
     chunked_loss        how many tokens' logits are in memory at once. None keeps the logits of all
                         tokens; true is 1,024
     states              how optimizer states are stored: fp32, bf16, 8-bit or 4-bit
@@ -162,6 +164,7 @@ class Plan(Value):
     micro_batch: int | None = Field(None, gt=0)
     recompute: Annotated[str, BeforeValidator(_recompute)] = "none"
     attention: Literal["sdpa", "blocked"] = "sdpa"
+    dropout: Literal["torch", "16-bit"] = "torch"
     chunked_loss: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_chunk)] = None
     states: Literal["fp32", "bf16", "8-bit", "4-bit"] = "fp32"
     fused_optimizer: bool = False

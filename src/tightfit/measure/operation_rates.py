@@ -22,6 +22,7 @@ from tightfit.measure.timing import Pick, timed
 from tightfit.methods.allocator import keep_freed_memory
 from tightfit.methods.attention import blocked_attention, probability_count
 from tightfit.planner.tracing.recorder import causal_pairs
+from tightfit.runtime.dropout_noise import dropout_noise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PRODUCT_SIZES = (64, 128, 256, 512, 1024, 2048)
@@ -496,6 +497,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "gelu": _of_bytes(functional.gelu, 2),
     "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
+    "16-bit dropout": _of_bytes(lambda values: dropout_noise(values[:0], list(values.shape), 0.1), 1),
     "cast": _cast,
     # the transpose of heads and positions in attention
     "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),

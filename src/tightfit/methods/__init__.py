@@ -17,6 +17,7 @@ from tightfit.methods import (
     compile,
     context_parallel,
     data_parallel,
+    dropout,
     float8,
     loader,
     loss,
@@ -40,6 +41,7 @@ METHODS: tuple[ModuleType, ...] = (
     loader,            # creates the data; methods below read its length and shapes
     microbatch,        # corrects BatchNorm's momentum on plain modules
     attention,         # set in the model's configuration, before anything wraps a block
+    dropout,           # replaces dropout layers, before anything wraps a block
     context_parallel,  # replaces attention; after the data, which it shards; before the loss
     tensor_parallel,   # shards modules, before anything wraps or replaces them
     float8,            # replaces linear layers while they are plain, before anything wraps a block

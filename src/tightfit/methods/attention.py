@@ -12,8 +12,9 @@ When    on a CPU, for sequences up to about a thousand tokens. Never on CUDA, wh
 Order   before anything wraps a block, because it is set in the model's configuration.
 Source  the causal blocks of Dao et al. 2022, arXiv:2205.14135, without their tiling of the keys.
 
-It works on models that use transformers' attention interface. Attention with dropout, or with a
-position bias, still calls sdpa.
+It works on models that use transformers' attention interface. Dropout of the probabilities is drawn
+as with `dropout: 16-bit`. Attention whose queries and keys differ in number, as between a decoder
+and a longer input, still calls sdpa.
 
 Example: 256 tokens with a causal mask make 4 blocks of 64 queries, which see 64, 128, 192 and 256
 keys. The blocks compute 64 x 640 = 40,960 probabilities instead of 65,536: 5/8.
@@ -21,6 +22,7 @@ keys. The blocks compute 64 x 640 = 40,960 probabilities instead of 65,536: 5/8.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +36,7 @@ from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.models import task_of
 from tightfit.plan import Plan
+from tightfit.runtime.dropout_noise import dropout_noise, rounded
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.run import Run
 
@@ -125,19 +128,21 @@ def attend(
     is_causal       whether a query sees only keys up to its position; None: `module.is_causal`. It
                     is ignored if there is an `attention_mask`
 
+    dropout         share of the probabilities that is dropped
+    others          T5's position_bias is added to the scores, and has a gradient
+
     Returns the output, (batch, length, heads, width), and None in place of the probabilities.
 
-    Calls torch's sdpa instead if there is dropout or a position bias, or if query, key and value
-    differ in length or width.
+    Calls torch's sdpa instead if query, key and value differ in length or width.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    alike = query.shape[2:] == key.shape[2:] == value.shape[2:]
-    if dropout or others.get("position_bias") is not None or not alike:
+    if not query.shape[2:] == key.shape[2:] == value.shape[2:]:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and attention_mask is None
+    position_bias = others.get("position_bias")
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -146,8 +151,21 @@ def attend(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bias = None if attention_mask is None else as_additive_mask(attention_mask, query)
-    output, _ = blocked_attention(query * scale, key, value, bias, causal)
+    if position_bias is not None:
+        bias = position_bias.to(query.dtype) if bias is None else bias + position_bias.to(query.dtype)
+    noise = None
+    if dropout:
+        size = [math.prod(query.shape[:2]), probability_count(query.shape[2], causal)]
+        noise = dropout_noise(query.new_empty(0), size, dropout)
+    output, _ = blocked_attention(query * scale, key, value, bias, causal, noise, kept_factor(dropout, query.dtype))
     return output.transpose(1, 2), None
+
+
+def kept_factor(dropout: float, dtype: torch.dtype) -> float:
+    """Return the factor of the probabilities that dropout keeps, rounded to `dtype` as in the result
+    of `dropout_noise`."""
+    kept = 1 - rounded(dropout)
+    return torch.tensor(1 / kept, dtype=torch.float64).to(dtype).item() if kept else 0.0
 
 
 def as_additive_mask(mask: Tensor, query: Tensor) -> Tensor:
@@ -183,18 +201,28 @@ def probability_count(length: int, causal: bool) -> int:
 
 @torch.library.custom_op("tightfit::blocked_attention", mutates_args=())
 def blocked_attention(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    noise: Tensor | None = None,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute softmax(query @ key^T + bias) @ value, one block of queries at a time.
+    """Compute (softmax(query @ key^T + bias) * noise) @ value, one block of queries at a time.
 
     query   (batch, heads, length, width), already multiplied by the scale
     key     (batch, heads, length, width)
     value   (batch, heads, length, width)
     bias    (batch, heads, length, length), where any of these sizes may be 1; or None
     causal  whether a query sees only the keys up to its own position
+    noise   factors of the probabilities, for dropout: 0, or `factor`; (batch x heads,
+            probability_count(length, causal)), block after block. None: no dropout
+    factor  the factor of a probability that dropout keeps
 
     Returns the output, (batch, heads, length, width), and the probabilities of all blocks, which
-    backward needs: (batch x heads, probability_count(length, causal)).
+    backward needs: (batch x heads, probability_count(length, causal)). The probabilities that are
+    dropped are negative in it.
     """
     batch, heads, length, width = query.shape
     query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
@@ -202,6 +230,8 @@ def blocked_attention(
     kept = query.new_empty(batch * heads * probability_count(length, causal))
     if bias is not None:
         bias = bias.expand(batch, heads, length, length)
+    if noise is not None:
+        factors_of_blocks = probability_views(noise.view(-1), batch * heads, length, causal)
     for (start, end, keys), probabilities in zip(
         query_blocks(length, causal), probability_views(kept, batch * heads, length, causal), strict=True
     ):
@@ -211,7 +241,12 @@ def blocked_attention(
         if causal:
             scores[:, :, start:] += causal_mask(end - start, scores)
         torch.softmax(scores, -1, out=probabilities)
-        output[:, :, start:end] = torch.bmm(probabilities, value[:, :keys]).view(batch, heads, end - start, width)
+        used = probabilities
+        if noise is not None:
+            factors = next(factors_of_blocks)
+            used = torch.mul(probabilities, factors, out=scores)
+            probabilities.copysign_(factors.sub(factor / 2))
+        output[:, :, start:end] = torch.bmm(used, value[:, :keys]).view(batch, heads, end - start, width)
     return output, kept.view(batch * heads, -1)
 
 
@@ -238,7 +273,15 @@ def probability_views(saved_probabilities: Tensor, groups: int, length: int, cau
 
 
 @blocked_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    noise: Tensor | None = None,
+    factor: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     batch, heads, length, width = query.shape
     output = query.new_empty(batch, length, heads, width).transpose(1, 2)
     return output, query.new_empty(batch * heads, probability_count(length, causal))
@@ -254,6 +297,7 @@ def blocked_attention_backward(
     saved_probabilities: Tensor,
     causal: bool,
     bias: list[int] | None = None,
+    factor: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of query, key, value and bias, computed from the saved probabilities.
 
@@ -265,6 +309,7 @@ def blocked_attention_backward(
     causal               whether a query sees only the keys up to its own position
     bias                 the shape of the bias; None if there is no bias, or if its gradient is not
                          needed
+    factor               the factor of a probability that dropout kept; None if there was no dropout
 
     The first three results are (batch, heads, length, width). The fourth has the shape of the bias,
     or is an empty tensor if `bias` is None.
@@ -279,6 +324,8 @@ def blocked_attention_backward(
     grad_bias = query.new_zeros([0] if bias is None else bias)
     wide = torch.promote_types(query.dtype, torch.float32)
     mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
+    if factor is not None:
+        gradient = gradient * factor
     parts = zip(
         query_blocks(length, causal),
         probability_views(saved_probabilities.view(-1), batch * heads, length, causal),
@@ -286,8 +333,13 @@ def blocked_attention_backward(
     )
     for (start, end, keys), probabilities in parts:
         rows = gradient[:, start:end]
-        grad_value[:, :keys].baddbmm_(probabilities.transpose(1, 2), rows)
-        grad_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2)).sub_(mean[:, start:end]).mul_(probabilities)
+        used = probabilities if factor is None else probabilities.relu()
+        grad_value[:, :keys].baddbmm_(used.transpose(1, 2), rows)
+        grad_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2))
+        if factor is None:
+            grad_scores.sub_(mean[:, start:end]).mul_(probabilities)
+        else:
+            grad_scores.mul_(used).addcmul_(probabilities.abs(), mean[:, start:end], value=-1)
         grad_query[:, start:end] = torch.bmm(grad_scores, key[:, :keys])
         grad_key[:, :keys].baddbmm_(grad_scores.transpose(1, 2), query[:, start:end])
         if bias is not None:
@@ -307,6 +359,7 @@ def _(
     kept: Tensor,
     causal: bool,
     bias: list[int] | None = None,
+    factor: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, length, width = query.shape
     empty = query.new_empty(batch, heads, length, width)
@@ -314,15 +367,16 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, bias, ctx.causal = inputs
+    query, key, value, bias, ctx.causal, noise, factor = inputs
+    ctx.factor = None if noise is None else factor
     ctx.bias = list(bias.shape) if bias is not None and bias.requires_grad else None
     ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    *found, grad_bias = blocked_attention_backward(gradient, *ctx.saved_tensors, ctx.causal, ctx.bias)
-    return *found, None if ctx.bias is None else grad_bias, None
+    *found, grad_bias = blocked_attention_backward(gradient, *ctx.saved_tensors, ctx.causal, ctx.bias, ctx.factor)
+    return *found, None if ctx.bias is None else grad_bias, None, None, None
 
 
 blocked_attention.register_autograd(_backward, setup_context=_setup_context)

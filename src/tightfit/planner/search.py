@@ -742,6 +742,11 @@ def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dic
     tried: list[dict[str, Any]] = []
     if "attention" not in pins and start.attention != "sdpa":
         tried.append({"attention": "sdpa"})
+    on_cpu = estimator.machine.device == "cpu"
+    if "attention" not in pins and start.attention == "sdpa" and start.cp == 1 and on_cpu and estimator.job.of_transformers:
+        tried.append({"attention": "blocked"})
+    if "dropout" not in pins and on_cpu and any("random" in row[1] for row in best.time.rows):
+        tried.insert(0, {"dropout": "16-bit"})
     distributed = start.tp * start.pp * start.cp > 1
     if "chunked_loss" not in pins and start.chunked_loss is not None and not distributed:
         tried.append({"chunked_loss": None})

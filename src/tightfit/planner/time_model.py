@@ -58,6 +58,7 @@ _KINDS = {
     "tanh": ("aten.tanh",),
     "gelu": ("aten.gelu", "aten.gelu_backward"),
     "random": ("aten.native_dropout", "aten.bernoulli_", "aten.bernoulli", "aten.rand", "aten.rand_like"),
+    "16-bit dropout": ("tightfit.dropout_noise",),
     "cast": ("aten._to_copy",),
     "copy": (
         "aten.clone", "aten.copy_", "aten.cat", "aten.slice_backward", "aten.select_backward",
