@@ -455,6 +455,8 @@ _ARITHMETIC = (
     "batched product",
     "convolution",
     "convolution backward",
+    "channels-last convolution",
+    "channels-last convolution backward",
     "attention",
     "attention backward",
     "causal attention",
@@ -468,6 +470,9 @@ _NEAREST = {
     "blocked attention": "batched product",
     "blocked attention backward": "batched product",
     "convolution backward": "convolution",
+    "channels-last convolution": "convolution",
+    "channels-last convolution backward": "convolution backward",
+    "channels-last pooling": "pooling",
     "batch norm": "reduction",
     "16-bit dropout": "random",
 }
@@ -487,6 +492,8 @@ _SHARE_OF_PRODUCTS = {
     "batched product": 0.7,
     "convolution": 0.6,
     "convolution backward": 0.6,
+    "channels-last convolution": 0.6,
+    "channels-last convolution backward": 0.6,
 }
 _TYPE_OF = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}
 CALIBRATED_WIDTH = 128  # of a head, in the calibration of attention on a GPU

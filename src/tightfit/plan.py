@@ -96,6 +96,8 @@ class Plan(Value):
                         CPUs)
     dropout             how dropout draws its masks: torch, or 16-bit (from 16 random bits per element,
                         which is faster on CPUs)
+    memory_format       how images lie in memory between convolutions: contiguous (one channel after
+                        another) or channels_last (the channels of a pixel side by side)
     chunked_loss        how many tokens' logits are in memory at once. None keeps the logits of all
                         tokens; true is 1,024
     states              how optimizer states are stored: fp32, bf16, 8-bit or 4-bit
@@ -165,6 +167,7 @@ class Plan(Value):
     recompute: Annotated[str, BeforeValidator(_recompute)] = "none"
     attention: Literal["sdpa", "blocked"] = "sdpa"
     dropout: Literal["torch", "16-bit"] = "torch"
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
     chunked_loss: Annotated[Annotated[int, Field(gt=0)] | None, BeforeValidator(_chunk)] = None
     states: Literal["fp32", "bf16", "8-bit", "4-bit"] = "fp32"
     fused_optimizer: bool = False

@@ -30,7 +30,7 @@ from tightfit._torch.operations import (
     MPS_ATTENTION,
     SCALED_MM,
 )
-from tightfit.cost.recorded_step import BatchLinear, Buffer, Operation, Segment, Timeline
+from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Buffer, Operation, Segment, Timeline
 
 COMPUTE_INTENSIVE_OPS = frozenset(
     {
@@ -55,8 +55,10 @@ WEIGHT_MATMUL_OPS = frozenset(  # products with weights: selective-2 saves every
         torch.ops.aten.convolution.default,
     )
 )
-_PRODUCT_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in COMPUTE_INTENSIVE_OPS)
-_COUNTED_NAMES = frozenset(str(operation).rsplit(".", 1)[0] for operation in WEIGHT_MATMUL_OPS)
+_PRODUCT_NAMES, _COUNTED_NAMES = (
+    frozenset(str(one).rsplit(".", 1)[0] + ending for one in operations for ending in ("", CHANNELS_LAST))
+    for operations in (COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS)
+)
 
 
 # The time that torch's checkpointing spends in Python in addition to the recomputation itself, in

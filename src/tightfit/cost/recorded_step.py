@@ -30,6 +30,7 @@ from functools import cached_property
 # the rows of the ledger that a recorded buffer may count under
 TRACED_ROWS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
 
+CHANNELS_LAST = " of channels_last"  # ends the name of an operation on an image of that memory format
 WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
 
 

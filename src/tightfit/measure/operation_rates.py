@@ -185,25 +185,32 @@ def _channels(device: torch.device) -> tuple[tuple[int, int], ...]:
     return CHANNELS if device.type == "cpu" else CHANNELS + LARGE_CHANNELS
 
 
-def _convolution_inputs(samples: int, channels: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _random((samples, channels, 32, 32), dtype, device), _random((channels, channels, 3, 3), dtype, device)
+def _convolution_inputs(
+    samples: int, channels: int, dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format
+) -> tuple[Tensor, Tensor]:
+    image = _random((samples, channels, 32, 32), dtype, device).contiguous(memory_format=memory_format)
+    return image, _random((channels, channels, 3, 3), dtype, device)
 
 
-def _convolutions(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def _convolutions(
+    dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+) -> Iterator[Case]:
     for samples, channels in _channels(device):
         flops = 2.0 * samples * 32 * 32 * channels * channels * 9
-        inputs = partial(_convolution_inputs, samples, channels, dtype, device)
+        inputs = partial(_convolution_inputs, samples, channels, dtype, device, memory_format)
         yield round(flops), flops, _in_turn(partial(functional.conv2d, padding=1), inputs)
 
 
-def _convolution_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def _convolution_backward(
+    dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+) -> Iterator[Case]:
     """Yield functions to time, as cases (size, FLOPs, function). Each function computes the
     gradients of a 3 x 3 convolution with respect to the image and the weight."""
     for samples, channels in _channels(device):
         flops = 4.0 * samples * 32 * 32 * channels * channels * 9
 
         def inputs(samples: int = samples, channels: int = channels) -> tuple[Tensor, ...]:
-            image, weight = _convolution_inputs(samples, channels, dtype, device)
+            image, weight = _convolution_inputs(samples, channels, dtype, device, memory_format)
             output = functional.conv2d(image.requires_grad_(), weight.requires_grad_(), padding=1)
             return image, weight, output, torch.ones_like(output)
 
@@ -395,7 +402,9 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield moved, 8.0 * values.numel(), work
 
 
-def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def _pooling(
+    dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+) -> Iterator[Case]:
     """Yield forwards of max pooling over 2 x 2 pixels to time, as cases (size, bytes accessed,
     function). The output has a quarter of the input's elements, and there is an int64 index for
     each of them."""
@@ -406,7 +415,7 @@ def _pooling(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         make = partial(functional.max_pool2d, kernel_size=2, return_indices=True)
 
         def inputs(channels: int = channels) -> tuple[Tensor, ...]:
-            return (_random((1, channels, 64, 64), dtype, device),)
+            return (_random((1, channels, 64, 64), dtype, device).contiguous(memory_format=memory_format),)
 
         yield moved, float(exact), _in_turn(make, inputs)
 
@@ -486,6 +495,8 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "batched product": _batched,
     "convolution": _convolutions,
     "convolution backward": _convolution_backward,
+    "channels-last convolution": partial(_convolutions, memory_format=torch.channels_last),
+    "channels-last convolution backward": partial(_convolution_backward, memory_format=torch.channels_last),
     "attention": _attention,
     "attention backward": _attention_backward,
     "causal attention": partial(_attention, causal=True),
@@ -507,6 +518,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "scatter": _scatter,
     "search": _search,
     "pooling": _pooling,
+    "channels-last pooling": partial(_pooling, memory_format=torch.channels_last),
     "batch norm": _batch_norm,
     "compiled random": _within_kernels(partial(functional.dropout, p=0.1), (2**21,)),
     "compiled exp": _within_kernels(_eight(torch.exp), (2**18,), 8),

@@ -23,6 +23,7 @@ from tightfit.methods import (
     loss,
     master_weights,
     materialize,
+    memory_format,
     microbatch,
     offload,
     optimizer_states,
@@ -42,6 +43,7 @@ METHODS: tuple[ModuleType, ...] = (
     microbatch,        # corrects BatchNorm's momentum on plain modules
     attention,         # set in the model's configuration, before anything wraps a block
     dropout,           # replaces dropout layers, before anything wraps a block
+    memory_format,     # converts the inputs of convolutions, before anything wraps a block
     context_parallel,  # replaces attention; after the data, which it shards; before the loss
     tensor_parallel,   # shards modules, before anything wraps or replaces them
     float8,            # replaces linear layers while they are plain, before anything wraps a block

@@ -46,6 +46,9 @@ from tightfit.units import format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
 RETURNED = 12  # number of estimates that `search` returns: the chosen plan and the closest ones
+# shares of a step's time that an option must be predicted to save, because it costs memory (another
+# loss), or because a smaller predicted saving was not found when measured (compile)
+MIN_KERNEL_SAVING, MIN_COMPILE_SAVING = 0.02, 0.04
 MIN_SAVING = 0.1  # share of a step's time that model or sequence parallelism must be able to save
 # if a step waits for samples for more than this share of its time, the plan uses loader workers
 MAX_INPUT_SHARE = 0.02
@@ -244,6 +247,12 @@ def _with_leaner_kernels(
     leaner  the plan fields that select these other kernels, such as {"chunked_loss": 1024}
     """
     found = estimate_candidates(estimator, start, pins)
+    fastest = min((one for one in found if one.fits), key=_by_time, default=None)
+    if fastest and fastest.plan.precision != start.precision and start.compile != "none" and "compile" not in pins:
+        # compile was chosen for another precision, in which it saves more: it fuses casts of weights
+        plain = estimator.estimate(fastest.plan.replace(compile="none"))
+        if plain.fits and not _saves(fastest, plain, MIN_COMPILE_SAVING):
+            return _with_leaner_kernels(estimator, start.replace(compile="none"), pins, leaner)
     if leaner and not (found and estimator.include_allocator(min(found, key=_by_time)).fits):
         found += estimate_candidates(estimator, start.replace(**leaner), pins)
     return found
@@ -713,7 +722,8 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
     for fields in _kernels_to_try(estimator, start, best, pins):
         try:
-            best = _faster(estimator, best, best.plan.replace(**fields))
+            least = MIN_COMPILE_SAVING if "compile" in fields else MIN_KERNEL_SAVING if "chunked_loss" in fields else 0.0
+            best = _faster(estimator, best, best.plan.replace(**fields), least)
         except InputError:  # the model does not support it
             continue
     wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
@@ -725,10 +735,17 @@ def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) 
     return best.plan, {name: getattr(start, name) for name in names}
 
 
-def _faster(estimator: Estimator, best: Estimate, plan: Plan) -> Estimate:
-    """Estimate `plan`, and return this estimate or `best`, whichever finishes the job sooner."""
+def _faster(estimator: Estimator, best: Estimate, plan: Plan, least: float = 0.0) -> Estimate:
+    """Estimate `plan`. Return this estimate if it finishes the job sooner than `best`, and saves
+    more than the share `least` of its time; otherwise return `best`."""
     other = estimator.estimate(plan)
-    return other if other.total_s < best.total_s else best
+    return other if _saves(other, best, least) else best
+
+
+def _saves(one: Estimate, other: Estimate, least: float) -> bool:
+    """Return whether `one` finishes the job sooner than `other`, and saves more than the share
+    `least` of its time."""
+    return one.total_s < other.total_s * (1 - least)
 
 
 def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dict[str, Any]) -> list[dict[str, Any]]:
@@ -738,21 +755,23 @@ def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dic
     start  the plan with the default kernels
     best   the estimate of `start` without compile, or with the pinned value of compile
     pins   plan fields that the user fixed: they are not changed
+
+    On a CPU, convolutional models are compiled as a whole, because torch.compile converts images
+    between memory formats at the boundaries of its regions.
     """
-    tried: list[dict[str, Any]] = []
-    if "attention" not in pins and start.attention != "sdpa":
-        tried.append({"attention": "sdpa"})
-    on_cpu = estimator.machine.device == "cpu"
-    if "attention" not in pins and start.attention == "sdpa" and start.cp == 1 and on_cpu and estimator.job.of_transformers:
-        tried.append({"attention": "blocked"})
-    if "dropout" not in pins and on_cpu and any("random" in row[1] for row in best.time.rows):
-        tried.insert(0, {"dropout": "16-bit"})
-    distributed = start.tp * start.pp * start.cp > 1
-    if "chunked_loss" not in pins and start.chunked_loss is not None and not distributed:
-        tried.append({"chunked_loss": None})
-    if best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < max_compile_saving_s(best):
-        tried.append({"compile": start.compile})
-    return tried
+    on_cpu, distributed = estimator.machine.device == "cpu", start.tp * start.pp * start.cp > 1
+    convolves = sum(row[2] for row in best.time.rows if "convolution" in row[1]) > best.time.step_s / 4
+    regions = "model" if convolves and on_cpu and start.compile == "block" and not distributed else start.compile
+    pays = best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < max_compile_saving_s(best)
+    found: list[tuple[str, Any, bool]] = [
+        ("dropout", "16-bit", on_cpu and any("random" in row[1] for row in best.time.rows)),
+        ("memory_format", "channels_last", convolves),
+        ("attention", "sdpa", start.attention != "sdpa"),
+        ("attention", "blocked", start.attention == "sdpa" and on_cpu and start.cp == 1 and estimator.job.of_transformers),
+        ("chunked_loss", None, start.chunked_loss is not None and not distributed),
+        ("compile", regions, pays),
+    ]
+    return [{field: value} for field, value, worth_trying in found if worth_trying and field not in pins]
 
 
 def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from tightfit.cost.entries import Message, RankProgram
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, ScheduledAction, consumer_of, simulate
-from tightfit.cost.recorded_step import BatchLinear, Operation, Segment, Timeline
+from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Operation, Segment, Timeline
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
 from tightfit.machines.shapes import LARGE, MAX_SHARE
 from tightfit.planner.allocators.deep_models import extrapolate_layers
@@ -32,13 +32,18 @@ PRODUCT, BATCHED = "product", "batched product"
 CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 BLOCKED = ("blocked attention", "blocked attention backward")
-ARITHMETIC = (PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
+IN_CHANNELS_LAST = ("channels-last convolution", "channels-last convolution backward")
+ARITHMETIC = (
+    PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, *IN_CHANNELS_LAST, ATTENTION, ATTENTION_BACKWARD, *BLOCKED
+)  # fmt: skip
 _BY_SHAPE = (PRODUCT, BATCHED, ATTENTION, ATTENTION_BACKWARD)  # a GPU's rates for these depend on the shape
 _KINDS = {
     PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
     BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
     CONVOLUTION: ("aten.convolution",),
     CONVOLUTION_BACKWARD: ("aten.convolution_backward",),
+    "channels-last convolution": (f"aten.convolution{CHANNELS_LAST}",),
+    "channels-last convolution backward": (f"aten.convolution_backward{CHANNELS_LAST}",),
     ATTENTION: (
         "aten._scaled_dot_product_flash_attention_for_cpu",
         "aten._scaled_dot_product_flash_attention",
@@ -81,6 +86,7 @@ _KINDS = {
     ),
     "search": ("aten.bucketize", "aten.searchsorted"),
     "pooling": ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
+    "channels-last pooling": (f"aten.max_pool2d_with_indices{CHANNELS_LAST}",),
     "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
     "compiled": ("compiled",),
     **{kind: (kind,) for kind in COMPILED_ARITHMETIC},

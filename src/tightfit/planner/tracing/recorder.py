@@ -37,7 +37,7 @@ from tightfit._torch.operations import (
 )
 from tightfit._torch.pytree import tree_flatten_with_path
 from tightfit._torch.tensors import next_sequence_number
-from tightfit.cost.recorded_step import BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
+from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
 from tightfit.machine import FLOAT8
 from tightfit.methods.attention import probability_count
 from tightfit.models.dataflow import path_of
@@ -58,6 +58,11 @@ _ATTENTION = {  # position of the query among the arguments; the key follows it
     "aten._scaled_dot_product_efficient_attention_backward": 1,
     "tightfit.blocked_attention": 0,
     "tightfit.blocked_attention_backward": 1,
+}
+_IMAGES = {  # position of the image among the arguments of operations whose speed depends on its format
+    "aten.convolution": 0,
+    "aten.convolution_backward": 1,
+    "aten.max_pool2d_with_indices": 0,
 }
 _PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # operations that produce a weight's gradient
 _GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
@@ -360,10 +365,20 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
     if name == "aten._scaled_mm":  # its rate depends on the dtype of its factors
         dtype = FLOAT8
+    if name in _IMAGES and _is_channels_last(args[_IMAGES[name]]):
+        name += CHANNELS_LAST
     moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
     computed = _computed_share(func, name, args, kwargs)
     return Operation(
         name, dtype, BatchLinear(float(flops)), BatchLinear(moved), _product_sizes(name, args), computed_share=computed
+    )
+
+
+def _is_channels_last(image: Tensor) -> bool:
+    """Return whether the channels of each pixel of an image lie side by side in memory. Return
+    False if both formats are the same, as with a single channel or a single pixel."""
+    return (
+        image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
     )
 
 
