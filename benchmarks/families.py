@@ -73,7 +73,14 @@ def job_of(family: str, steps: int) -> Any:
 
     model, data, batch = FAMILIES[family]
     train = tightfit.Train(
-        batch=batch, steps=steps, learning_rate=1e-4, weight_decay=0.1, clip=1.0, schedule="constant", warmup=0, trackers=()
+        batch=batch,
+        steps=steps,
+        learning_rate=1e-4,
+        weight_decay=0.1,
+        clip=1.0,
+        schedule="constant",
+        warmup=0,
+        trackers=(),
     )
     return tightfit.Job(model=model, data=data, train=train, allow=["bf16", "nearest-rounding"])
 
@@ -183,7 +190,16 @@ def summarise(family: str, chosen: dict[str, Any], rounds: list[dict[str, dict[s
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    columns = ("family", "plain, autocast", "plain, bf16 weights", "tightfit", "predicted", "x best plain", "RSS", "losses")
+    columns = (
+        "family",
+        "plain, autocast",
+        "plain, bf16 weights",
+        "tightfit",
+        "predicted",
+        "x best plain",
+        "RSS",
+        "losses",
+    )
     lines = []
     for row in rows:
         of = row["contenders"]

@@ -422,7 +422,9 @@ def line_of(name: str, found: dict[str, Any]) -> str:
 def main() -> None:
     parser = harness.make_parser(__doc__, only="contenders whose name contains this", rounds=3)
     parser.add_argument("--steps", type=int, default=16, help="timed steps of each contender in a round")
-    parser.add_argument("--family", help=f"compare on these families of models instead: all, or of {', '.join(FAMILIES)}")
+    parser.add_argument(
+        "--family", help=f"compare on these families of models instead: all, or of {', '.join(FAMILIES)}"
+    )
     arguments = parser.parse_args()
     if arguments.family:
         asked = list(FAMILIES) if arguments.family == "all" else arguments.family.split(",")

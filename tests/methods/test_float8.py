@@ -26,7 +26,7 @@ from tightfit.methods import float8
 from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
-from tightfit.planner.search import _in_float8
+from tightfit.planner.kernels import in_float8
 from tightfit.report.explain import _layers_in_float8
 from tightfit.rules import needed_permissions
 
@@ -326,13 +326,13 @@ def test_search_chooses_float8_for_large_compiled_layers(large: Estimator) -> No
 
 def test_search_tries_float8_only_where_allowed(large: Estimator) -> None:
     plan, job, other = tightfit.Plan(**MIXED), large.job, Machine.named("a100-80gb")
-    assert [one.float8 for one in _in_float8(large, plan, {})] == ["tensorwise", "rowwise"]
-    assert _in_float8(large, plan, {"float8": "none"}) == []
-    assert _in_float8(large, plan.replace(tp=2), {}) == []
-    assert _in_float8(large, tightfit.Plan(), {}) == []
-    assert _in_float8(large.with_job(job.replace(allow=["bf16"]), large.machine), plan, {}) == []
-    assert _in_float8(large.with_job(job, other), plan, {}) == []
-    assert [one.float8 for one in _in_float8(large.with_job(job, Machine.named("l4")), plan, {})] == ["tensorwise"]
+    assert [one.float8 for one in in_float8(large, plan, {})] == ["tensorwise", "rowwise"]
+    assert in_float8(large, plan, {"float8": "none"}) == []
+    assert in_float8(large, plan.replace(tp=2), {}) == []
+    assert in_float8(large, tightfit.Plan(), {}) == []
+    assert in_float8(large.with_job(job.replace(allow=["bf16"]), large.machine), plan, {}) == []
+    assert in_float8(large.with_job(job, other), plan, {}) == []
+    assert [one.float8 for one in in_float8(large.with_job(job, Machine.named("l4")), plan, {})] == ["tensorwise"]
 
 
 def test_the_advice_mentions_missing_torchao(large: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:

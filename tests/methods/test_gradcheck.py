@@ -30,6 +30,7 @@ from tightfit.parallel.context import ring_attention
 from tightfit.parallel.pipeline import messages, weight_gradients
 from tightfit.parallel.tensor import sequence_parallel, sharder, vocab_cross_entropy
 from tightfit.runtime import loss_kernels
+from tightfit.runtime.dropout_noise import dropout_noise
 
 HERE = "tests.methods.test_gradcheck:"
 
@@ -55,10 +56,16 @@ def check_attention() -> None:
                 inputs = [random(2, 2, 5, width) for width in (4, 4, 4)]
                 bias = None if shape is None else random(*shape)
 
-                def output(query: Tensor, key: Tensor, value: Tensor, bias: Any, causal: bool = causal) -> Tensor:
-                    return attention.blocked_attention(query, key + 0.1, value + 0.2, bias, causal)[0]
+                noise = dropout_noise(inputs[0].new_empty(0), [4, attention.probability_count(5, causal)], 0.25)
+                for dropped in (None, noise):
 
-                assert gradcheck(output, (*inputs, bias))
+                    def output(
+                        query: Tensor, key: Tensor, value: Tensor, bias: Any, how: Any = (causal, dropped)
+                    ) -> Tensor:
+                        factor = 1.0 if how[1] is None else attention.kept_factor(0.25, query.dtype)
+                        return attention.blocked_attention(query, key + 0.1, value + 0.2, bias, *how, factor)[0]
+
+                    assert gradcheck(output, (*inputs, bias))
     finally:
         attention.QUERY_BLOCK = rows
 
@@ -270,6 +277,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention": check_attention,
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit::add_product": check_add_product,
+    "tightfit::dropout_noise": check_attention,  # a random number has no gradient
     "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
     "tightfit.parallel.pipeline.weight_gradients._DeferredMatmul": check_deferred_product,
     "tightfit.parallel.pipeline.messages._ReceivedInputs": check_entered,

@@ -30,7 +30,8 @@ from tightfit.models.objective import TASKS, Batch, Objective, sample_count
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.search import max_compile_saving_s, search
+from tightfit.planner.kernels import max_compile_saving_s
+from tightfit.planner.search import search
 from tightfit.rules import needed_permissions
 from tightfit.units import format_bytes, format_seconds
 
@@ -52,6 +53,8 @@ BEYOND: dict[str, Callable[[Any], str]] = {  # plan field -> what the Trainer ca
     "float8": lambda value: f"multiply in 8 bits with {value} scales",
     "recompute": lambda value: f"recompute only a part of the activations ({value})",
     "attention": lambda value: f"compute attention as plain matrix products ({value})",
+    "dropout": lambda value: f"draw dropout masks from {value} random numbers",
+    "memory_format": lambda value: f"store images in {value}",
     "chunked_loss": lambda value: f"compute the loss {value:,} tokens at a time, without the logits of all tokens",
     "states": lambda value: f"store the optimizer states in {value}",
     "update_in_backward": lambda value: "update each weight as soon as its gradient is complete",

@@ -43,11 +43,6 @@ def apply(run: Run, plan: Plan) -> Run:
     return run
 
 
-def draws_masks(model: nn.Module) -> bool:
-    """Return whether a model has nn.Dropout layers that drop anything in training."""
-    return any(type(module) in (nn.Dropout, PackedDropout) and module.p > 0 for module in model.modules())
-
-
 class PackedDropout(nn.Dropout):
     """nn.Dropout with masks from `dropout_noise`, for tensors of any shape and of a floating-point
     type."""

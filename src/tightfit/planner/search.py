@@ -2,7 +2,7 @@
 
 The commands `tightfit plan`, `explain` and `train` call `search`, which works in this order:
 
-1. Choose the kernels (attention, loss, compile), one option at a time, because each needs a trace.
+1. Choose the kernels (see `kernels.py`).
 2. Estimate the permitted combinations of the options that trade memory for time.
 3. On several devices, estimate tensor, pipeline and context parallelism too.
 4. Rank the estimates by the time to finish the job.
@@ -19,18 +19,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from tightfit.capabilities import has_fast_float8, has_fast_tf32
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
-from tightfit.methods import float8
-from tightfit.methods.compile import COMPILE_S
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, data_parallel_layouts, is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import DryRunResults, first_that_fits, first_that_nearly_fits
+from tightfit.planner.kernels import MIN_COMPILE_SAVING, saves, with_best_kernels
 from tightfit.planner.leanest import leanest, offloads
 from tightfit.planner.parallelism import (
     balanced_split,
@@ -46,9 +44,6 @@ from tightfit.units import format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
 RETURNED = 12  # number of estimates that `search` returns: the chosen plan and the closest ones
-# shares of a step's time that an option must be predicted to save, because it costs memory (another
-# loss), or because a smaller predicted saving was not found when measured (compile)
-MIN_KERNEL_SAVING, MIN_COMPILE_SAVING = 0.02, 0.04
 MIN_SAVING = 0.1  # share of a step's time that model or sequence parallelism must be able to save
 # if a step waits for samples for more than this share of its time, the plan uses loader workers
 MAX_INPUT_SHARE = 0.02
@@ -156,7 +151,7 @@ def _estimate_possible_plans(
     supplied = limited_to_batch(machine, job, pins)
     start, _ = complete(job, supplied, pins)
     start, leaner = _first_supported(
-        lambda one: _with_best_kernels(estimator, one, pins), with_sequence_parallel(estimator, start, pins)
+        lambda one: with_best_kernels(estimator, one, pins), with_sequence_parallel(estimator, start, pins)
     )
     start = _with_workers(estimator, start, pins)
     if start.pp > 1:
@@ -251,7 +246,7 @@ def _with_leaner_kernels(
     if fastest and fastest.plan.precision != start.precision and start.compile != "none" and "compile" not in pins:
         # compile was chosen for another precision, in which it saves more: it fuses casts of weights
         plain = estimator.estimate(fastest.plan.replace(compile="none"))
-        if plain.fits and not _saves(fastest, plain, MIN_COMPILE_SAVING):
+        if plain.fits and not saves(fastest, plain, MIN_COMPILE_SAVING):
             return _with_leaner_kernels(estimator, start.replace(compile="none"), pins, leaner)
     if leaner and not (found and estimator.include_allocator(min(found, key=_by_time)).fits):
         found += estimate_candidates(estimator, start.replace(**leaner), pins)
@@ -703,116 +698,6 @@ def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Resul
         except InputError:
             continue
     return find(plans[-1])
-
-
-def _with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
-    """Choose the kernels (attention, loss, compile, precision) with which the job is predicted to
-    finish first. Each kernel option of `start` is changed only if the job is then faster.
-
-    pins  plan fields that the user fixed: they are not changed
-
-    Returns (plan, leaner): the plan with the fastest kernels, and plan fields that would need less
-    memory, such as {"chunked_loss": 1024}. These are values of `start` that were changed because
-    others are faster. If memory is short, the search tries them again.
-
-    Compile is decided late and only once, because traces with compile take longest. It is not tried
-    if the job is so short that compiling takes longer than it could save.
-    """
-    distributed = start.tp * start.pp * start.cp > 1
-    best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
-    for fields in _kernels_to_try(estimator, start, best, pins):
-        try:
-            least = MIN_COMPILE_SAVING if "compile" in fields else MIN_KERNEL_SAVING if "chunked_loss" in fields else 0.0
-            best = _faster(estimator, best, best.plan.replace(**fields), least)
-        except InputError:  # the model does not support it
-            continue
-    wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
-    if "precision" not in pins and not distributed and _wider_may_be_faster(estimator, best, wider):
-        best = _faster(estimator, best, best.plan.replace(precision=wider))
-    for plan in _in_float8(estimator, best.plan, pins):
-        best = _faster(estimator, best, plan)
-    names = [name for name in ("chunked_loss", "precision") if getattr(best.plan, name) != getattr(start, name)]
-    return best.plan, {name: getattr(start, name) for name in names}
-
-
-def _faster(estimator: Estimator, best: Estimate, plan: Plan, least: float = 0.0) -> Estimate:
-    """Estimate `plan`. Return this estimate if it finishes the job sooner than `best`, and saves
-    more than the share `least` of its time; otherwise return `best`."""
-    other = estimator.estimate(plan)
-    return other if _saves(other, best, least) else best
-
-
-def _saves(one: Estimate, other: Estimate, least: float) -> bool:
-    """Return whether `one` finishes the job sooner than `other`, and saves more than the share
-    `least` of its time."""
-    return one.total_s < other.total_s * (1 - least)
-
-
-def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return changes of kernel options that may make `best` faster, each as a dict of plan fields,
-    such as {"attention": "sdpa"}.
-
-    start  the plan with the default kernels
-    best   the estimate of `start` without compile, or with the pinned value of compile
-    pins   plan fields that the user fixed: they are not changed
-
-    On a CPU, convolutional models are compiled as a whole, because torch.compile converts images
-    between memory formats at the boundaries of its regions.
-    """
-    on_cpu, distributed = estimator.machine.device == "cpu", start.tp * start.pp * start.cp > 1
-    convolves = sum(row[2] for row in best.time.rows if "convolution" in row[1]) > best.time.step_s / 4
-    regions = "model" if convolves and on_cpu and start.compile == "block" and not distributed else start.compile
-    pays = best.plan.compile != start.compile and COMPILE_S[estimator.machine.device] < max_compile_saving_s(best)
-    found: list[tuple[str, Any, bool]] = [
-        ("dropout", "16-bit", on_cpu and any("random" in row[1] for row in best.time.rows)),
-        ("memory_format", "channels_last", convolves),
-        ("attention", "sdpa", start.attention != "sdpa"),
-        ("attention", "blocked", start.attention == "sdpa" and on_cpu and start.cp == 1 and estimator.job.of_transformers),
-        ("chunked_loss", None, start.chunked_loss is not None and not distributed),
-        ("compile", regions, pays),
-    ]
-    return [{field: value} for field, value, worth_trying in found if worth_trying and field not in pins]
-
-
-def _in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Plan]:
-    """Return a list of plans: `plan` with each float8 recipe (such as "rowwise") that speeds up the
-    machine's matrix products.
-
-    The list is empty if the job does not allow float8, if the user pinned float8 (it is in `pins`),
-    or if the package torchao is not installed.
-    """
-    if "float8" in pins or "float8" not in estimator.job.allowed or not float8.is_installed():
-        return []
-    machine = estimator.machine
-    recipes = [recipe for recipe in ("tensorwise", "rowwise") if has_fast_float8(machine, recipe)]
-    plans = [plan.replace(float8=recipe) for recipe in recipes]
-    return [one for one in plans if is_legal(one, estimator.job, machine.device)]
-
-
-def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
-    """Return whether the precision `wider` ("fp32" or "tf32") may be faster than the mixed
-    precision of the plan of the estimate `one`. Return False if that plan has no mixed precision.
-
-    A wider precision needs no autocast casts. It may be faster if the casts take longer than the
-    narrower matrix products save.
-    """
-    narrow_rate, rate = estimator.machine.rate(one.plan.precision), estimator.machine.rate(wider)
-    if not one.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
-        return False
-    launch_s = estimator.cost_model.launch_s
-    casts_s = sum(seconds + count * launch_s for _, kind, seconds, count in one.time.rows if kind == "cast")
-    return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
-
-
-def max_compile_saving_s(one: Estimate) -> float:
-    """Return an upper bound on the seconds that compile can save in the entire job, whose estimate
-    without compile is `one`.
-
-    The bound is the time of everything except matrix products, the optimizer update, loading
-    samples and communication.
-    """
-    time = one.time
-    return (time.memory_s + time.launch_s + time.allocation_s) * (one.total_s - one.compile_s) / time.step_s
 
 
 def _rejection_reason(one: Estimate, chosen: Estimate) -> str:

@@ -377,9 +377,7 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
 def _is_channels_last(image: Tensor) -> bool:
     """Return whether the channels of each pixel of an image lie side by side in memory. Return
     False if both formats are the same, as with a single channel or a single pixel."""
-    return (
-        image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
-    )
+    return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
 
 
 def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:

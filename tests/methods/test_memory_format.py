@@ -1,0 +1,99 @@
+"""Images in channels_last: which tensors have the format, and which operations are predicted with
+its rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tightfit
+from tightfit.cost.recorded_step import CHANNELS_LAST
+from tightfit.machine import Machine
+from tightfit.methods.memory_format import channels_last_input
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.search import search
+
+CONVOLUTIONS = ("convolution", "convolution backward")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+def job() -> tightfit.Job:
+    images = [(torch.randn(3, 32, 32), index % 4) for index in range(16)]
+    train = tightfit.Train(batch=4, steps=4, learning_rate=1e-2, trackers=())
+    return tightfit.Job(model=Net, data=images, train=train, loss=nn.functional.cross_entropy)
+
+
+PLAN = tightfit.Plan.parse({"memory_format": "channels_last"}, "plan")
+
+
+def test_results_of_convolutions_keep_the_format() -> None:
+    run = tightfit.build(job(), PLAN)
+    seen: list[Tensor] = []
+    for layer in run.model.layers:  # type: ignore[union-attr]
+        layer.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    next(iter(tightfit.train(run)))
+    assert len(seen) == 7
+    assert all(one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in seen)
+    assert all(weight.is_contiguous() for weight in run.model.parameters())
+
+
+def test_the_same_results_in_double_precision() -> None:
+    """In fp32, torch's batch norm of channels_last sums its statistics less exactly."""
+    found = []
+    for converts in (False, True):
+        torch.manual_seed(4)
+        model = Net().double()
+        for module in model.modules() if converts else ():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_pre_hook(channels_last_input)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            nn.functional.cross_entropy(model(images), torch.arange(4)).backward()
+            optimizer.step()
+        found.append(model.state_dict())
+    for name, value in found[0].items():
+        assert torch.allclose(found[1][name], value, rtol=1e-11, atol=1e-12), name
+
+
+def names(plan: tightfit.Plan) -> set[str]:
+    ledger = Estimator(job(), Machine.detect()).estimate(plan).ledger
+    return {one.name for segment in ledger.training for one in segment.timeline.operations}
+
+
+def test_operations_on_the_format_are_told_apart() -> None:
+    ended = {"aten.convolution", "aten.convolution_backward", "aten.max_pool2d_with_indices"}
+    assert ended <= names(tightfit.Plan())
+    assert not any(name.endswith(CHANNELS_LAST) for name in names(tightfit.Plan()))
+    assert {name + CHANNELS_LAST for name in ended} <= names(PLAN)
+
+
+@pytest.mark.parametrize(("ratio", "chosen"), [(2.0, "channels_last"), (0.5, "contiguous")])
+def test_search_takes_the_format_with_the_faster_kernels(ratio: float, chosen: str) -> None:
+    machine = Machine.detect()
+    rates = dict(machine.rates)
+    for kind in CONVOLUTIONS:
+        rates[f"{kind}/float32"] = {1000: 1e9}
+        rates[f"channels-last {kind}/float32"] = {1000: ratio * 1e9}
+    machine = machine.replace(rates=rates)
+    pins = {"precision": "fp32", "compile": "none"}
+    assert search(job(), machine, pins)[0].plan.memory_format == chosen
