@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {
 }
 PLAIN = {"plain loop, bf16 autocast": False, "plain loop, bf16 weights": True}  # name -> bf16 weights
 TIGHTFIT = "tightfit"
-WARM_UP = 4
+WARM_UP = 5
 
 
 def job_of(family: str, steps: int) -> Any:
