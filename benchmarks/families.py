@@ -231,7 +231,7 @@ def compare(families: list[str], rounds: int, steps: int, out: Path | None) -> N
             return measure(family, name, plan, steps)
 
         rows.append(summarise(family, chosen, harness.interleaved(rounds, [*PLAIN, TIGHTFIT], one, line_of)))
-        harness.write_record(out, {"machine": Machine.detect().content(), "families": rows})
+        harness.write_record(out, {"machine": Machine.detect().name, "families": rows})
     show(rows)
 
 

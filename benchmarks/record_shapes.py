@@ -213,6 +213,30 @@ class Allocator(Measured):
     rows: list[Row]
 
 
+class Families(Measured):
+    class Family(Shape):
+        """One model: step times of the plain loops and of tightfit. faster is the median over rounds of
+        the best plain loop's step divided by tightfit's; rss_to_plain compares with the plain loop in
+        the plan's precision."""
+
+        class Contender(Shape):
+            step_s: float
+            steps_s: list[list[float]]
+            rss_bytes: int
+            loss: float
+
+        family: str
+        plan: Plan
+        predicted_s: float
+        best_plain: str
+        faster: float
+        faster_by_round: list[float]
+        rss_to_plain: float
+        contenders: dict[str, Families.Family.Contender]
+
+    families: list[Family]
+
+
 class Explain(Measured):
     class Answer(Shape):
         """The answer to one question: the chosen plan, or the leanest one and a remedy that fits.
@@ -340,6 +364,7 @@ SHAPES: dict[str, type[Shape]] = {
     "choice_process": Choice,
     "distributed": Distributed,
     "explain": Explain,
+    "families": Families,
     "gpu": Gpu,
     "intervals": Intervals,
     "large_batch": LargeBatch,

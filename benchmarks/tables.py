@@ -89,6 +89,12 @@ SOURCES = {
             ZEN5,
         ),
         Source(
+            "families",
+            _script("single_device", "--family all ", "families"),
+            "7 families of models: tightfit beside compiled plain loops, in turns",
+            ZEN5,
+        ),
+        Source(
             "memory_ladder",
             _script("memory_ladder"),
             "ViT-L/16: peak memory with one method more at each rung",
@@ -299,6 +305,42 @@ Lean contenders hold bf16 weights and train 8 micro-batches of 2 sequences.
 {PEERS[peers_settings(lean)]}
 
 {_contender_table(lean)}"""
+
+
+def families() -> str:
+    rows = read("families")["families"]
+
+    def row_of(one: dict[str, Any]) -> list[str]:
+        narrow, wide = one["contenders"]["plain loop, bf16 weights"], one["contenders"]["plain loop, bf16 autocast"]
+        ours = one["contenders"]["tightfit"]
+        seconds = [f"{1000 * each['step_s']:,.0f} ms" for each in (wide, narrow, ours)]
+        turns = ", ".join(f"{ratio:.2f}" for ratio in one["faster_by_round"])
+        return [
+            one["family"],
+            *seconds,
+            f"{1000 * one['predicted_s']:,.0f} ms",
+            f"{one['faster']:.2f} ({turns})",
+            f"{gb(ours['rss_bytes'])} ({times(one['rss_to_plain'])})",
+            ", ".join(f"{each['loss']:.3f}" for each in (wide, narrow, ours)),
+            fields(one["plan"]),
+        ]
+
+    columns = [
+        "model", "plain, autocast", "plain, bf16 weights", "tightfit", "predicted", "x best plain loop (rounds)", "process (to plain)",
+        "losses", "plan",
+    ]  # fmt: skip
+    return f"""## One device: seven families of models
+
+Each plain loop compiles the whole model and uses fused AdamW and tightfit's allocator settings: one with
+bf16 autocast, one with bf16 weights. tightfit trains with the plan that `search` returns for the same job,
+which allows bf16 weights with nearest rounding. Times are medians of steps. The ratio is to the faster
+plain loop of the same round. Process memory is the largest resident set, beside that of the plain loop in
+the same precision. Losses are means over the last four steps, in the order of the columns. Models with
+dropout draw other masks in each contender, so their losses differ.
+
+{SOURCES["families"].cite()}
+
+{table(columns, [row_of(one) for one in rows])}"""
 
 
 def memory_ladder() -> str:
@@ -668,6 +710,7 @@ def gpu() -> str:
 
 SECTIONS = {
     "single_device": single_device,
+    "families": families,
     "memory_ladder": memory_ladder,
     "prediction": prediction,
     "published": published,
