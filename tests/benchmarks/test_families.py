@@ -1,0 +1,47 @@
+"""The families' jobs allow what their plain loops do, and ratios are those within a round."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from benchmarks import single_device
+from benchmarks.families import FAMILIES, PLAIN, TIGHTFIT, job_of, summarise
+
+import tightfit
+from tightfit.planner.candidates import is_legal
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_may_do_what_the_plain_loops_do(family: str) -> None:
+    job = job_of(family, 10)
+    assert job.train.clip == 1.0
+    for precision in ("bf16-mixed", "bf16-true"):
+        plan = tightfit.Plan.parse({"precision": precision, "compile": "model", "fused_optimizer": True}, "plan")
+        assert is_legal(plan, job, "cpu")
+
+
+def rounds_of(*seconds: tuple[float, float, float]) -> list[dict[str, dict[str, object]]]:
+    names = [*PLAIN, TIGHTFIT]
+    return [
+        {name: {"step_s": [one], "rss_bytes": 100 * one, "loss": one} for name, one in zip(names, round_, strict=True)}
+        for round_ in seconds
+    ]
+
+
+def test_the_ratio_is_to_the_faster_plain_loop_of_each_round() -> None:
+    chosen = {"plan": {"precision": "bf16-true"}, "differences": {"precision": "bf16-true"}, "predicted_s": 1.0}
+    found = summarise("some", chosen, rounds_of((4.0, 3.0, 2.0), (6.0, 8.0, 2.0), (5.0, 6.0, 4.0)))
+    assert found["faster_by_round"] == [1.5, 3.0, 1.25]
+    assert found["faster"] == 1.5
+    assert found["best_plain"] == "plain loop, bf16 autocast"  # by the medians, 5.0 and 6.0
+    assert found["rss_to_plain"] == 400 / 800  # the largest of each, in the plan's precision
+    assert found["contenders"][TIGHTFIT]["step_s"] == 2.0
+
+
+def test_an_unknown_family_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["single_device.py", "--family", "gpt2-124m,gtp3"])
+    with pytest.raises(SystemExit) as left:
+        single_device.main()
+    assert left.value.code == 2
+    assert "gtp3: unknown" in capsys.readouterr().err
