@@ -25,9 +25,8 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
-from benchmarks.contenders import batches_of, make_model
-
 from benchmarks import harness
+from benchmarks.contenders import batches_of, make_model
 
 Family = tuple[dict[str, Any], dict[str, Any], int]  # model, data, batch
 

@@ -8,7 +8,8 @@
 Only torch has to be installed. Other missing packages come from a folder of wheels, which
 scripts/collect_wheels fills. Each part is a process of its own with a time-out. The most important
 parts run first. When the time budget is nearly spent, the remaining parts are left out, and the output
-says so. `--out` receives gpu.json (what all parts found), tests.txt and log.txt.
+says so. `--out` receives gpu.json (what all parts found), tests.txt and log.txt. Tests and methods are not timed: they run at the same
+time. So do several tests, where pytest-xdist is installed.
 
 Exit codes: 0 if all requested parts are done, 1 if one failed or ran out of its time, 3 if there was
 too little time for some.
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,14 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[:1] = [str(ROOT), str(ROOT / "src")]  # in place of this file's folder
 
-from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER  # noqa: E402
-
 from benchmarks import harness  # noqa: E402
+from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER  # noqa: E402
 
 RECORD = ROOT / "records" / "gpu.json"
 LEAST_S = 12.0  # left of the budget, without which no part is begun
 KEPT_S = 8.0  # of the budget, for what the parent does at the end
 SAID = 1500  # characters of a part's last output in the record
+UNTIMED = ("tests", "methods")  # parts that run at the same time, because they time nothing
 NEVER_UNPACKED = ("torch", "triton", "nvidia", "cuda")  # the installed ones were built for this driver
 DONE, FAILED, OUT_OF_TIME = 0, 1, 3
 
@@ -140,6 +142,16 @@ def environment(arguments: argparse.Namespace, packages: Path, work: Path) -> di
     return {**found, "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
+def together(names: list[str]) -> list[list[list[str]]]:
+    """The parts, each in a process of its own, in lists of those that run at the same time."""
+    beside = [name for name in names if name in UNTIMED]
+    alone = [[[name]] for name in names if name not in UNTIMED]
+    if not beside:
+        return alone
+    first = sum(name == "machine" for name in names)
+    return [*alone[:first], [[name] for name in beside], *alone[first:]]
+
+
 def run_child(arguments: argparse.Namespace) -> None:
     """The parts named by --child, in this process."""
     from benchmarks.gpu_parts import run_parts
@@ -195,19 +207,22 @@ def run(arguments: argparse.Namespace) -> int:
         sys.path.append(str(packages))
         print(f"unpacked from wheels: {', '.join(taken) or 'nothing'}", flush=True)
         environ = environment(arguments, packages, work)
-        groups = [names] if arguments.cpu else [[name] for name in names]
-        for group in groups:
+        for processes in [[names]] if arguments.cpu else together(names):
+            group = [name for process in processes for name in process]
             left = arguments.budget - KEPT_S - (time.monotonic() - began)
             if left < LEAST_S or (parts and parts.get("machine", {}).get("status", "done") != "done"):
                 why = "the budget is spent" if left < LEAST_S else "the part machine failed"
                 parts |= {name: {"status": "left out", "said": why, "result": {}} for name in group}
                 continue
             limits = {name: min(LIMIT_S[name], left) for name in group}
-            run_group(group, arguments, limits, left, work, environ)
-            log = work / f"{group[0]}.log"
-            for name in group:
-                parts[name] = result_of(name, log, work, limits[name])
-                print(line_of(name, parts[name]), flush=True)
+            with ThreadPoolExecutor() as pool:
+                running = [pool.submit(run_group, one, arguments, limits, left, work, environ) for one in processes]
+                for one in running:
+                    one.result()
+            for process in processes:
+                for name in process:
+                    parts[name] = result_of(name, work / f"{process[0]}.log", work, limits[name])
+                    print(line_of(name, parts[name]), flush=True)
             keep(arguments, parts, taken, work, time.monotonic() - began)
         keep(arguments, parts, taken, work, time.monotonic() - began)
     show(parts)

@@ -8,6 +8,7 @@ same on GPUs and CPUs.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import itertools
 import json
 import math
@@ -23,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.batch_norm_net import BatchNormNet
-from benchmarks.contenders import KINDS, Crew
 from torch.profiler import ProfilerActivity, profile
 
 import tightfit
 from benchmarks import harness, memory_ladder
+from benchmarks.batch_norm_net import BatchNormNet
+from benchmarks.contenders import KINDS, Crew
 from tightfit.engine.build import build
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
@@ -260,6 +261,8 @@ def tests(setup: Setup, save: Save) -> None:
         sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider", "--durations=15",
         "--continue-on-collection-errors", *setup.sizes["arguments"],
     ]  # fmt: skip
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(setup.sizes["workers"])]
     ended = ""
     with log.open("w") as file:
         running = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
@@ -278,7 +281,10 @@ def tests(setup: Setup, save: Save) -> None:
 
 def summary_of(text: str) -> dict[str, Any]:
     """Counts of pytest's verbose lines, the names of what failed, and the text of the failures."""
-    outcomes = re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", text, re.M)
+    kinds = "PASSED|FAILED|ERROR|SKIPPED|XFAIL"
+    outcomes = re.findall(rf"^(\S+::.+?) ({kinds})\b", text, re.M)
+    by_workers = re.findall(rf"^\[gw\d+\] \[ *\d+%\] ({kinds}) (\S+::.+?)(?:@\S+)? *$", text, re.M)  # of pytest-xdist
+    outcomes += [(name, kind) for kind, name in by_workers]
     found = re.search(
         r"^=+ (?:FAILURES|ERRORS) =+$.*?(?=^=+ (?:slowest|short test summary|warnings summary)|\Z)", text, re.M | re.S
     )

@@ -63,6 +63,7 @@ def net_specs(width: int, layers: int) -> dict[str, dict[str, Any]]:
 GPU: dict[str, dict[str, Any]] = {
     "machine": {},
     "tests": {
+        "workers": 8,
         "arguments": [
             "-m", "gpu and not slow", "tests/contract", "tests/engine/checkpoint/test_checkpoint.py", "tests/measure",
             "tests/methods/test_float8.py",
@@ -143,6 +144,7 @@ GPU: dict[str, dict[str, Any]] = {
 CPU: dict[str, dict[str, Any]] = {
     "machine": {},
     "tests": {
+        "workers": 0,
         "arguments": [
             "-m", "not gpu and not slow",
             "tests/contract/test_contract.py::test_reference_plan_is_plain_pytorch[llama-cpu]",

@@ -29,10 +29,9 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
+from benchmarks import harness
 from benchmarks.contenders import batches_of
 from benchmarks.families import FAMILIES, compare
-
-from benchmarks import harness
 
 JOB = harness.ROOT / "examples" / "demo.yaml"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from benchmarks.record_shapes import SHAPES, schema
 from pydantic import ValidationError
 
 import tightfit
 from benchmarks import picture, tables
+from benchmarks.record_shapes import SHAPES, schema
 from tightfit.machine import Machine
 
 ROOT = Path(__file__).parent.parent

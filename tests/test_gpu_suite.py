@@ -11,9 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.gpu_sizes import GPU
 
 import tightfit
+from benchmarks.gpu_sizes import GPU
 from tests import conftest
 from tests.contract.test_contract import ON_GPU_ONLY, SINGLES, is_compiled, named, on_several
 from tightfit.methods import METHODS

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
-from benchmarks.families import FAMILIES, PLAIN, TIGHTFIT, job_of, summarise
 
 import tightfit
 from benchmarks import single_device
+from benchmarks.families import FAMILIES, PLAIN, TIGHTFIT, job_of, summarise
 from tightfit.planner.candidates import is_legal
 
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, llama_spec, summary_of, variants
-from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER
 
 import tightfit
 from benchmarks import gpu, gpu_parts
+from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, llama_spec, summary_of, variants
+from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER
 from tightfit.models.create import model_config
 
 PROGRAM = str(Path(gpu.__file__))
@@ -183,6 +183,16 @@ def test_wheels_replace_missing_and_older_packages(tmp_path: Path) -> None:
     assert not gpu.is_newer("2.9", "2.9.0+cu128")
 
 
+def test_only_parts_that_time_nothing_run_at_the_same_time() -> None:
+    assert gpu.together(["machine", "tests", "methods", "calibration"]) == [
+        [["machine"]],
+        [["tests"], ["methods"]],
+        [["calibration"]],
+    ]
+    assert gpu.together(["methods", "llama"]) == [[["methods"]], [["llama"]]]
+    assert gpu.together(["machine", "llama"]) == [[["machine"]], [["llama"]]]
+
+
 def test_the_summary_keeps_test_failures() -> None:
     text = (
         "tests/a.py::test_one[x y] PASSED [ 50%]\ntests/a.py::test_two FAILED [100%]\n\n"
@@ -194,6 +204,9 @@ def test_the_summary_keeps_test_failures() -> None:
     )
     found = summary_of(text)
     assert (found["passed"], found["failed"], found["names"]) == (1, 1, ["tests/a.py::test_two"])
+    workers = text.replace("tests/a.py::test_one[x y] PASSED [ 50%]", "[gw0] [ 50%] PASSED tests/a.py::test_one[x y] ")
+    workers = workers.replace("tests/a.py::test_two FAILED [100%]", "[gw1] [100%] FAILED tests/a.py::test_two@several ")
+    assert summary_of(workers) == found
     assert "assert 1 == 2" in found["failures"]
     assert "slowest" not in found["failures"]
     assert found["slowest"] == ["1.0s call a"]

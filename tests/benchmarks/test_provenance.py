@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.record_shapes import SHAPES
 
 from benchmarks import provenance, tables
+from benchmarks.record_shapes import SHAPES
 
 
 def cpu_info(vendor: str, family: int, model: int, flags: str) -> str:

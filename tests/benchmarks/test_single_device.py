@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.single_device import BEST, CONTENDERS, LEAN, demo_job, environment, tokens_of
 
 import tightfit
+from benchmarks.single_device import BEST, CONTENDERS, LEAN, demo_job, environment, tokens_of
 from tightfit.engine import launch
 
 TUNED_PEERS = [

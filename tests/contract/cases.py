@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.batch_norm_net import BatchNormNet
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import tightfit
+from benchmarks.batch_norm_net import BatchNormNet
 from tests import devices
 from tests.pool import together
 from tightfit.distributed.sharding import on_mesh_device

@@ -15,10 +15,24 @@ from tests import tiny
 from tests.contract import cases
 from tightfit.distributed.mesh import PendingSum
 from tightfit.engine import step
+from tightfit.engine.build import build
+from tightfit.measure import verify
 from tightfit.measure.verify import Tolerances, Verification
 from tightfit.methods import recompute
 from tightfit.models.objective import Batch
 from tightfit.runtime.run import Run
+
+DROPPING: dict[str, dict[str, Any]] = {
+    "bert": {"architecture": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 64, "vocab_size": 96, "max_position_embeddings": 32},
+    "t5": {"architecture": "t5", "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 96},
+    "opt": {"architecture": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "ffn_dim": 64, "vocab_size": 96, "max_position_embeddings": 32,
+            "attention_dropout": 0.1},
+    "electra": {"architecture": "electra", "embedding_size": 32, "hidden_size": 32, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 96, "max_position_embeddings": 32},
+}  # fmt: skip
+"""Small models that drop elements by default, which no other test trains with these plans."""
 
 
 @pytest.fixture
@@ -44,6 +58,32 @@ def test_equivalent_plans_pass(job: tightfit.Job, plan: dict[str, Any]) -> None:
     assert set(result.content()) == {"max_relative_error", "tolerance", "tolerances", "passed"}
     for each in ("max_relative_error", "tolerances"):
         assert set(result.content()[each]) == {"loss", "gradients", "weights"}  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5", "opt", "electra"])
+@pytest.mark.parametrize(
+    "plan", [{"dropout": "16-bit"}, {"attention": "blocked"}, {"micro_batch": 2}, {"recompute": "full"}], ids=str
+)
+def test_models_with_dropout_are_compared_without_it(architecture: str, plan: dict[str, Any]) -> None:
+    """Layers of torch drop elements in BERT, ELECTRA and T5, and functions in OPT. Each of these
+    plans may drop others than the reference does."""
+    job = tightfit.Job(
+        model=DROPPING[architecture],
+        data={"synthetic": "tokens", "sequence_length": 16, "samples": 16},
+        train=tightfit.Train(batch=4, steps=4, trackers=()),
+    )
+    result = tightfit.verify(job, tightfit.Plan(**plan))
+    assert result.passed, result
+
+
+def test_dropout_is_switched_off_in_every_layer() -> None:
+    job = tightfit.Job(model=DROPPING["opt"], data={"synthetic": "tokens", "sequence_length": 8, "samples": 8})
+    model = build(job, tightfit.Plan()).model
+    before = [module.dropout for module in model.modules() if hasattr(module, "dropout")]
+    assert before
+    assert all(before)
+    verify.switch_off_dropout(model)
+    assert not any(module.dropout for module in model.modules() if hasattr(module, "dropout"))
 
 
 def test_fp32_plans_agree_to_rounding(job: tightfit.Job) -> None:

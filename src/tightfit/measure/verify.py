@@ -2,7 +2,8 @@
 losses, gradients and weights.
 
 The reference plan trains in fp32 on one device, without any method. Both runs start from the same
-seed and train on the same samples.
+seed and train on the same samples, without dropout: plans may drop other elements than the
+reference does, and their results would differ for this reason alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from tightfit.distributed.processes import check_world, is_rank_zero, join
 from tightfit.engine.build import build
@@ -138,6 +140,9 @@ def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3)
     the same result; rank 0 also runs the reference plan. Raises InputError if the plan updates
     weights asynchronously.
 
+    Neither run drops anything (see `switch_off_dropout`), because a plan that compiles the model,
+    splits the batch or has `dropout: 16-bit` drops other elements than the reference does.
+
     Some models depend on how the batch is split: BatchNorm computes statistics of each micro-batch,
     and NLLB-MoE's experts drop tokens of each micro-batch. A plan that splits the batch of such a
     model computes another result, and does not pass. If a plan has a dynamic loss scale, its run is
@@ -233,10 +238,24 @@ def observe_settled(
         scale = run.loss_scale.value
 
 
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set to 0 the dropout probabilities of all modules of `model`: `p` of torch's dropout layers,
+    and each attribute that is a float and has "drop" in its name, such as `attention_dropout`,
+    `drop_prob` or `layerdrop`. Modules read these attributes in their forward. A model that draws
+    random numbers in another way keeps doing so."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and "drop" in name.lower():
+                setattr(module, name, 0.0)
+
+
 def observe(run: Run, steps: int) -> Observed:
-    """Train `steps` steps on one device, and return their losses, gradients and weights. Hooks on
-    the parameters record the gradients of the first step, also for a plan that updates weights
-    during backward and keeps no gradients."""
+    """Train `steps` steps on one device without dropout, and return their losses, gradients and
+    weights. Hooks on the parameters record the gradients of the first step, also for a plan that
+    updates weights during backward and keeps no gradients."""
+    switch_off_dropout(run.model)
     gradients: dict[str, Tensor] = {}
     trained = {name: parameter for name, parameter in run.model.named_parameters() if parameter.requires_grad}
     if run.reduction is not None and any(isinstance(parameter, DTensor) for parameter in trained.values()):
@@ -258,6 +277,7 @@ def observe_sharded(run: Run, steps: int) -> Observed:
     """Like `observe`, for a run on several devices, whose parameters may be sharded. All ranks must
     call this function, and all get the full tensors. Gradients are recorded just before the first
     update."""
+    switch_off_dropout(run.model)
     gradients: dict[str, Tensor] = {}
     trained = {name: run.optimizer_weights.get(p, p) for name, p in run.model.named_parameters() if p.requires_grad}
 
