@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
@@ -89,7 +90,9 @@ def begin_anew(device: str) -> None:
 
 
 def tail_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))[-TAIL:]
+    """Where an error was raised, and the beginning of what it says."""
+    where = "".join(traceback.format_tb(error.__traceback__))[-TAIL:]
+    return f"{where}{type(error).__name__}: {str(error)[:TAIL]}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -258,14 +261,15 @@ def tests(setup: Setup, save: Save) -> None:
     """The tests for this kind of device: how many passed, and what the others said."""
     log = setup.work / "tests.txt"
     command = [
-        sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider", "--durations=15",
+        sys.executable, "-m", "pytest", "-vv", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark", "--durations=15",
         "--continue-on-collection-errors", *setup.sizes["arguments"],
     ]  # fmt: skip
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(setup.sizes["workers"])]
     ended = ""
     with log.open("w") as file:
-        running = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # workers with several threads would wait for each other
+        running = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=file, stderr=subprocess.STDOUT)
         try:
             code: int | None = running.wait(timeout=max(setup.limit_s - 5, 1))
         except subprocess.TimeoutExpired:
@@ -376,9 +380,9 @@ def held(
 def calibration(setup: Setup, save: Save) -> None:
     """What the machine is measured to do; the parts after this one plan with it."""
     before = setup.machine
-    how = {"calibrate": calibrate, "glance": quick_calibrate}[setup.sizes["how"]]
+    how = {"calibrate": calibrate, "glance": lambda machine, say: quick_calibrate(machine)}[setup.sizes["how"]]
     began = time.perf_counter()
-    found = how(before)
+    found = how(before, say=lambda line: print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True))
     published = {kind: figure.value for kind, figure in before.matrix_peak_flops_per_s.items()}
     reached = {kind: figure.value for kind, figure in found.matrix_flops_per_s.items()}
     save(
@@ -637,7 +641,14 @@ PARTS: dict[str, Callable[[Setup, Save], None]] = {
 def run_parts(
     names: list[str], sizes: dict[str, dict[str, Any]], device: str, limits: dict[str, float], work: Path
 ) -> None:
-    """Run parts one after another in this process. What each found is in `work`/NAME.json, also while it is under way."""
+    """Run parts one after another in this process. What each found is in `work`/NAME.json, also while it is under way.
+
+    Parts plan with the machine in `work`/calibrated.json, if there is this file and it is of the same machine.
+    """
+    if (work / "calibrated.json").exists():
+        calibrated = Machine.model_validate_json((work / "calibrated.json").read_text())
+        if calibrated.name == Machine.detect().name:
+            calibrated.keep()
     for name in names:
         path, state = work / f"{name}.json", {"status": "under way", "result": {}}
 

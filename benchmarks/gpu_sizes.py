@@ -14,8 +14,8 @@ ORDER = ("machine", "tests", "methods", "calibration", "llama", "ladder", "rival
 LIMIT_S = {
     "machine": 40,
     "tests": 190,
-    "methods": 90,
-    "calibration": 80,
+    "methods": 190,
+    "calibration": 160,
     "llama": 150,
     "ladder": 80,
     "rivals": 170,

@@ -21,6 +21,9 @@ from tightfit.capabilities import has_fast_bf16
 from tightfit.machine import Figure, Machine
 
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache")
+os.environ["USE_PYTORCH_KERNEL_CACHE"] = (
+    "0"  # workers would create this cache at the same time, and torch warns if that fails
+)
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests use no network
 
 _SEVERAL = re.compile(

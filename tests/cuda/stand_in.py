@@ -89,7 +89,7 @@ def _patch() -> None:
     }  # fmt: skip
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
-    torch.cuda.memory._set_allocator_settings = nothing  # type: ignore[attr-defined]
+    torch._C._accelerator_setAllocatorSettings = nothing  # type: ignore[attr-defined]
     torch.accelerator.current_stream = stream  # type: ignore[assignment]
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:

@@ -43,6 +43,9 @@ ALONE: tuple[dict[str, Any], ...] = (
     {"offload": ["activations"]},
     {"offload": ["gradients"]},
     ALL_OFFLOADED,
+    {**ALL_OFFLOADED, "offload_to": "disk"},
+    {**ALL_OFFLOADED, "offload_to": "disk", "micro_batch": 1},
+    {"offload": ["activations"], "offload_to": "disk"},
     {"offload": ["activations"], "recompute": "full", "micro_batch": 2},
 )
 SEVERAL: tuple[tuple[dict[str, Any], int], ...] = (

@@ -194,4 +194,7 @@ def test_tolerances_depend_on_precision_states_and_comparison() -> None:
     assert moved.gradients == still.gradients
     assert moved.weights == pytest.approx(2.0**-12 + 2 * 2.0**-6)
     assert Tolerances.of(tightfit.Plan(precision="bf16-true"), 0.0).gradients == 2.0**-4
-    assert Tolerances.of(tightfit.Plan(states="4-bit"), 1.0).weights == moved.weights + 0.5
+    narrow = tightfit.Plan(states="4-bit")
+    assert Tolerances.of(narrow, 1.0).weights == Tolerances.of(narrow, 1.0).loss == moved.weights + 0.5
+    assert Tolerances.of(narrow, 0.0, loss_change=1.0).loss == 2.0**-12 + 0.5
+    assert Tolerances.of(tightfit.Plan(), 0.0, loss_change=1.0) == still

@@ -15,7 +15,7 @@ def set_allocator_settings(settings: str) -> None:
     settings  such as "expandable_segments:True", in the format of the environment variable
               PYTORCH_ALLOC_CONF
     """
-    torch.cuda.memory._set_allocator_settings(settings)
+    torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def spin(cycles: int) -> None:

@@ -107,6 +107,7 @@ _TABLE = {
         ),
     },
     "torch._C": {
+        "_accelerator_setAllocatorSettings": ("expandable segments in this process", "PYTORCH_ALLOC_CONF"),
         "DispatchKey": ("names autocast on a CPU", _NO_AUTOCAST),
         "DispatchKeySet": ("names autocast on a CPU", _NO_AUTOCAST),
         "_ExcludeDispatchKeyGuard": ("skips the CPU's autocast rules", _NO_AUTOCAST),
@@ -261,9 +262,6 @@ _TABLE = {
     "torch._prims.rng_prims": {
         "run_and_save_rng_state": ("predicts dropout in compiled regions", _EAGER),
         "run_with_rng_state": ("predicts dropout in compiled regions", _EAGER),
-    },
-    "torch.cuda.memory": {
-        "_set_allocator_settings": ("expandable segments in this process", "PYTORCH_ALLOC_CONF"),
     },
     "torch.cuda": {
         "_sleep": ("times kernels without the time to launch them", "a large product before them"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 LANES, STEPS = 4, 2**16  # 16-bit numbers in a 64-bit one; how many values a 16-bit number has
-SLICE = 2**18  # elements drawn at a time, so that their random numbers stay in the cache
+SLICE = 2**18  # elements that a CPU draws at a time, so that their random numbers stay in the cache
 
 
 def rounded(probability: float) -> float:
@@ -35,7 +35,7 @@ def dropout_noise(like: Tensor, size: list[int], probability: float) -> Tensor:
     flat, dropped = noise.view(-1), round(probability * STEPS)
     if dropped == STEPS:
         return noise.zero_()
-    for part in flat.split(SLICE):
+    for part in flat.split(SLICE if like.device.type == "cpu" else max(len(flat), 1)):
         bits = torch.empty(-(-len(part) // LANES), dtype=torch.int64, device=like.device)
         # each lane is uniform over -32,768 to 32,767; the comparison replaces it by 0 or 1
         part.copy_(bits.random_(-(2**63), None).view(torch.int16)[: len(part)].ge_(dropped - STEPS // 2))

@@ -210,7 +210,11 @@ class Store:
 
     def send(self, value: Tensor, kept: Tensor) -> None:
         """Begin to copy `value`, a tensor on the device, into `kept`, a tensor in the store, while
-        the device computes."""
+        the device computes. If `value` is in host memory, where fully_shard offloads gradients, the
+        host copies it before this method returns."""
+        if self._is_on_host(value):
+            kept.copy_(value)
+            return
         with self._on_copy_stream(kept):
             kept.copy_(value, non_blocking=True)
         self._hold_for_copy(value)
@@ -233,14 +237,20 @@ class Store:
 
     def add(self, value: Tensor, kept: Tensor) -> None:
         """Begin to add `value`, a tensor on the device, to `kept`, a tensor in the store, while the
-        device computes."""
-        if not has_own_memory(self.device):
+        device computes. If `value` is in host memory, the host adds it before this method returns.
+        """
+        if not has_own_memory(self.device) or self._is_on_host(value):
             kept.add_(value)
             return
         with self._on_copy_stream(kept):  # the device adds, so the host need not wait for the copy
             there = torch.empty_like(kept, device=self.device, pin_memory=False).copy_(kept, non_blocking=True)
             kept.copy_(there.add_(value), non_blocking=True)
         self._hold_for_copy(value)
+
+    def _is_on_host(self, value: Tensor) -> bool:
+        """Return whether a tensor that is to be stored is in host memory, while the run's device is
+        a GPU."""
+        return self.device.type == "cuda" and value.device.type == "cpu"
 
     @contextmanager
     def _on_copy_stream(self, kept: Tensor) -> Iterator[None]:
