@@ -410,6 +410,9 @@ def readme(record: dict[str, Any]) -> str:
         if row.get("parameters"):
             beside = "; ".join(_bytes(row["trained"])) if "trained" in row else "predicted"
             rows.append((f"largest Llama: {way}", f"{row['parameters'] / 1e9:.3g}B parameters", beside))
+    unfinished = [f"{name}: {part['status']}" for name, part in record["parts"].items() if part["status"] != "done"]
+    if unfinished:
+        rows.append(("parts that did not finish", "; ".join(unfinished), "failed tests and causes are in the record"))
     machine = parts.get("machine", {})
     said = f"{machine['machine']['name']}, torch {machine['code']['torch']}" if machine else "machine not known"
     lines = [f"| {said} | measured | beside it |", "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in rows)]

@@ -7,6 +7,7 @@ same on GPUs and CPUs.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
 import itertools
@@ -658,6 +659,8 @@ def run_parts(
 
         began = time.perf_counter()
         save({})
+        # where a part hangs, which is ended soon after
+        faulthandler.dump_traceback_later(max(limits[name] - 3, 1), file=sys.__stderr__)
         print(f"--- {name}", flush=True)
         try:
             PARTS[name](Setup(device, sizes[name], limits[name], work), save)
@@ -665,6 +668,7 @@ def run_parts(
         except Exception as error:
             print(traceback.format_exc(), flush=True)
             state |= {"status": "failed", "said": tail_of(error)}
+        faulthandler.cancel_dump_traceback_later()
         state["seconds"] = time.perf_counter() - began
         save(state["result"])
         begin_anew(device)

@@ -90,7 +90,7 @@ SOURCES = {
         ),
         Source(
             "families",
-            _script("single_device", "--family all ", "families"),
+            _script("single_device", "--family all --rounds 3 --steps 12 ", "families"),
             "7 families of models: tightfit beside compiled plain loops, in turns",
             ZEN5,
         ),

@@ -49,7 +49,7 @@ def set_local_shard(tensor: Any, shard: Tensor) -> None:
 def sharded_like(shard: Tensor, like: Any) -> DTensor:
     """Return a DTensor without gradient whose part on this device is `shard`, with the global
     shape, mesh and placements of `like`, a DTensor."""
-    return DTensor(shard, like._spec, requires_grad=False)
+    return DTensor(shard.detach(), like._spec, requires_grad=False)
 
 
 __all__ = [

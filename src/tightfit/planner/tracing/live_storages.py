@@ -76,14 +76,17 @@ class StorageTracker(StorageMode[_LiveStorage]):
     Everything between a backward and the next forward is the optimizer. An update in backward
     counts as backward.
 
-    again  whether the tracker will be entered again. Between two uses, frees are recorded and
-           allocations are not
+    on_gpu  whether the step runs on a GPU. Then storages in host memory, such as weights that
+            fully_shard has offloaded, are not counted
+    again   whether the tracker will be entered again. Between two uses, frees are recorded and
+            allocations are not
     """
 
     again = False
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], on_gpu: bool = False) -> None:
         super().__init__()
+        self._on_gpu = on_gpu
         self._parameters = list(parameters)
         self._without_gradient: list[Tensor] = []  # parameters that the current backward has made no gradient for yet
         self._phase = ""  # before the step
@@ -215,6 +218,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
             seen = self._live[id(storage)][0]
         else:
             seen = _LiveStorage()
+            if self._on_gpu and storage.device.type == "cpu":
+                seen.row = OTHER_MEMORY
             self.follow(storage, seen)
             if self._phase == "forward":
                 self._made_in_forward.append(id(storage))
@@ -232,7 +237,8 @@ class RunTracker:
     live bytes at the peak. Fake tensors count like real tensors."""
 
     def __init__(self, run: Run) -> None:
-        self._tracker = StorageTracker([*run.model.parameters(), *run.optimizer_weights.values()])
+        weights = [*run.model.parameters(), *run.optimizer_weights.values()]
+        self._tracker = StorageTracker(weights, on_gpu=run.device.type == "cuda")
         if run.store is not None:
             self._tracker.assign(run.store.stored_tensors(run.model), OTHER_MEMORY)
         self._tracker.assign(run.model.buffers(), "parameters")
