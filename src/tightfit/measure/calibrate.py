@@ -65,9 +65,15 @@ def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) 
         control_s = pace.control_around_s()
         by_size[kind] = {size: rate * control_s for size, rate in rates.items()}
     kinds = measure_rates(device, pace, say)
-    say("memory bandwidth, launches, copies, processes")
-    bandwidth, launch_s = _memory_bandwidth(device), _launch_s(device)
-    copies = _copy_bandwidth(device) if device.type == "cuda" else None
+    say("memory bandwidth")
+    bandwidth = _memory_bandwidth(device)
+    say("launches of operations")
+    launch_s = _launch_s(device)
+    copies = None
+    if device.type == "cuda":
+        say("copies from the host")
+        copies = _copy_bandwidth(device)
+    say("communication between processes")
     ended_s = pace.control_around_s()
     sums_s = _all_reduces_here_s(machine, say)
     sums_ended_s, usual_s = pace.control_around_s(), pace.usual_control_s
@@ -228,7 +234,8 @@ def _matrix_rates(
         for size in sizes:
             if rates and 2 * size**3 / min(rates.values()) > PATIENCE_S:
                 break
-            seconds = timed(_square_product(kind, size, device), device, pick=pick)
+            least_s = 0.05 if device.type == "cuda" else 0.2  # the rate of a GPU varies less
+            seconds = timed(_square_product(kind, size, device), device, least_s=least_s, pick=pick)
             rates[size] = 2 * size**3 / seconds
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
