@@ -135,7 +135,7 @@ def environment(arguments: argparse.Namespace, packages: Path, work: Path) -> di
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
-        "USE_PYTORCH_KERNEL_CACHE": "0",  # which torch does not always manage to create, and warns of
+        "USE_PYTORCH_KERNEL_CACHE": "0",  # torch warns where it cannot create this cache
     }
     if (
         arguments.cpu
@@ -145,7 +145,7 @@ def environment(arguments: argparse.Namespace, packages: Path, work: Path) -> di
 
 
 def together(names: list[str]) -> list[list[list[str]]]:
-    """The parts, each in a process of its own, in lists of those that run at the same time."""
+    """Group the parts: those of one group run at the same time, each in its own process."""
     beside = [name for name in names if name in UNTIMED]
     alone = [[[name]] for name in names if name not in UNTIMED]
     if not beside:
@@ -412,7 +412,7 @@ def readme(record: dict[str, Any]) -> str:
             rows.append((f"largest Llama: {way}", f"{row['parameters'] / 1e9:.3g}B parameters", beside))
     unfinished = [f"{name}: {part['status']}" for name, part in record["parts"].items() if part["status"] != "done"]
     if unfinished:
-        rows.append(("parts that did not finish", "; ".join(unfinished), "failed tests and causes are in the record"))
+        rows.append(("parts that did not finish", "; ".join(unfinished), "the record holds what they found"))
     machine = parts.get("machine", {})
     said = f"{machine['machine']['name']}, torch {machine['code']['torch']}" if machine else "machine not known"
     lines = [f"| {said} | measured | beside it |", "| --- | --- | --- |", *(f"| {' | '.join(row)} |" for row in rows)]

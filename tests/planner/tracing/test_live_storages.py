@@ -233,3 +233,11 @@ def test_a_tracker_keeps_nothing_alive(fails: bool) -> None:
     del model, forward
     assert gone() is None
     assert tracker.peak().total
+
+
+@pytest.mark.parametrize(("on_gpu", "total"), [(False, 8192), (True, 0)])
+def test_a_run_on_a_gpu_does_not_count_host_memory(on_gpu: bool, total: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(1024))
+    with StorageTracker([weight], on_gpu=on_gpu) as tracker:
+        weight.grad = torch.ones(1024)
+    assert tracker.peak().total == total
