@@ -301,6 +301,7 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "stream", Within)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stack[-1])
         monkeypatch.setattr(Tensor, "copy_", copies)
+        monkeypatch.setattr(Store, "_is_on_host", lambda store, value: False)  # tensors here stand for the GPU's
         monkeypatch.setattr(Tensor, "record_stream", lambda value, stream: None)
         monkeypatch.setattr(torch, "empty_like", lambda value, **options: empty_like(value))
 

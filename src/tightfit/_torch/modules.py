@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as RunningNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 from torch.nn.modules.loss import _Loss as Loss
 
 Conversion = Callable[..., nn.Module]  # nn.Module._apply
@@ -105,6 +106,7 @@ __all__ = [
     "BatchNorm",
     "Conversion",
     "Convolution",
+    "Dropout",
     "Loss",
     "RunningNorm",
     "call_of",

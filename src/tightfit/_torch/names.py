@@ -231,6 +231,9 @@ _TABLE = {
     "torch.nn.modules.conv": {
         "_ConvNd": ("finds weights that autocast converts", "the public classes of convolutions"),
     },
+    "torch.nn.modules.dropout": {
+        "_DropoutNd": ("switches off dropout to verify a plan", "the public classes of dropout"),
+    },
     "torch.nn.modules.loss": {
         "_Loss": ("tells torch's losses from other callables", "the public classes of losses"),
     },

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.dropout import _DropoutNd
 
+from tightfit._torch.modules import Dropout
 from tightfit.distributed.processes import check_world, is_rank_zero, join
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
@@ -257,7 +257,7 @@ def switch_off_dropout(model: nn.Module) -> None:
     `drop_prob` or `layerdrop`. Modules read these attributes in their forward. A model that draws
     random numbers in another way keeps doing so."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, Dropout):
             module.p = 0.0
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and "drop" in name.lower():
