@@ -273,6 +273,20 @@ class Search(Measured):
     searches: list[One]
 
 
+class LoopOverhead(Measured):
+    """The same small net in two loops. `rounds` maps, for each round, the loop's name to its figures."""
+
+    class Loop(Shape):
+        cpu_s: float
+        step_s: float
+        loss: float
+
+    steps: int
+    rounds: list[dict[str, Loop]]
+    overhead_s: float
+    loss_difference: float
+
+
 class Distributed(Measured):
     class Compared(Shape):
         """tightfit beside another program. Ratios of speed above 1 and of peaks below 1 are in
@@ -369,6 +383,7 @@ SHAPES: dict[str, type[Shape]] = {
     "intervals": Intervals,
     "large_batch": LargeBatch,
     "lean": SingleDevice,
+    "loop_overhead": LoopOverhead,
     "memory_ladder": MemoryLadder,
     "prediction": Prediction,
     "prediction_single": Prediction,

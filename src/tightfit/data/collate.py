@@ -17,6 +17,8 @@ from tightfit.data.samples import ModelInput
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.models.objective import IGNORED, Batch
 
+_UNCHANGED = Tensor, bool, int, float, np.number, np.bool_
+
 
 def as_tensors(sample: Any) -> Any:
     """Return a sample with its NumPy arrays and its lists of numbers converted to tensors.
@@ -27,8 +29,10 @@ def as_tensors(sample: Any) -> Any:
 
     Raises InputError if the sample contains anything else, such as a string.
     """
-    if isinstance(sample, Tensor | bool | int | float | np.number | np.bool_):
+    if isinstance(sample, _UNCHANGED):
         return sample
+    if type(sample) is tuple and all(type(value) is Tensor for value in sample):
+        return sample  # the usual case, which needs no copy
     if isinstance(sample, np.ndarray) and sample.dtype.kind in "biufc":
         return torch.from_numpy(sample.copy())  # copied: the dataset's array may be read-only
     if isinstance(sample, dict):

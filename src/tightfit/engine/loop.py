@@ -66,6 +66,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
     waiting: deque[Step] = deque()
     before: Step | None = None
     clock = StepTimer(run.device)
+    wait = wait_for_weights  # when Python exits, names of the module may be gone before a left loop ends
     clock.begin()
     note_activity("reading data", start)
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):
@@ -78,11 +79,11 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
         before = waiting[-1]
         if run.executor is None or len(waiting) > run.executor.loss_delay:
             if weights_at_yield:
-                wait_for_weights(run)
+                wait(run)
             try:
                 yield _with_loss(run, waiting.popleft())
             except GeneratorExit:  # the caller has left the loop, and may read any weight
-                wait_for_weights(run)
+                wait(run)
                 raise
         note_activity("reading data", step + 1)
         clock.begin()

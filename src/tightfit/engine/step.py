@@ -162,7 +162,9 @@ def with_fields(step: Step, **fields: Any) -> Step:
     Unlike `dataclasses.replace`, this function does not wait for results that the device is still
     computing.
     """
-    return Step(**{**vars(step), **fields})
+    copied = object.__new__(Step)
+    vars(copied).update(vars(step), **fields)
+    return copied
 
 
 class CountSums:
@@ -223,7 +225,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
 
     if run.executor is not None:
         return _begin_sum(run, run.executor.accumulate(run, micro_batches, _loss_factor(run, items())))
-    total = torch.zeros((), device=run.device)
+    total: torch.Tensor | None = None  # in fp32
     coming = device_batches(micro_batches, run)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
@@ -234,15 +236,27 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
         with _compiled_indices_named(run):
             loss = run.loss_sum(next(coming))
         factor = _loss_factor(run, items())  # a collective, so also called for dummy micro-batches
-        if counts:
+        if not counts:
+            factor = 0.0
+        elif total is None:  # copied: CUDA graphs overwrite the loss of an earlier micro-batch
+            total = loss.detach().to(torch.float32, copy=True)
+        else:
             total += loss.detach()
         if last:
-            losses = _begin_sum(run, total)
+            losses = _begin_sum(run, torch.zeros((), device=run.device) if total is None else total)
         with _recomputation_named(run):
-            (loss * (factor if counts else 0.0)).backward()
+            loss.backward(_like(loss, factor))
         if run.reduction is not None:
             run.reduction.end(last)
     return losses
+
+
+def _like(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """Return a tensor like `loss`, a scalar, with the value `factor`: the gradient from which
+    backward starts, so that it computes the gradient of the product of both."""
+    if isinstance(factor, torch.Tensor):
+        return factor.to(loss.dtype)
+    return torch.full_like(loss, factor)
 
 
 def _loss_factor(run: Run, items: int | torch.Tensor) -> float | torch.Tensor:

@@ -504,10 +504,8 @@ def trace(
             stack.close()
             recorder.end_forward()
             recorder.begin_backward()
-            scaled = loss * 1.0
-            scaled.backward()
-            del scaled
             loss.detach()
+            loss.backward(torch.full_like(loss, 1.0))
         del loss
         if training:
             recorder.end_backward()
