@@ -48,7 +48,7 @@ def make_data() -> Any:
 
 
 def make_run() -> Any:
-    """Return the run of tightfit."""
+    """Return the built run that trains the net with tightfit."""
     import tightfit
 
     train = tightfit.Train(

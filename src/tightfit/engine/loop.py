@@ -66,7 +66,7 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
     waiting: deque[Step] = deque()
     before: Step | None = None
     clock = StepTimer(run.device)
-    wait = wait_for_weights  # when Python exits, names of the module may be gone before a left loop ends
+    wait = wait_for_weights  # a local name: at exit, Python may clear the module before it closes this generator
     clock.begin()
     note_activity("reading data", start)
     for step, micro_batches in zip(range(start, total_steps(run)), run.data.steps(start * batch, until), strict=False):

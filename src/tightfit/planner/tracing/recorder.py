@@ -504,7 +504,7 @@ def trace(
             stack.close()
             recorder.end_forward()
             recorder.begin_backward()
-            loss.detach()
+            loss.detach()  # as the engine does for its sum of losses
             loss.backward(torch.full_like(loss, 1.0))
         del loss
         if training:
