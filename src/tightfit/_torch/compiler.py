@@ -6,7 +6,8 @@ The functions import torch's compiler only when they are called, because the imp
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,49 @@ def is_compiler_file(path: str) -> bool:
     path  path of the source file
     """
     return "_functorch/_aot_autograd" in path or "/_inductor/" in path
+
+
+class _Compilations:
+    """Says whether compilations are kept, and for which kind of run the present ones were made."""
+
+    kept = False
+    key: Hashable = None
+
+
+_COMPILATIONS = _Compilations()
+MAX_COMPILATIONS = 10_000  # of one function, while compilations are kept
+
+
+@contextmanager
+def keeping_compilations() -> Iterator[None]:
+    """Return a context manager inside which `forget_compilations` keeps what torch.compile has
+    compiled for runs of the same kind, so that the same region is not compiled again for the next
+    model that has it. At the end, all compilations are forgotten: they would count against torch's
+    limit of recompilations in a later training."""
+    if _COMPILATIONS.kept:
+        yield
+        return
+    config = torch._dynamo.config
+    _COMPILATIONS.kept, _COMPILATIONS.key = True, None
+    try:
+        with config.patch(recompile_limit=MAX_COMPILATIONS, accumulated_recompile_limit=MAX_COMPILATIONS):
+            yield
+    finally:
+        _COMPILATIONS.kept = False
+        torch.compiler.reset()
+
+
+def forget_compilations(key: Hashable) -> None:
+    """Forget what torch.compile has compiled in this process. Inside `keeping_compilations`, keep
+    it if it was compiled for the same `key`.
+
+    key  all that a compilation depends on and that torch's guards do not check, such as the device
+         that fake tensors emulate. The guards check the code, the shapes and dtypes of tensors, and
+         the values that the code reads
+    """
+    if not _COMPILATIONS.kept or key != _COMPILATIONS.key:
+        torch.compiler.reset()
+    _COMPILATIONS.key = key
 
 
 def may_be_dynamic(tensor: Tensor, dim: int) -> None:
@@ -95,11 +139,13 @@ def takes_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], An
 
 __all__ = [
     "aot_backend",
+    "forget_compilations",
     "import_inductor_lowerings",
     "inductor_decompositions",
     "inductor_read_limits",
     "is_compiler_error",
     "is_compiler_file",
+    "keeping_compilations",
     "may_be_dynamic",
     "rng_state_wrappers",
     "takes_list",

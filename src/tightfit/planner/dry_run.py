@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+from tightfit._torch.compiler import forget_compilations
 from tightfit._torch.fake import FakeTensorMode
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, accumulate, drain, take_step, update
@@ -146,7 +145,8 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     # the number of steps in an epoch is unknown here, and may seem smaller than the warm-up
     job = job.replace(train=job.train.replace(warmup=0))
     if plan.compile != "none":
-        torch.compiler.reset()  # else compilations of earlier dry runs count against the recompile limit
+        single = (device, plan.tp, plan.cp, plan.sequence_parallel)
+        forget_compilations(single if plan.devices == 1 else plan)
     batch = example_batch(job)[0]
     shapes = DryRunData(batch, job, plan, None if plan.chunked_loss is None else label_share(job, batch))
     values = FakeValues(is_padded(shapes.batch), job.train.expert_imbalance)

@@ -373,11 +373,18 @@ class Estimator:
             if machine.device == "cpu"
             else CONTEXT_BYTES + workspace_bytes(machine.architecture)
         )
+        self._estimates: dict[Plan, Estimate] = {}
+        self._settled: dict[Plan, Estimate] = {}  # with the allocator's bytes
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of `plan`, without the bytes that the allocator reserves beyond the
         tensors: `include_allocator` adds these. Raises InputError if the model cannot be traced or
         a method of the plan does not support it."""
+        if plan not in self._estimates:
+            self._estimates[plan] = self._estimate(plan)
+        return self._estimates[plan]
+
+    def _estimate(self, plan: Plan) -> Estimate:
         ledgers = self._ledgers(plan)
         time, slots = self._time(plan, ledgers)
         peaks = {device: ledger.peak() for device, ledger in ledgers.items()}
@@ -411,6 +418,7 @@ class Estimator:
         other = copy.copy(self)
         other.job, other.machine, other.cost_model = job, machine, CostModel(machine)
         other.bound_model = CostModel(machine, any_shape=True)
+        other._estimates, other._settled = {}, {}
         other.limit_bytes = job.limits.memory or machine.memory_bytes.value
         return other
 
@@ -562,6 +570,13 @@ class Estimator:
         """
         if estimate.includes_allocator:
             return estimate
+        if estimate is not self._estimates.get(estimate.plan):
+            return self._with_allocator(estimate)
+        if estimate.plan not in self._settled:
+            self._settled[estimate.plan] = self._with_allocator(estimate)
+        return self._settled[estimate.plan]
+
+    def _with_allocator(self, estimate: Estimate) -> Estimate:
         peak, ledger, on_cpu = estimate.peak, estimate.ledger, self.machine.device == "cpu"
         if (
             ledger.sharded_parameters is not None

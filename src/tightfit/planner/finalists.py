@@ -15,7 +15,7 @@ from tightfit.methods import recompute
 from tightfit.models import model_config, with_fewer_blocks
 from tightfit.plan import Plan
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
 FEW_BLOCKS = 6  # on one device, a deep model is dry-run with only this many blocks
@@ -24,6 +24,7 @@ AGREEMENT = 1e-3  # relative difference up to which a dry run of FEW_BLOCKS conf
 # an estimate may exceed its dry run by this share. The largest share that was seen is 7 %, for
 # compiled blocks with partial recomputation
 MAX_OVERESTIMATE = 0.1
+OVERESTIMATED_PHASES = ("forward", "backward")
 MAX_NEAR_DRY_RUNS = 6  # dry runs of slightly too large estimates before the search refuses
 MAX_FAILED_DRY_RUNS = 3  # after this many failures, the model is the likely reason: dry runs stop
 
@@ -102,8 +103,8 @@ def first_that_nearly_fits(
     estimator: Estimator, found: list[Estimate], finals: DryRunResults, job: Job
 ) -> DryRunResults:
     """Dry-run plans whose estimates are slightly too large, the one with the smallest peak first,
-    until a plan fits. An estimate is slightly too large if it would fit with 10 % less memory,
-    because estimates may exceed their dry runs by that much.
+    until a plan fits. An estimate is slightly too large if it would fit with 10 % less memory in
+    forward and backward, because estimates may exceed their dry runs by that much.
 
     estimator  adds the allocator's bytes to an estimate
     found      estimates of all plans of the search
@@ -113,22 +114,49 @@ def first_that_nearly_fits(
     Returns the results of the new dry runs only, which are at most 6.
     """
     more = DryRunResults()
-    seen = {one.plan: finals.latest(one) for one in found}
-    near = [one for one in seen.values() if not one.rejected_because and _nearly_fits(one)]
-    for one in sorted(near, key=lambda one: one.peak_bytes)[:MAX_NEAR_DRY_RUNS]:
+    seen = [finals.latest(one) for one in {one.plan: one for one in found}.values()]
+    hopeless = {_kind(one.plan) for one in seen if _is_too_large_for_certain(one)}
+    near = [one for one in seen if not one.rejected_because and _nearly_fits(one)]
+    runs = 0
+    for one in sorted(near, key=lambda one: one.peak_bytes):
+        if _kind(one.plan) in hopeless or runs == MAX_NEAR_DRY_RUNS:
+            continue
         if _try(more, estimator, one, job, nearly=True):
             break
+        tried = more.too_large.get(one.plan)
+        if tried is not None and _is_too_large_for_certain(tried):
+            hopeless.add(_kind(one.plan))
+        else:
+            runs += 1
     return more
+
+
+def _kind(plan: Plan) -> Plan:
+    """Return what all plans have in common that need the same memory outside of forward and
+    backward."""
+    return plan.replace(micro_batch=None, recompute="none", chunked_loss=None, compile="none")
+
+
+def _is_too_large_for_certain(one: Estimate) -> bool:
+    """Return whether the plan of the estimate `one` does not fit outside of forward and backward,
+    where no dry run finds less memory than the estimate."""
+    outside = one.includes_allocator and one.peak.phase not in OVERESTIMATED_PHASES
+    return outside and one.dry_run_bytes is None and "memory" in one.shortages()
 
 
 def _nearly_fits(one: Estimate) -> bool:
     """Return whether a dry run may still show that the plan of the estimate `one` fits: the plan
-    had no dry run yet, and only device memory is too small, by at most 10 %."""
-    needed = (one.peak_bytes + one.margin_bytes - one.peak.rows["runtime"]) / (1 + MAX_OVERESTIMATE) + one.peak.rows[
-        "runtime"
-    ]
-    open_ = one.dry_run_bytes is None and not one.not_confirmed and has_dry_run(one)
-    return open_ and one.shortages().keys() == {"memory"} and needed <= one.limit_bytes
+    had no dry run yet, and only device memory is too small, by at most 10 % of the bytes in forward
+    and backward. Estimates of the other phases are exact."""
+    if one.dry_run_bytes is not None or one.not_confirmed or one.shortages().keys() != {"memory"}:
+        return False
+    rows = one.peak.rows
+    exact = one.peak.phase not in OVERESTIMATED_PHASES
+    runtime, needed = rows["runtime"], one.peak.total - rows["runtime"] if exact else 0.0
+    for phase, _, there in one.ledger.instants():
+        size = sum(there.values()) - runtime
+        needed = max(needed, size / (1 + MAX_OVERESTIMATE) if phase in OVERESTIMATED_PHASES else size)
+    return has_dry_run(one) and runtime + (1 + MARGIN) * needed <= one.limit_bytes
 
 
 def has_dry_run(one: Estimate) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tightfit.capabilities import can_compile
@@ -21,15 +21,14 @@ from tightfit.methods.offload import combinations
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.candidates import data_parallel_layouts, is_legal
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.runtime.method import SearchFacts, traced_fields
 from tightfit.runtime.method import leanest as leanest_values
 
-MAX_ESTIMATED = 32  # the most combinations that are estimated
 # plans that need up to this factor more than the least memory are compared again, then with their
 # allocators' bytes
 CLOSE_FACTOR = 1.1
-Options = Callable[[Estimator, Plan], dict[str, list[Any]]]  # returns the values to try, by plan field
+Options = dict[str, list[Any]]  # the values to try, by plan field
 MAX_WITH_ALLOCATOR = 6  # the most plans that are compared with their allocators' bytes
 
 
@@ -47,22 +46,43 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     bounds = {plan: estimator.memory_lower_bound(plan) for plan in plans}
     if only_fitting and min(bounds.values(), default=0.0) > estimator.limit_bytes:
         return None
+    # updates in backward need the whole batch as one micro-batch, so these plans come last
+    in_order = sorted(plans, key=lambda plan: (plan.update_in_backward, bounds[plan]))
     best: Estimate | None = None
+    tried: list[Estimate] = []  # with other kernels than the best ones
     kernels: dict[str, Any] = {}
-    for plan in sorted(plans, key=lambda plan: bounds[plan])[:MAX_ESTIMATED]:
+    beside: dict[Any, float] = {}  # kind of plan -> the fewest bytes that such plans need beside their bound
+    for plan in in_order:
+        kind = plan.precision, plan.update_in_backward, plan.offload, plan.zero, plan.shards
         if best is None:  # kernels are chosen only once, because each of their values needs a trace
-            best = _least(estimator, plan.replace(recompute=pins.get("recompute", "full")), pins, _kernel_options)
-            kernels = {name: getattr(best.plan, name) for name in (*KERNELS, "micro_batch")} if best else {}
-        elif bounds[plan] >= best.fullness * estimator.limit_bytes:
-            break
-        seen = _least(estimator, plan.replace(**kernels), pins, _untraced_options)
-        best = min((one for one in (best, seen) if one is not None), key=_fullness, default=None)
+            full = plan.replace(recompute=pins.get("recompute", "full"))
+            tried = _estimates_of_kernels(estimator, full, pins)
+            seen = best = min(tried, key=_fullness, default=None)
+            kernels = {name: getattr(best.plan, name) for name in KERNELS} if best else {}
+        elif _cannot_be_leaner(estimator, plan, bounds[plan] + beside.get(kind, 0.0), best):
+            continue
+        else:
+            seen = _least(estimator, plan.replace(**kernels), pins)
+            best = best if seen is None else min(best, seen, key=_fullness)
+        if seen is not None:
+            beside[kind] = min(beside.get(kind, math.inf), seen.peak_bytes - bounds[plan])
     if best is None or estimator.include_allocator(best).fits:
         return best
-    pinned = {**pins, "micro_batch": best.plan.micro_batch}
-    again = [best, *_estimates(estimator, best.plan, pinned, _kernel_and_compile_options)]
+    again = [best, *tried, *_estimates(estimator, best.plan, pins, _compile_options(estimator, best.plan))]
     near = sorted((one for one in again if _fullness(one) <= (CLOSE_FACTOR * best.fullness, math.inf)), key=_fullness)
     return min((estimator.include_allocator(one) for one in near[:MAX_WITH_ALLOCATOR]), key=_fullness)
+
+
+def _cannot_be_leaner(estimator: Estimator, plan: Plan, least_bytes: float, best: Estimate) -> bool:
+    """Return whether `plan`, which needs at least `least_bytes`, cannot be leaner than that of the
+    estimate `best`.
+
+    An update in backward saves gradients, but needs the whole batch as one micro-batch.
+    """
+    if plan.update_in_backward and _may_split(estimator, best.plan) and not _whole_batch_may_be_leaner(best):
+        return True
+    needed = least_bytes + MARGIN * (least_bytes - estimator.runtime_bytes)
+    return needed >= best.fullness * estimator.limit_bytes
 
 
 def _fullness(one: Estimate) -> tuple[float, float]:
@@ -82,57 +102,75 @@ def _values(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
     return leanest_values(METHODS, start, estimator.job, facts)
 
 
-def _kernel_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return the values to try, by field name, for the micro-batch and for the plan fields that
-    choose kernels (KERNELS), such as attention. Each value of these fields needs a new trace of the
-    model."""
-    values = _values(estimator, start)
-    return {
-        **{name: values[name] for name in KERNELS if name in values},
-        "micro_batch": [None if start.update_in_backward else 1],
-    }
+def _estimates_of_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Estimate]:
+    """Return the estimates of variants of `start` with other kernels (attention, loss, compile), of
+    which each needs a new trace of the model. All have micro-batches of one sample, if possible.
 
-
-def _kernel_and_compile_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return the values to try, by field name: those of `_kernel_options` (the micro-batch, and the
-    plan fields that choose kernels, such as attention), and those of compile. compile has the
-    values "none" and "block" if the machine can compile."""
-    compiled = {"compile": ["none", "block"]} if can_compile(estimator.machine) else {}
-    return {**_kernel_options(estimator, start), **compiled}
-
-
-def _untraced_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
-    """Return the values to try, by field name, for the fields that set no dtypes and need no new
-    trace of the model."""
-    known = {*STATES, *KERNELS}
-    return {name: values for name, values in _values(estimator, start).items() if name not in known}
-
-
-def _least(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> Estimate | None:
-    """Return the estimate of the variant of `start` that needs the least memory; None if the model
-    supports none.
-
-    options  a function that returns the values to try, by plan field; the variants combine these
-             values
-    pins     plan fields that the user fixed: they are not varied
+    Traces with compile take longest. So the leanest of the other kernels are found without it.
     """
-    return min(_estimates(estimator, start, pins, options), key=_fullness, default=None)
+    values = _values(estimator, start)
+    options = {name: values[name] for name in KERNELS if name in values and name != "compile"}
+    options["micro_batch"] = [1] if _may_split(estimator, start) else [None]
+    plain = start if "compile" in pins else start.replace(compile="none")
+    found = _estimates(estimator, plain, pins, options)
+    if found and "compile" not in pins and start.compile != "none":
+        best = min(found, key=_fullness).plan
+        found += _estimates(estimator, best, pins, {"compile": [start.compile]})
+    return found
+
+
+def _may_split(estimator: Estimator, plan: Plan) -> bool:
+    """Return whether the samples of one device can be split into micro-batches."""
+    return not plan.update_in_backward and plan.share_of(estimator.job.train.batch) > 1
+
+
+def _compile_options(estimator: Estimator, start: Plan) -> dict[str, list[Any]]:
+    """Return the values of compile to try, by field name, other than that of `start`. They are "none"
+    and "block" if the machine can compile."""
+    both = ["none", "block"] if can_compile(estimator.machine) else []
+    return {"compile": [value for value in both if value != start.compile]}
+
+
+def _least(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Estimate | None:
+    """Return the estimate of the variant of `start` that needs the least memory, of those that need
+    no new trace of the model. Return None if the model supports none.
+
+    pins  plan fields that the user fixed: they are not varied
+
+    A step with one micro-batch (micro_batch: None) has no gradients yet during its forward. It is
+    tried only if these gradients may need more memory than the activations of the other samples.
+    """
+    known = {*STATES, *KERNELS, "micro_batch"}
+    options = {name: values for name, values in _values(estimator, start).items() if name not in known}
+    if "micro_batch" in pins or not _may_split(estimator, start):
+        size = pins.get("micro_batch")
+        return min(_estimates(estimator, start.replace(micro_batch=size), pins, options), key=_fullness, default=None)
+    found = _estimates(estimator, start, pins, {**options, "micro_batch": [1]})
+    best = min(found, key=_fullness, default=None)
+    if best is not None and _whole_batch_may_be_leaner(best):
+        found += _estimates(estimator, start, pins, {**options, "micro_batch": [None]})
+    return min(found, key=_fullness, default=None)
+
+
+def _whole_batch_may_be_leaner(one: Estimate) -> bool:
+    """Return whether a single micro-batch may need less memory than micro-batches of one sample, as
+    the plan of the estimate `one` has."""
+    rows = [rows for _, _, rows in one.ledger.instants()]
+    most = {name: max(each[name] for each in rows) for name in ("activations", "gradients")}
+    return most["activations"] * (one.plan.share_of(one.job.train.batch) - 1) < most["gradients"]
 
 
 def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> list[Estimate]:
     """Return the estimates of the variants of `start` that the job permits and the model supports.
 
-    options  a function that returns the values to try, by plan field; each combination of these
-             values is a variant
+    options  the values to try, by plan field; each combination of these values is a variant
     pins     plan fields that the user fixed: they are not varied
     """
-    open_ = {name: values for name, values in options(estimator, start).items() if name not in pins}
+    open_ = {name: values for name, values in options.items() if name not in pins}
     found: list[Estimate] = []
     for values in itertools.product(*open_.values()):
         plan = start.replace(**dict(zip(open_, values, strict=True)))
-        # with one sample per device, a micro-batch of 1 is the same as None, which is tried too
-        whole = plan.micro_batch == 1 == plan.share_of(estimator.job.train.batch)
-        if (whole and "micro_batch" in open_) or not is_legal(plan, estimator.job, estimator.machine.device):
+        if not is_legal(plan, estimator.job, estimator.machine.device):
             continue
         if plan.recompute == "none" and any(one.ledger.blocks for one in found):
             continue

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from tightfit._torch.compiler import keeping_compilations
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
@@ -30,6 +31,7 @@ from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import DryRunResults, first_that_fits, first_that_nearly_fits
 from tightfit.planner.kernels import MIN_COMPILE_SAVING, saves, with_best_kernels
 from tightfit.planner.leanest import leanest, offloads
+from tightfit.planner.micro_batches import MemoryBounds, largest_safe_micro_batch, search_micro_batch
 from tightfit.planner.parallelism import (
     balanced_split,
     by_lower_bound,
@@ -52,7 +54,6 @@ MAX_REFINED = 2  # plans with recompute: full for which fewer recomputed blocks 
 MAX_REFINED_MICRO_BATCHES = 3  # for each of them, the largest ones that fit
 # for each of these factors on the tensors' bytes, the fewest recomputed blocks that fit are found
 SPARE_FACTORS = (1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
-ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the bytes of the tensors
 SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
 Result = TypeVar("Result")
@@ -72,6 +73,7 @@ def _infrequent_gc() -> Iterator[None]:
 
 
 @_infrequent_gc()
+@keeping_compilations()
 def search(
     job: Job,
     machine: Machine | None = None,
@@ -164,7 +166,8 @@ def _estimate_possible_plans(
         complete(job, machine, pins)  # raises the InputError that says what is wrong
     if not any(one.fits for one in found):
         for where in offloads(estimator, pins)[1:]:
-            found += estimate_candidates(estimator, lean.replace(**where), {**pins, **where})
+            best_s = _fitting_s(estimator, found)
+            found += estimate_candidates(estimator, lean.replace(**where), {**pins, **where}, best_s)
     return found, lean
 
 
@@ -267,9 +270,11 @@ def estimate_candidates(
 
     - Without a pipeline, a micro-batch smaller than the largest that fits is not faster.
     - An option that only saves memory is tried only if it permits a larger micro-batch.
+    - A value of recompute is tried only with micro-batches that nearly fit with `recompute: full`,
+      which saves more memory, and only if the same plan without recomputation would be faster than
+      every plan that fits.
     - With `compile: model`, each value of recompute needs a trace of its own, of the whole model.
-      It is tried only if the same plan without recomputation would be faster than every plan that
-      fits.
+      So it is compared with the largest micro-batch without recomputation.
     - In a pipeline, ZeRO-2 and ZeRO-3 communicate in every micro-batch. A higher ZeRO stage is
       therefore never faster than a lower stage that fits.
     - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
@@ -291,11 +296,12 @@ def estimate_candidates(
     # key: a plan without its micro-batch and memory-saving options; value: its largest useful
     # micro-batch
     largest_useful: dict[Any, int] = {}
-    # the same key; value: total seconds with the largest micro-batch, whether it fits or not
+    # the same key; value: seconds of a step with the largest micro-batch, whether it fits or not
     without_saving_s: dict[Any, float] = {}
     # key: a plan with recompute: full and without its micro-batch; value: the plan with each useful
     # micro-batch, the largest first
     full: dict[Plan, list[Plan]] = {}
+    bounds = MemoryBounds(estimator)
     for plans in candidates(estimator, start, pins):
         if estimator.memory_lower_bound(plans[0]) > estimator.limit_bytes:
             ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
@@ -312,7 +318,7 @@ def estimate_candidates(
                 seen = (
                     _grow_micro_batch(estimator, larger, best_s, pins)
                     if start.pp > 1
-                    else _search_micro_batch(estimator, larger)
+                    else search_micro_batch(estimator, larger, bounds, min(best_s, _fitting_s(estimator, found)))
                 )
             except InputError as error:
                 # the model does not support this plan: for example, ZeRO-3 cannot shard a parameter
@@ -320,13 +326,15 @@ def estimate_candidates(
                 refused.append(error)
                 continue
             found += seen
+            if not seen:
+                continue
             if plans[0].recompute == "full":
                 full[_without_micro_batch(plans[0])] = larger
             if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
                 lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
             if plans[0].replace(micro_batch=None) == least:
-                largest_useful[least] = _largest_safe_micro_batch(seen, batch)
-                without_saving_s[least] = seen[0].total_s
+                largest_useful[least] = largest_safe_micro_batch(seen, batch)
+                without_saving_s[least] = seen[0].time.step_s
     if not found and not ruled_out and refused:
         raise refused[0]
     if "recompute" not in pins and start.compile != "model":  # there, each number of blocks would need a trace
@@ -347,10 +355,10 @@ def estimate_candidates(
 
 
 def _fitting_s(estimator: Estimator, found: list[Estimate]) -> float:
-    """Return the total seconds of the fastest plan of the estimates `found` that fits with the
+    """Return the seconds of a step with the fastest plan of the estimates `found` that fits with the
     allocator's bytes; infinite if none does."""
     fitting = sorted((one for one in found if one.fits), key=_by_time)
-    return next((one.total_s for one in fitting if estimator.include_allocator(one).fits), math.inf)
+    return next((one.time.step_s for one in fitting if estimator.include_allocator(one).fits), math.inf)
 
 
 def _with_fewest_recomputed(
@@ -437,42 +445,6 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
     if job.data.streaming:
         most = min(most, 1)  # only one worker can read a stream
     return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
-
-
-def _largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
-    """Return the largest micro-batch that fits even if the allocator reserves 15 % more than the
-    tensors need; 0 if none does. Options that only save memory are then tried only with larger
-    micro-batches.
-
-    If a smaller micro-batch that fits is faster, larger micro-batches do not help. Return the job's
-    full batch in this case.
-
-    seen   estimates of plans without such options. They differ only in the micro-batch
-    batch  the job's samples per step
-    """
-    fitting = [one for one in seen if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
-    if not fitting:
-        return 0
-    last = max(fitting, key=lambda one: one.plan.micro_batch_of(batch))
-    return last.plan.micro_batch_of(batch) if last is min(fitting, key=lambda one: one.total_s) else batch
-
-
-def _search_micro_batch(estimator: Estimator, plans: list[Plan]) -> list[Estimate]:
-    """Find the largest micro-batch that fits by bisection. Return all estimates that the bisection
-    made.
-
-    plans  plans that differ only in the micro-batch, from the largest to the smallest
-    """
-    found = [estimator.estimate(plans[0])]
-    if found[0].fits or len(plans) == 1:
-        return found
-    found.append(estimator.estimate(plans[-1]))
-    too_large, fitting = 0, len(plans) - 1
-    while found[1].fits and fitting - too_large > 1:
-        middle = (too_large + fitting) // 2
-        found.append(estimator.estimate(plans[middle]))
-        too_large, fitting = (too_large, middle) if found[-1].fits else (middle, fitting)
-    return found
 
 
 def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float, pins: dict[str, Any]) -> list[Estimate]:

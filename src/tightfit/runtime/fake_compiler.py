@@ -44,6 +44,7 @@ from tightfit._torch.pytree import tree_map_only
 from tightfit.models.tensors import tensors_in
 
 
+@cache  # torch.compile compiles a function again if it is asked to with another backend
 def fake_backend() -> Callable[..., Any]:
     """Return a backend for torch.compile. The functions that it compiles run on fake tensors: they
     allocate and free the same buffers as code of torch's default backend would, but compute

@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tightfit._torch.compiler import forget_compilations
 from tightfit._torch.fake import FakeTensorMode
 from tightfit._torch.pytree import tree_map_only
 from tightfit.cost.entries import EVERYWHERE, Parameter, Update
@@ -227,9 +228,10 @@ class Profiler:
             for samples in (max(whole, 2), 2 * max(whole, 2)):
                 if samples not in traced:
                     traced[samples] = self._cached_trace(key, plan, samples, training)
-        # a trace with 1 sample has other strides and statistics, so it is not interpolated from
-        pair = sorted(samples for samples in traced if samples > 1)
-        if micro_batch not in traced and micro_batch > 1 and len(pair) > 1:
+        # a trace with 1 sample has other strides and statistics, and one with a single chunk has no
+        # loop over chunks, so it is not interpolated from them
+        pair = sorted(samples for samples in traced if samples > max(whole, 1))
+        if micro_batch not in traced and micro_batch > max(whole, 1) and len(pair) > 1:
             fit = self._fit_two_traces(key, traced, pair[0], pair[-1])
             if fit is not None:
                 return fit
@@ -333,7 +335,7 @@ class Profiler:
         Call this inside `_mode`, the fake tensor mode.
         """
         if plan.compile != "none":
-            torch.compiler.reset()  # else compilations of earlier traces count against the recompile limit
+            forget_compilations((self.device, plan.tp, plan.cp, plan.sequence_parallel))
         run, depth = self._build_model(plan)
         run.model.train()
         widen_gradients(run.model.parameters(), wide=False)  # traces share their parameters

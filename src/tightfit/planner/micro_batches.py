@@ -1,0 +1,147 @@
+"""Find the largest micro-batch that fits, of plans that differ in nothing else.
+
+Each size of the micro-batch that is traced takes a tenth of a second or more. So sizes are ruled out
+first: those that do not fit with `recompute: full`, and those with which no plan is fast enough.
+"""
+
+from __future__ import annotations
+
+from tightfit.errors import InputError
+from tightfit.plan import Plan
+from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.finalists import MAX_OVERESTIMATE
+
+ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the bytes of the tensors
+# a plan is tried if a lower bound on its time is below this many times that of the fastest plan that
+# fits, because the dry run may still reject that plan
+TIME_TOLERANCE = 1.05
+# recompute -> values of recompute that need less memory
+LEANER = {
+    "none": ("full",),
+    "attention": ("full", "selective"),
+    "selective": ("full",),
+    "selective-2": ("full",),
+    "every-2": ("full",),
+}
+
+
+class MemoryBounds:
+    """Finds the largest micro-batch with which a plan may fit, from estimates of leaner plans."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self._estimator = estimator
+        self._known: dict[Plan, int] = {}
+
+    def largest_micro_batch(self, plans: list[Plan]) -> int:
+        """Return the largest of the micro-batches of `plans` that a leaner value of recompute would
+        fit, if its estimate were 10 % too large; 0 if none.
+
+        plans  plans that differ only in the micro-batch, from the largest to the smallest
+
+        Returns the largest micro-batch of all if there is no bound: with offloaded activations,
+        other values of recompute need less memory, and a model that is compiled as a whole would
+        need a trace for each value.
+        """
+        first, batch = plans[0], self._estimator.job.train.batch
+        bounded = "activations" not in first.offload and first.compile != "model"
+        leaner = LEANER.get(first.recompute, ()) if bounded else ()
+        return min(
+            [first.micro_batch_of(batch), *(self._nearly_fitting(plans, recompute) for recompute in leaner)],
+        )
+
+    def _nearly_fitting(self, plans: list[Plan], recompute: str) -> int:
+        batch, key = self._estimator.job.train.batch, plans[0].replace(recompute=recompute)
+        if key not in self._known:
+            try:
+                seen = search_micro_batch(self._estimator, [one.replace(recompute=recompute) for one in plans])
+            except InputError:  # the model does not support it
+                self._known[key] = plans[0].micro_batch_of(batch)
+            else:
+                near = [one for one in seen if one.peak_bytes <= (1 + MAX_OVERESTIMATE) * one.limit_bytes]
+                self._known[key] = max((one.plan.micro_batch_of(batch) for one in near), default=0)
+        return self._known[key]
+
+
+def search_micro_batch(
+    estimator: Estimator, plans: list[Plan], bounds: MemoryBounds | None = None, best_s: float = float("inf")
+) -> list[Estimate]:
+    """Find the largest micro-batch that fits by bisection. Return all estimates that the bisection
+    made. They are none if `bounds` or `best_s` rule out all plans.
+
+    plans   plans that differ only in the micro-batch, from the largest to the smallest
+    bounds  tells the micro-batches that may fit; None: all may
+    best_s  seconds of a step of the fastest plan that fits: slower plans are not tried
+
+    A micro-batch of one sample needs a trace of its own. So two samples are tried before it.
+    """
+    batch, found = estimator.job.train.batch, list[Estimate]()
+    if plans[0].recompute == "none" or bounds is None:
+        found.append(estimator.estimate(plans[0]))
+        if found[0].fits or len(plans) == 1:
+            return found
+    if bounds is not None:
+        most = bounds.largest_micro_batch(plans)
+        plans = [plan for plan in plans if plan.micro_batch_of(batch) <= most]
+        if not plans or _is_too_slow(estimator, plans[0], best_s):
+            return found
+    if not found or found[0].plan != plans[0]:
+        found.append(estimator.estimate(plans[0]))
+    if found[-1].fits or len(plans) == 1:
+        return found
+    several = [plan for plan in plans if plan.micro_batch_of(batch) > 1]
+    for plan in dict.fromkeys([*several[-1:], plans[-1]]):
+        if plan != found[-1].plan and _may_fit_by_extrapolation(found[-2:], plan):
+            found.append(estimator.estimate(plan))
+            if found[-1].fits:
+                break
+    too_large, fitting = 0, plans.index(found[-1].plan)
+    while fitting - too_large > 1 and any(one.fits for one in found):
+        middle = (too_large + fitting) // 2
+        found.append(estimator.estimate(plans[middle]))
+        too_large, fitting = (too_large, middle) if found[-1].fits else (middle, fitting)
+    return found
+
+
+def _is_too_slow(estimator: Estimator, plan: Plan, best_s: float) -> bool:
+    """Return whether `plan` and the same plan with smaller micro-batches take longer than `best_s`
+    seconds a step, because `plan` would take longer even without recomputation."""
+    if best_s == float("inf") or plan.compile == "model":
+        return False
+    fastest = estimator.estimate(plan.replace(recompute="none", update_in_backward=False))
+    return fastest.time.step_s >= TIME_TOLERANCE * best_s
+
+
+def _may_fit_by_extrapolation(seen: list[Estimate], plan: Plan) -> bool:
+    """Return whether `plan` fits if its bytes are as expected from those of two larger
+    micro-batches, or 10 % fewer. With one estimate in `seen`, return True.
+
+    seen  estimates of the same plan with larger micro-batches, the larger one first
+    """
+    if len(seen) < 2:
+        return True
+    large, small = seen
+    batch = small.job.train.batch
+    sizes = [one.micro_batch_of(batch) for one in (large.plan, small.plan, plan)]
+    per_sample = (large.peak_bytes - small.peak_bytes) / (sizes[0] - sizes[1])
+    return small.peak_bytes - (sizes[1] - sizes[2]) * per_sample <= (1 + MAX_OVERESTIMATE) * small.limit_bytes
+
+
+def largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
+    """Return the largest micro-batch that fits even if the allocator reserves 15 % more than the
+    tensors need; 0 if none does. Options that only save memory are then tried only with larger
+    micro-batches.
+
+    If a smaller micro-batch that fits is faster, larger micro-batches do not help. Return the job's
+    full batch in this case.
+
+    seen   estimates of plans without such options. They differ only in the micro-batch
+    batch  the job's samples per step
+    """
+    fitting = [one for one in seen if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
+    if not fitting:
+        return 0
+    last = max(fitting, key=lambda one: one.plan.micro_batch_of(batch))
+    return last.plan.micro_batch_of(batch) if last is min(fitting, key=lambda one: one.total_s) else batch
+
+
+__all__ = ["MemoryBounds", "largest_safe_micro_batch", "search_micro_batch"]
