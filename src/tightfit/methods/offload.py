@@ -27,15 +27,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from tightfit._torch.tensors import storage_id
-from tightfit.cost.entries import Message
+from tightfit.cost.entries import Message, Parameter, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Buffer, Segment
+from tightfit.cost.remembered import remembered
 from tightfit.machine import Machine
 from tightfit.models.objective import Batch
 from tightfit.parallel.fsdp.planning import (
@@ -172,12 +173,11 @@ class _Place:
 
 
 def _offload_states(ledger: Ledger, place: _Place) -> _Offloaded:
-    sizes = {name: update.state_bytes for name, update in ledger.updates.items()}
+    updates, sizes = _without_states(ledger.updates)
     moved = place.share * sum(sizes.values())
     # most states are two moments per parameter, and its master weights
     count = 3 if place.plan.master_weights else 2
     stored = sum(count * place.stored_bytes(place.share * size / count) for size in sizes.values())
-    updates = {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in ledger.updates.items()}
     ledger = replace(ledger, updates=updates)
     if place.is_copied:
         ledger = _copied_for_updates(ledger, sizes, returns=True)
@@ -185,7 +185,7 @@ def _offload_states(ledger: Ledger, place: _Place) -> _Offloaded:
 
 
 def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
-    sizes = {parameter.name: parameter.gradient_bytes for parameter in ledger.parameters if parameter.trainable}
+    sizes = _gradient_bytes(ledger.parameters)
     moved = place.share * sum(sizes.values())
     stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
     # each micro-batch but the first also copies the accumulated gradients of the earlier ones
@@ -196,7 +196,7 @@ def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
 
 
 def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
-    sizes, plan = _trainable_bytes(ledger), place.plan
+    sizes, plan = _trainable_bytes(ledger.parameters), place.plan
     moved = place.share * sum(sizes.values())
     stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
     copies = [_Copy(moved, "update", way) for way in ("in", "out")]
@@ -228,8 +228,10 @@ def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
     stretches = [training[number].timeline.events for number in backward]
     if place.is_copied:
         prefetch = _Prefetch(saved, samples, max_prefetch_bytes(max(itertools.chain(*sizes), default=0.0)))
+        compiled = [_is_compiled(training[number], plan) for number in backward]
+        both = list(zip(stretches, compiled, strict=True))
         # the segments of a pipeline may run on several devices
-        parts = [stretches] if plan.pp == 1 else [[events] for events in stretches]
+        parts = [both] if plan.pp == 1 else [[one] for one in both]
         stretches = [events for part in parts for events in prefetch.with_returns(part)]
     else:
         stretches = [tuple(event for event in events if event[0] not in saved) for events in stretches]
@@ -249,8 +251,21 @@ _OFFLOADS: dict[str, Callable[[Ledger, _Place], _Offloaded]] = {
 }
 
 
-def _trainable_bytes(ledger: Ledger) -> dict[str, int]:
-    return {parameter.name: parameter.bytes for parameter in ledger.parameters if parameter.trainable}
+@remembered(16)
+def _without_states(updates: dict[str, Update]) -> tuple[dict[str, Update], dict[str, int]]:
+    """Return (updates without states, bytes of the states), both by name of the parameter."""
+    sizes = {name: update.state_bytes for name, update in updates.items()}
+    return {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in updates.items()}, sizes
+
+
+@remembered(16)
+def _gradient_bytes(parameters: tuple[Parameter, ...]) -> dict[str, int]:
+    return {parameter.name: parameter.gradient_bytes for parameter in parameters if parameter.trainable}
+
+
+@remembered(16)
+def _trainable_bytes(parameters: tuple[Parameter, ...]) -> dict[str, int]:
+    return {parameter.name: parameter.bytes for parameter in parameters if parameter.trainable}
 
 
 def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) -> Ledger:
@@ -259,11 +274,16 @@ def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) ->
     sizes    for each parameter, by name, the bytes that are copied to the device for its update
     returns  whether the update changes the data, so that the data is also copied back
     """
-    updates = {}
-    for name, update in ledger.updates.items():
+    return replace(ledger, updates=_with_copies(ledger.updates, sizes, returns))
+
+
+@remembered(32)
+def _with_copies(updates: dict[str, Update], sizes: dict[str, int], returns: bool) -> dict[str, Update]:
+    found = {}
+    for name, update in updates.items():
         size = sizes.get(name, 0)
-        updates[name] = replace(update, comes=update.comes + size, leaves=update.leaves + size * returns)
-    return replace(ledger, updates=updates)
+        found[name] = replace(update, comes=update.comes + size, leaves=update.leaves + size * returns)
+    return found
 
 
 def _saved_for_backward(training: tuple[Segment, ...], samples: int) -> set[Buffer]:
@@ -301,12 +321,18 @@ def _with_events(segment: Segment, events: Events) -> Segment:
     return replace(segment, timeline=replace(segment.timeline, events=events))
 
 
+def _is_compiled(segment: Segment, plan: Plan) -> bool:
+    """Return whether a segment of the recorded step is a compiled region. Its backward is a single
+    function, which asks for all saved tensors before it begins."""
+    return plan.compile == "model" or (plan.compile == "block" and segment.part == "block")
+
+
 class _Prefetch:
     """Predicts when offloaded activations are copied back to the device during backward.
 
     It assumes that a buffer is used right before backward frees it, and that buffers that are freed
-    without an allocation in between are used together. When backward uses a buffer, the buffers
-    that are freed next are prefetched.
+    without an allocation in between are used together. A compiled segment uses all of its buffers
+    when it begins. When backward uses a buffer, the buffers that are freed next are prefetched.
 
     saved    the offloaded buffers
     samples  number of samples in a micro-batch
@@ -317,22 +343,21 @@ class _Prefetch:
     def __init__(self, saved: set[Buffer], samples: int, most: float) -> None:
         self.saved, self.samples, self.most = saved, samples, most
 
-    def with_returns(self, stretches: list[Events]) -> list[Events]:
+    def with_returns(self, stretches: list[tuple[Events, bool]]) -> list[Events]:
         """Return the events of consecutive segments of backward, with an allocation added for each
         offloaded buffer, at the place where it is copied back.
 
-        stretches  for each segment, its events in order: (buffer, 1) allocates a buffer, and
-                   (buffer, -1) frees it
+        stretches  for each segment, its events in order, and whether it is compiled. (buffer, 1)
+                   allocates a buffer, and (buffer, -1) frees it
         """
-        freed = [buffer for events in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
+        freed = [buffer for events, _ in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
         # place: index of the next buffer to prefetch; ahead: buffers prefetched and not used yet
         place, ahead = 0, deque[Buffer]()
         found = []
-        for events in stretches:
+        for events, compiled in stretches:
             edited: list[tuple[Buffer, int]] = []
-            for frees, group in itertools.groupby(events, key=lambda event: event[1] < 0):
-                stretch = list(group)
-                used = [buffer for buffer, _ in stretch if frees and buffer in self.saved]
+            for stretch in [list(events)] if compiled else _stretches(events):
+                used = [buffer for buffer, sign in stretch if sign < 0 and buffer in self.saved]
                 for buffer in used:
                     if ahead:
                         ahead.popleft()
@@ -349,6 +374,12 @@ class _Prefetch:
 
     def _fits(self, ahead: deque[Buffer], one: Buffer) -> bool:
         return not ahead or sum(buffer.size.at(self.samples) for buffer in (*ahead, one)) <= self.most
+
+
+def _stretches(events: Events) -> Iterator[list[tuple[Buffer, int]]]:
+    """Yield the events in order, in lists that contain either only frees or no frees."""
+    for _, group in itertools.groupby(events, key=lambda event: event[1] < 0):
+        yield list(group)
 
 
 def apply(run: Run, plan: Plan) -> Run:

@@ -38,6 +38,7 @@ from torch.optim import Optimizer
 from tightfit.cost.entries import Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import BatchLinear, Operation
+from tightfit.cost.remembered import remembered
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
 from tightfit.machine import Machine
@@ -105,17 +106,24 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     ledger = replace(ledger, update_in_backward=plan.update_in_backward, foreach=together)
     if not _updates_separately(plan, machine.device):
         return ledger
-    found = _batched_updates(ledger.updates)
-    updates = {**ledger.updates, **{name: one for batch in found for name, one in batch.items()}}
-    alone = sum(not update.elements for update in updates.values())
+    updates, count = _updates_and_calls(ledger.updates)
     calls = Operation(
         "call",
         "float32",
         BatchLinear(),
         BatchLinear(),
-        count=BatchLinear(float(LAUNCHES_PER_CALL * (alone + len(found)))),
+        count=BatchLinear(float(LAUNCHES_PER_CALL * count)),
     )
     return replace(ledger, updates=updates, whole_step=(*ledger.whole_step, calls))
+
+
+@remembered(16)
+def _updates_and_calls(updates: dict[str, Update]) -> tuple[dict[str, Update], int]:
+    """Return (updates, with those that run together merged; number of calls of the optimizer)."""
+    found = _batched_updates(updates)
+    merged = {**updates, **{name: one for batch in found for name, one in batch.items()}}
+    alone = sum(not update.elements for update in merged.values())
+    return merged, alone + len(found)
 
 
 def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:

@@ -119,13 +119,18 @@ class Estimate:
         created or a checkpoint is saved), whichever is larger. The peak of a step is that of the
         dry run, if there was one."""
         step = self.peak.total if self.dry_run_bytes is None else max(self.dry_run_bytes, self.peak.rows["runtime"])
-        return max(step, *self.ledger.peaks_outside_steps().values())
+        return max(step, *self._outside_steps.values())
+
+    @cached_property
+    def _outside_steps(self) -> dict[str, float]:
+        """The peak of each phase outside of steps: phase -> device bytes."""
+        return self.ledger.peaks_outside_steps()
 
     @property
     def peak_phase(self) -> str:
         """The phase in which `peak_bytes` occurs: forward, backward, optimizer, materialize
         (creating the model) or checkpoint (saving one)."""
-        outside = self.ledger.peaks_outside_steps()
+        outside = self._outside_steps
         name = max(outside, key=lambda phase: outside[phase])
         return name if outside[name] == self.peak_bytes else self.peak.phase
 

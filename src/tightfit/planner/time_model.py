@@ -17,10 +17,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tightfit.cost.entries import Message, RankProgram
+from tightfit.cost.entries import Message, RankProgram, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, ScheduledAction, consumer_of, simulate
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Operation, Segment, Timeline
+from tightfit.cost.remembered import remembered
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
 from tightfit.machines.shapes import LARGE, MAX_SHARE
 from tightfit.planner.allocators.deep_models import extrapolate_layers
@@ -174,6 +175,7 @@ class CostModel:
         launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
         self.launch_s = launch_s / launch_share
         self._timelines: dict[tuple[Timeline, int], dict[str, tuple[float, float]]] = {}
+        self._update_rows = remembered(32)(self._rows_of_updates)
 
     def step_time(self, ledger: Ledger) -> Time:
         """Return the predicted time of one optimizer step on the device that `ledger` describes.
@@ -186,11 +188,10 @@ class CostModel:
                     before[0] + seconds * ledger.micro_batches,
                     before[1] + count * ledger.micro_batches,
                 )
-        updates = [operation for update in ledger.updates.values() for operation in update.operations]
-        for operation in (*ledger.whole_step, *updates):
-            kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
-            seconds, started = rows["optimizer", kind]
-            rows["optimizer", kind] = seconds + self.operation_s(operation, 1) * count, started + count
+        for update_rows in (self._rows_of(ledger.whole_step), self._update_rows(ledger.updates)):
+            for kind, (seconds, count) in update_rows.items():
+                before = rows["optimizer", kind]
+                rows["optimizer", kind] = before[0] + seconds, before[1] + count
         time = self._time_from_rows(rows, self._allocation_s(ledger))
         time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
@@ -202,6 +203,20 @@ class CostModel:
         messages = (("sent", name, *both) for name, both in sent.items())
         table = tuple(sorted((*time.rows, *messages), key=lambda row: -row[2]))
         return replace(time, communication_s=self._exposed_communication_s(ledger, time), rows=table)
+
+    def _rows_of_updates(self, updates: dict[str, Update]) -> dict[str, tuple[float, float]]:
+        """Return the time of the updates of all parameters, as `_rows_of` does."""
+        return self._rows_of(operation for update in updates.values() for operation in update.operations)
+
+    def _rows_of(self, operations: Iterable[Operation]) -> dict[str, tuple[float, float]]:
+        """Return the time of operations that run once in a step, as a dict: kind of operation ->
+        (seconds without launches, number of launches)."""
+        found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+        for operation in operations:
+            kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
+            seconds, started = found[kind]
+            found[kind] = seconds + self.operation_s(operation, 1) * count, started + count
+        return found
 
     def _message_s(self, message: Message) -> float:
         """Return the seconds that a message takes if nothing overlaps with it."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -81,6 +81,16 @@ class Found:
     cores: int = 0
 
 
+class _Counted:
+    """Holds the counter of the last function that `recompute_attention` has made. Compiled code
+    counts there: if it referred to a counter of its own, it would be compiled again for each model."""
+
+    found = Found()
+
+
+_COUNTED = _Counted()
+
+
 def recompute_attention(forward: Forward, found: Found) -> Forward:
     """Return a function that computes the same as `forward`, but saves no tensor of its attention
     cores for backward, which recomputes them.
@@ -89,13 +99,13 @@ def recompute_attention(forward: Forward, found: Found) -> Forward:
     found    counts the cores
     """
 
+    _COUNTED.found = found
+
     def forward_without_core(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return checkpoint(
-                forward, *args, use_reentrant=False, context_fn=partial(_compiled_contexts, found), **kwargs
-            )
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=_compiled_contexts, **kwargs)
         outer_pack, outer_unpack = saved_tensor_hooks_now() or (_without_graph, _unchanged)
         cores = _AttentionCores(outer_pack)
 
@@ -505,10 +515,10 @@ class _Policy:
         return self.inside
 
 
-def _compiled_contexts(found: Found) -> Any:
+def _compiled_contexts() -> Any:
     """Return two context managers for torch's checkpoint in compiled code: one for a block's forward,
-    one for its recomputation. Counts attention cores in `found`."""
-    return create_selective_checkpoint_contexts(_Policy(found))
+    one for its recomputation."""
+    return create_selective_checkpoint_contexts(_Policy(_COUNTED.found))
 
 
 __all__ = ["Found", "no_attention", "recompute_attention"]

@@ -112,6 +112,7 @@ class Profiler:
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
+        self._refused: dict[str, InputError] = {}  # value of recompute that the model does not support -> why
         self._segments_tried = False
         self._segments_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
@@ -268,6 +269,17 @@ class Profiler:
         samples   number of samples in the micro-batch
         training  True: forward and backward; False: the forward of an evaluation
         """
+        again = key[2]
+        if again in self._refused:  # no longer found once the compiled blocks are known
+            raise self._refused[again]
+        try:
+            return self._read_or_trace(key, plan, samples, training)
+        except InputError as error:
+            if again == "attention":
+                self._refused[again] = error
+            raise
+
+    def _read_or_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> RecordedStep:
         model = cache_key(self.job)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
         kernels = self.device == "cuda" and can_generate_kernels()
