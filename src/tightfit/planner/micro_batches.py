@@ -72,7 +72,9 @@ def search_micro_batch(
     bounds  tells the micro-batches that may fit; None: all may
     best_s  seconds of a step of the fastest plan that fits: slower plans are not tried
 
-    A micro-batch of one sample needs a trace of its own. So two samples are tried before it.
+    The first size after the largest is the one that fits if memory grows in proportion to it, because
+    other sizes are interpolated from two that were traced. A micro-batch of one sample needs a trace
+    of its own. So it is estimated only if the larger ones let expect that it nearly fits.
     """
     batch, found = estimator.job.train.batch, list[Estimate]()
     if plans[0].recompute == "none" or bounds is None:
@@ -88,18 +90,30 @@ def search_micro_batch(
         found.append(estimator.estimate(plans[0]))
     if found[-1].fits or len(plans) == 1:
         return found
-    several = [plan for plan in plans if plan.micro_batch_of(batch) > 1]
-    for plan in dict.fromkeys([*several[-1:], plans[-1]]):
-        if plan != found[-1].plan and _may_fit_by_extrapolation(found[-2:], plan):
-            found.append(estimator.estimate(plan))
-            if found[-1].fits:
-                break
-    too_large, fitting = 0, plans.index(found[-1].plan)
-    while fitting - too_large > 1 and any(one.fits for one in found):
-        middle = (too_large + fitting) // 2
-        found.append(estimator.estimate(plans[middle]))
-        too_large, fitting = (too_large, middle) if found[-1].fits else (middle, fitting)
+    too_large, fitting = 0, len(plans)  # fitting: index of the largest that fits; len(plans): none does
+    place = _first_place(estimator, plans, found[-1])
+    while fitting - too_large > 1:
+        if fitting == len(plans) and not _may_fit_by_extrapolation(found[-2:], plans[place]):
+            break
+        found.append(estimator.estimate(plans[place]))
+        too_large, fitting = (too_large, place) if found[-1].fits else (place, fitting)
+        place = (too_large + fitting) // 2
     return found
+
+
+def _first_place(estimator: Estimator, plans: list[Plan], largest: Estimate) -> int:
+    """Return the index of the largest micro-batch of `plans` that fits if the memory beside
+    parameters, gradients and optimizer states is in proportion to it. It is at least 1, and has more
+    than one sample if possible.
+
+    largest  the estimate of the first plan, which does not fit
+    """
+    batch, fixed = largest.job.train.batch, estimator.memory_lower_bound(plans[0])
+    sizes = [plan.micro_batch_of(batch) for plan in plans]
+    per_sample = max(largest.peak_bytes - fixed, 1.0) / sizes[0]
+    fitting = [place for place in range(1, len(plans)) if fixed + sizes[place] * per_sample <= largest.limit_bytes]
+    several = [place for place in range(1, len(plans)) if sizes[place] > 1]
+    return min([*fitting[:1], *several[-1:]] or [1])
 
 
 def _is_too_slow(estimator: Estimator, plan: Plan, best_s: float) -> bool:
@@ -120,6 +134,8 @@ def _may_fit_by_extrapolation(seen: list[Estimate], plan: Plan) -> bool:
     if len(seen) < 2:
         return True
     large, small = seen
+    if plan.micro_batch_of(small.job.train.batch) > 1:  # interpolated, and takes no trace
+        return True
     batch = small.job.train.batch
     sizes = [one.micro_batch_of(batch) for one in (large.plan, small.plan, plan)]
     per_sample = (large.peak_bytes - small.peak_bytes) / (sizes[0] - sizes[1])
