@@ -9,6 +9,7 @@ ranks plans by their estimates.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -380,14 +381,28 @@ class Estimator:
         )
         self._estimates: dict[Plan, Estimate] = {}
         self._settled: dict[Plan, Estimate] = {}  # with the allocator's bytes
+        self._per_sample: dict[tuple[Any, ...], float] = {}
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of `plan`, without the bytes that the allocator reserves beyond the
         tensors: `include_allocator` adds these. Raises InputError if the model cannot be traced or
         a method of the plan does not support it."""
         if plan not in self._estimates:
-            self._estimates[plan] = self._estimate(plan)
+            self._estimates[plan] = one = self._estimate(plan)
+            if plan.recompute == "full" and plan.pp == 1 and not plan.offload:
+                size = plan.micro_batch_of(self.job.train.batch)
+                per_sample = (one.peak.total - self.memory_lower_bound(plan)) / size
+                key = _activation_key(plan)
+                self._per_sample[key] = min(self._per_sample.get(key, math.inf), max(per_sample, 0.0))
         return self._estimates[plan]
+
+    def bytes_per_sample(self, plan: Plan) -> float:
+        """Return the fewest bytes for each sample of a micro-batch that plans with recompute: full
+        needed so far, of those that compute with the same numbers and the same shards as `plan`; 0
+        if there was none. recompute: sqrt is assumed to need half of them or more."""
+        if plan.pp > 1 or "activations" in plan.offload:
+            return 0.0
+        return self._per_sample.get(_activation_key(plan), 0.0) / (2 if plan.recompute == "sqrt" else 1)
 
     def _estimate(self, plan: Plan) -> Estimate:
         ledgers = self._ledgers(plan)
@@ -600,6 +615,11 @@ class Estimator:
             rows["runtime"] = self._runtime_after_tracing
         total = peak.total + sum(rows[row] - peak.rows[row] for row in ("allocator", "runtime"))
         return replace(estimate, peak=replace(peak, total=total, rows=rows), includes_allocator=True)
+
+
+def _activation_key(plan: Plan) -> tuple[Any, ...]:
+    """Return what plans have in common whose activations are alike with recompute: full."""
+    return plan.tp, plan.cp, plan.sequence_parallel, plan.precision in ("fp32", "tf32")
 
 
 def _estimated_ranks(devices: int) -> list[int]:

@@ -52,25 +52,49 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     tried: list[Estimate] = []  # with other kernels than the best ones
     kernels: dict[str, Any] = {}
     beside: dict[Any, float] = {}  # kind of plan -> the fewest bytes that such plans need beside their bound
+    # kind of plan without its precision -> the fewest bytes of its activations with 16-bit numbers
+    activations: dict[Any, float] = {}
     for plan in in_order:
-        kind = plan.precision, plan.update_in_backward, plan.offload, plan.zero, plan.shards
+        any_precision = plan.update_in_backward, plan.offload, plan.zero, plan.shards
+        kind = plan.precision, *any_precision
+        more = max(beside.get(kind, 0.0), activations.get(any_precision, 0.0))
         if best is None:  # kernels are chosen only once, because each of their values needs a trace
             full = plan.replace(recompute=pins.get("recompute", "full"))
             tried = _estimates_of_kernels(estimator, full, pins)
             seen = best = min(tried, key=_fullness, default=None)
             kernels = {name: getattr(best.plan, name) for name in KERNELS} if best else {}
-        elif _cannot_be_leaner(estimator, plan, bounds[plan] + beside.get(kind, 0.0), best):
+        elif _cannot_be_leaner(estimator, plan, bounds[plan] + more, best):
             continue
         else:
             seen = _least(estimator, plan.replace(**kernels), pins)
             best = best if seen is None else min(best, seen, key=_fullness)
         if seen is not None:
             beside[kind] = min(beside.get(kind, math.inf), seen.peak_bytes - bounds[plan])
+            narrow = _most_bytes(seen, "activations") / (2 if seen.plan.precision in ("fp32", "tf32") else 1)
+            activations[any_precision] = min(activations.get(any_precision, math.inf), narrow)
     if best is None or estimator.include_allocator(best).fits:
         return best
     again = [best, *tried, *_estimates(estimator, best.plan, pins, _compile_options(estimator, best.plan))]
     near = sorted((one for one in again if _fullness(one) <= (CLOSE_FACTOR * best.fullness, math.inf)), key=_fullness)
     return min((estimator.include_allocator(one) for one in near[:MAX_WITH_ALLOCATOR]), key=_fullness)
+
+
+def leanest_with_parallelism(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Estimate | None:
+    """Return the estimate of a plan that needs about the least memory of all variants of `start` with
+    its parallelism and kernels, and whose update is not in backward. Return None if there is none.
+
+    It has the precision, the states and the ZeRO stage with the smallest lower bound on its memory,
+    recompute: full, and micro-batches of one sample, as far as `pins` (fields that the user fixed)
+    permit. Raises InputError if the model does not support it.
+    """
+    fixed = {**pins, "offload": start.offload, "update_in_backward": start.update_in_backward}
+    plans = list(_combinations(estimator, start, fixed))
+    if not plans:
+        return None
+    plan = min(plans, key=estimator.memory_lower_bound)
+    size = 1 if _may_split(estimator, plan) else None
+    plan = plan.replace(**{"recompute": "full", "micro_batch": size, **pins})
+    return estimator.estimate(plan) if is_legal(plan, estimator.job, estimator.machine.device) else None
 
 
 def _cannot_be_leaner(estimator: Estimator, plan: Plan, least_bytes: float, best: Estimate) -> bool:
@@ -155,9 +179,13 @@ def _least(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Estimate 
 def _whole_batch_may_be_leaner(one: Estimate) -> bool:
     """Return whether a single micro-batch may need less memory than micro-batches of one sample, as
     the plan of the estimate `one` has."""
-    rows = [rows for _, _, rows in one.ledger.instants()]
-    most = {name: max(each[name] for each in rows) for name in ("activations", "gradients")}
-    return most["activations"] * (one.plan.share_of(one.job.train.batch) - 1) < most["gradients"]
+    others = one.plan.share_of(one.job.train.batch) - 1
+    return _most_bytes(one, "activations") * others < _most_bytes(one, "gradients")
+
+
+def _most_bytes(one: Estimate, row: str) -> float:
+    """Return the most bytes that a row, such as "activations", has in a step."""
+    return max(rows[row] for _, _, rows in one.ledger.instants())
 
 
 def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> list[Estimate]:

@@ -15,6 +15,7 @@ ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the by
 # a plan is tried if a lower bound on its time is below this many times that of the fastest plan that
 # fits, because the dry run may still reject that plan
 TIME_TOLERANCE = 1.05
+HOPELESS_FACTOR = 2.0  # a plan that is expected to need this many times the memory is not estimated
 # recompute -> values of recompute that need less memory
 LEANER = {
     "none": ("full",),
@@ -72,26 +73,29 @@ def search_micro_batch(
     bounds  tells the micro-batches that may fit; None: all may
     best_s  seconds of a step of the fastest plan that fits: slower plans are not tried
 
-    The first size after the largest is the one that fits if memory grows in proportion to it, because
-    other sizes are interpolated from two that were traced. A micro-batch of one sample needs a trace
-    of its own. So it is estimated only if the larger ones let expect that it nearly fits.
+    The first size after the largest is the one that is expected to fit, because other sizes are
+    interpolated from two that were traced. A micro-batch of one sample needs a trace of its own. So it
+    is estimated only if the larger ones let expect that it nearly fits.
     """
     batch, found = estimator.job.train.batch, list[Estimate]()
-    if plans[0].recompute == "none" or bounds is None:
+    hopeless = _expected_bytes(estimator, plans[0]) > HOPELESS_FACTOR * estimator.limit_bytes
+    if not hopeless and (plans[0].recompute == "none" or bounds is None):
         found.append(estimator.estimate(plans[0]))
         if found[0].fits or len(plans) == 1:
             return found
     if bounds is not None:
         most = bounds.largest_micro_batch(plans)
+        hopeless = hopeless and most == plans[0].micro_batch_of(batch)
         plans = [plan for plan in plans if plan.micro_batch_of(batch) <= most]
         if not plans or _is_too_slow(estimator, plans[0], best_s):
             return found
-    if not found or found[0].plan != plans[0]:
-        found.append(estimator.estimate(plans[0]))
-    if found[-1].fits or len(plans) == 1:
-        return found
+    if not hopeless or len(plans) == 1:
+        if not found or found[0].plan != plans[0]:
+            found.append(estimator.estimate(plans[0]))
+        if found[-1].fits or len(plans) == 1:
+            return found
     too_large, fitting = 0, len(plans)  # fitting: index of the largest that fits; len(plans): none does
-    place = _first_place(estimator, plans, found[-1])
+    place = _first_place(estimator, plans, found)
     while fitting - too_large > 1:
         if fitting == len(plans) and not _may_fit_by_extrapolation(found[-2:], plans[place]):
             break
@@ -101,19 +105,30 @@ def search_micro_batch(
     return found
 
 
-def _first_place(estimator: Estimator, plans: list[Plan], largest: Estimate) -> int:
-    """Return the index of the largest micro-batch of `plans` that fits if the memory beside
-    parameters, gradients and optimizer states is in proportion to it. It is at least 1, and has more
-    than one sample if possible.
+def _expected_bytes(estimator: Estimator, plan: Plan) -> float:
+    """Return a guess at the least bytes that `plan` needs, from the estimates of other plans: those
+    with recompute: full tell the bytes of a sample."""
+    return estimator.memory_lower_bound(plan) + estimator.bytes_per_sample(plan) * plan.micro_batch_of(
+        estimator.job.train.batch
+    )
 
-    largest  the estimate of the first plan, which does not fit
+
+def _first_place(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> int:
+    """Return the index of the largest micro-batch of `plans` that is expected to fit, from 1 on.
+
+    found  the estimate of the first plan, which does not fit. The memory beside parameters, gradients
+           and optimizer states is then assumed to be in proportion to the micro-batch. If it is
+           empty, the other plans' bytes of a sample are used
     """
-    batch, fixed = largest.job.train.batch, estimator.memory_lower_bound(plans[0])
+    batch, fixed = estimator.job.train.batch, estimator.memory_lower_bound(plans[0])
     sizes = [plan.micro_batch_of(batch) for plan in plans]
-    per_sample = max(largest.peak_bytes - fixed, 1.0) / sizes[0]
-    fitting = [place for place in range(1, len(plans)) if fixed + sizes[place] * per_sample <= largest.limit_bytes]
-    several = [place for place in range(1, len(plans)) if sizes[place] > 1]
-    return min([*fitting[:1], *several[-1:]] or [1])
+    per_sample = (found[-1].peak_bytes - fixed) / sizes[0] if found else estimator.bytes_per_sample(plans[0])
+    limit, places = estimator.limit_bytes, range(1, len(plans))
+    fitting = [place for place in places if fixed + sizes[place] * per_sample <= limit]
+    several = [place for place in places if sizes[place] > 1]
+    if found:  # the guess may be too small
+        return min([*fitting[:1], *several[-1:]] or [1])
+    return (fitting or [len(plans) - 1])[0]
 
 
 def _is_too_slow(estimator: Estimator, plan: Plan, best_s: float) -> bool:

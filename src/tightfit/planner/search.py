@@ -28,9 +28,9 @@ from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates, data_parallel_layouts, is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
-from tightfit.planner.finalists import DryRunResults, first_that_fits, first_that_nearly_fits
+from tightfit.planner.finalists import MAX_OVERESTIMATE, DryRunResults, first_that_fits, first_that_nearly_fits
 from tightfit.planner.kernels import MIN_COMPILE_SAVING, saves, with_best_kernels
-from tightfit.planner.leanest import leanest, offloads
+from tightfit.planner.leanest import leanest, leanest_with_parallelism, offloads
 from tightfit.planner.micro_batches import MemoryBounds, largest_safe_micro_batch, search_micro_batch
 from tightfit.planner.parallelism import (
     balanced_split,
@@ -652,12 +652,21 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
     best_s  seconds of a step that a plan has to beat; infinite if no plan has fitted so far
     """
     if "precision" in pins or estimator.profiler.is_complex:
-        return estimate_candidates(estimator, start, pins, best_s)
-    found = estimate_candidates(estimator, start, {**pins, "precision": start.precision}, best_s)
+        return _candidates_that_may_fit(estimator, start, pins, best_s)
+    found = _candidates_that_may_fit(estimator, start, {**pins, "precision": start.precision}, best_s)
     if start.precision == "bf16-mixed" and math.isinf(best_s) and not any(one.fits for one in found):
         start = start.replace(precision="bf16-true")
-        found += estimate_candidates(estimator, start, {**pins, "precision": "bf16-true"}, best_s)
+        found += _candidates_that_may_fit(estimator, start, {**pins, "precision": "bf16-true"}, best_s)
     return found
+
+
+def _candidates_that_may_fit(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
+    """Return what `estimate_candidates` returns, or only the estimate of the leanest plan if even
+    this plan is too large by more than 10 %."""
+    least = leanest_with_parallelism(estimator, start, pins)
+    if least is not None and least.peak_bytes > (1 + MAX_OVERESTIMATE) * least.limit_bytes:
+        return [least]
+    return estimate_candidates(estimator, start, pins, best_s)
 
 
 def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Result:
