@@ -89,6 +89,8 @@ def search_micro_batch(
         plans = [plan for plan in plans if plan.micro_batch_of(batch) <= most]
         if not plans or _is_too_slow(estimator, plans[0], best_s):
             return found
+    if hopeless and len(plans) == 1 and plans[0].recompute != "full":
+        return found
     if not hopeless or len(plans) == 1:
         if not found or found[0].plan != plans[0]:
             found.append(estimator.estimate(plans[0]))

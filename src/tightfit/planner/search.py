@@ -54,6 +54,7 @@ MAX_REFINED = 2  # plans with recompute: full for which fewer recomputed blocks 
 MAX_REFINED_MICRO_BATCHES = 3  # for each of them, the largest ones that fit
 # for each of these factors on the tensors' bytes, the fewest recomputed blocks that fit are found
 SPARE_FACTORS = (1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
+MAX_EAGER_FACTOR = 1.4  # a plan may need this many times the memory without compile
 SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
 Result = TypeVar("Result")
@@ -587,6 +588,8 @@ def _leanest_in_vain(
     if least.pp > 1 or least.tp != sizes.get("tp", 1):
         return []
     try:
+        if "micro_batch" not in pins:
+            least = least.replace(micro_batch=1)
         plan = least.replace(**parallelism_fields(estimator, least, {**pins, "zero": 3}, sizes))
         return [estimator.estimate(plan)] if is_legal(plan, estimator.job, estimator.machine.device) else []
     except InputError:
@@ -662,11 +665,21 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
 
 def _candidates_that_may_fit(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
     """Return what `estimate_candidates` returns, or only the estimate of the leanest plan if even
-    this plan is too large by more than 10 %."""
-    least = leanest_with_parallelism(estimator, start, pins)
-    if least is not None and least.peak_bytes > (1 + MAX_OVERESTIMATE) * least.limit_bytes:
-        return [least]
-    return estimate_candidates(estimator, start, pins, best_s)
+    this plan is too large by more than 10 %.
+
+    The leanest plan is first estimated without compile, whose trace is faster. Then it has to be too
+    large by more than 40 %.
+    """
+    factors = {"none": MAX_EAGER_FACTOR} if "compile" not in pins else {}
+    factors[start.compile] = 1 + MAX_OVERESTIMATE
+    tried: list[Estimate] = []
+    for mode, factor in factors.items():
+        least = leanest_with_parallelism(estimator, start.replace(compile=mode), pins)
+        if least is not None:
+            tried.append(least)
+        if least is not None and least.peak_bytes > factor * least.limit_bytes:
+            return tried
+    return tried + estimate_candidates(estimator, start, pins, best_s)
 
 
 def _first_supported(find: Callable[[Plan], Result], plans: list[Plan]) -> Result:
