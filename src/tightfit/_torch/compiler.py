@@ -49,7 +49,7 @@ def keeping_compilations() -> Iterator[None]:
     if _COMPILATIONS.kept:
         yield
         return
-    config = torch._dynamo.config
+    config = importlib.import_module("torch.compiler.config")
     _COMPILATIONS.kept, _COMPILATIONS.key = True, None
     try:
         with config.patch(recompile_limit=MAX_COMPILATIONS, accumulated_recompile_limit=MAX_COMPILATIONS):
