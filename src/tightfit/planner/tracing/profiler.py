@@ -131,14 +131,14 @@ class Profiler:
         """
         batch = plan.share_of(self.job.train.batch)  # samples of one device
         micro_batch = plan.micro_batch_of(self.job.train.batch)
-        programs = self.recorded_step(plan, micro_batch)
+        programs, sizes = self.recorded_step(plan, micro_batch)
         # an evaluation runs without torch.compile
-        inference = partial(self.recorded_step, plan.replace(compile="none"), micro_batch, training=False)
+        inference = partial(self.recorded_step, plan.replace(compile="none"), micro_batch, training=False, sizes=sizes)
         return Ledger(
             micro_batch=batch,
             micro_batches=1,
             training=programs.segments,
-            inference=lambda: inference().segments,
+            inference=lambda: inference()[0].segments,
             parameters=programs.parameters,
             blocks=programs.blocks,
             experts=programs.experts,
@@ -202,13 +202,19 @@ class Profiler:
         with self._mode:
             return tensor_bytes(tensors_in(self._sized(plan, 1)))
 
-    def recorded_step(self, plan: Plan, micro_batch: int, training: bool = True) -> RecordedStep:
+    def recorded_step(
+        self, plan: Plan, micro_batch: int, training: bool = True, sizes: tuple[int, int] | None = None
+    ) -> tuple[RecordedStep, tuple[int, int]]:
         """Return the recorded step of one micro-batch, with the plan's precision, attention and
-        loss.
+        loss, and the two sizes between which it is interpolated. They are both `micro_batch` if the
+        step was traced with this number of samples.
 
         micro_batch  number of samples. The step is traced with this number, or interpolated from
                      two other numbers that were traced before
         training     True: forward and backward; False: the forward of an evaluation
+        sizes        the two sizes to interpolate between. `recompute` looks for the buffers of
+                     training in the evaluation by their sizes, so both are interpolated between the
+                     same two. None: any
 
         Raises InputError if the model cannot be traced.
         """
@@ -225,22 +231,37 @@ class Profiler:
         filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
         key = operations, filled, again, training, micro_batch < whole, layout, narrow
         traced = self._traced.setdefault(key, {})
-        if micro_batch not in traced and micro_batch > MAX_TRACED_CHUNKS * whole > 0:
-            for samples in (max(whole, 2), 2 * max(whole, 2)):
+        if sizes is None:
+            sizes = self._sizes_to_trace(traced, micro_batch, whole)
+        for pair in (sizes, (micro_batch, micro_batch)):
+            for samples in pair:
                 if samples not in traced:
                     traced[samples] = self._cached_trace(key, plan, samples, training)
+            fit = self._fit_two_traces(key, traced, *pair)
+            if fit is not None:
+                return fit, pair
+        raise AssertionError("a trace fits itself")
+
+    def _sizes_to_trace(self, traced: dict[int, RecordedStep], micro_batch: int, whole: int) -> tuple[int, int]:
+        """Return the two sizes of micro-batches between which a step is interpolated; both are
+        `micro_batch` if it is not.
+
+        traced  samples -> the trace with this number of samples
+        whole   samples in one chunk of the loss; 0: the loss is not chunked
+        """
+        if micro_batch in traced:
+            return micro_batch, micro_batch
+        if micro_batch > MAX_TRACED_CHUNKS * whole > 0:
+            first = max(whole, 2)
+            pair = sorted({*traced, first, 2 * first})
+        else:
+            pair = sorted(traced)
         # a trace with 1 sample has other strides and statistics, and one with a single chunk has no
         # loop over chunks, so it is not interpolated from them
-        pair = sorted(samples for samples in traced if samples > max(whole, 1))
-        if micro_batch not in traced and micro_batch > max(whole, 1) and len(pair) > 1:
-            fit = self._fit_two_traces(key, traced, pair[0], pair[-1])
-            if fit is not None:
-                return fit
-        if micro_batch not in traced:
-            traced[micro_batch] = self._cached_trace(key, plan, micro_batch, training)
-        same = self._fit_two_traces(key, traced, micro_batch, micro_batch)
-        assert same is not None, "a trace fits itself"
-        return same
+        pair = [samples for samples in pair if samples > max(whole, 1)]
+        if micro_batch > max(whole, 1) and len(pair) > 1:
+            return pair[0], pair[-1]
+        return micro_batch, micro_batch
 
     def _fit_two_traces(self, key: Any, traced: dict[int, RecordedStep], small: int, large: int) -> RecordedStep | None:
         if (key, small, large) not in self._fitted_steps:

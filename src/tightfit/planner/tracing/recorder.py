@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -519,10 +520,11 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
     block gets the timeline (allocations, frees and operations) of the block that it copies.
     Segments without events and operations are dropped."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
+    births = {seen: number for number, seen in enumerate(s for one in program for s, sign in one.events if sign > 0)}
     closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in program:
         timeline = Timeline(
-            tuple((_buffer(seen), sign) for seen, sign in opened.events),
+            tuple((_buffer(seen), sign) for seen, sign in _with_ordered_casts(opened.events, births)),
             tuple(opened.operations),
             opened.needed,
             tuple(_buffer(seen) for seen in opened.inputs),
@@ -542,6 +544,21 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
             block = opened.block if opened.part == "block" else None
             segments.append(Segment(opened.part, opened.phase, timeline, block, opened.call))
     return tuple(segments)
+
+
+def _with_ordered_casts(events: list[tuple[_Storage, int]], births: dict[_Storage, int]) -> list[tuple[_Storage, int]]:
+    """Return the events of a segment in which casts of parameters that are freed one after another
+    are freed in the order of their allocation.
+
+    At the end of a forward, autocast frees its casts in the order of their addresses, which differs
+    from trace to trace.
+
+    births  storage -> its number in the order of allocation
+    """
+    ordered: list[tuple[_Storage, int]] = []
+    for is_cast, run in groupby(events, lambda event: event[1] < 0 and event[0].maker == _CAST):
+        ordered += sorted(run, key=lambda event: births.get(event[0], -1) if is_cast else 0)
+    return ordered
 
 
 def _describe_gradient(seen: _Storage, parameter: str) -> None:
