@@ -63,7 +63,7 @@ def test_dry_runs_share_compilations(resets: list[int]) -> None:
         assert len(resets) <= 1
 
 
-def test_compilations_are_kept_for_one_key_and_forgotten_at_the_end(resets: list[int]) -> None:
+def test_compilations_are_kept_for_one_key(resets: list[int]) -> None:
     forget_compilations("a")
     forget_compilations("a")
     assert len(resets) == 2, "outside, they are always forgotten"
