@@ -21,6 +21,7 @@ from functools import cache, cached_property
 
 from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS, Action, Schedule, consumer_of
 from tightfit.cost.recorded_step import BatchLinear, Operation, Segment
+from tightfit.cost.remembered import remembered
 
 NOTHING = BatchLinear()
 # `Parameter.places` of a small buffer that belongs to no block: before the blocks and after them
@@ -68,6 +69,12 @@ class Parameter:
         for size in self.shape:
             total *= size
         return total
+
+
+@remembered(16)
+def with_fp32_gradients(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Return the parameters, with fp32 gradients of those that are stored in 16 bits."""
+    return tuple(one.with_fp32_gradient() for one in parameters)
 
 
 @dataclass(frozen=True, slots=True)

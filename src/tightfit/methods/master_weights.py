@@ -26,6 +26,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tightfit.cost.entries import with_fp32_gradients
 from tightfit.cost.ledger import Ledger
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -60,7 +61,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     weights: each takes twice the bytes of its parameter. The updates, which were traced with master
     weights, have the masters among their states already.
     """
-    return replace(ledger, parameters=tuple(one.with_fp32_gradient() for one in ledger.parameters))
+    return replace(ledger, parameters=with_fp32_gradients(ledger.parameters))
 
 
 def apply(run: Run, plan: Plan) -> Run:

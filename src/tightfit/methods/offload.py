@@ -207,8 +207,7 @@ def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
     if plan.zero < 3:  # with zero: 3, `zero` shards the parameters and corrects their bytes
         if place.gathers:
             ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, low_precision_names(ledger)))
-        parameters = tuple(replace(p, bytes=0) if p.trainable else p for p in ledger.parameters)
-        ledger = replace(ledger, parameters=parameters)
+        ledger = replace(ledger, parameters=_without_trainable(ledger.parameters))
     return _Offloaded(ledger, stored, copies)
 
 
@@ -275,6 +274,12 @@ def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) ->
     returns  whether the update changes the data, so that the data is also copied back
     """
     return replace(ledger, updates=_with_copies(ledger.updates, sizes, returns))
+
+
+@remembered(16)
+def _without_trainable(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    """Return the parameters, without the bytes of those that are trained."""
+    return tuple(replace(one, bytes=0) if one.trainable else one for one in parameters)
 
 
 @remembered(32)

@@ -23,6 +23,9 @@ from tightfit._torch.fake import FakeTensor
 _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
     "torch", "torchgen", "numpy", "tightfit", "pydantic", "pydantic_core", "sympy", "rich", "yaml", "tokenizers", "typer", "click",
     "matplotlib", "PIL", "pytest", "_pytest", "psutil", "triton", "hypothesis", "pandas", "pyarrow", "scipy", "torchao",
+    "networkx", "regex", "mpmath", "dill", "huggingface_hub", "jinja2", "httpx", "httpcore", "httpx2", "httpcore2", "h11",
+    "safetensors", "filelock", "typing_inspection", "typing_extensions", "idna", "packaging", "tqdm", "certifi",
+    "requests", "urllib3", "fsspec", "datasets", "tensorboard",
 }  # fmt: skip
 
 _Cache = Any  # a function with an lru_cache
@@ -60,7 +63,12 @@ def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
     _clear(functions, unwanted)
     for one in dicts:
-        held = {key: value for key, value in list(one.items()) if any(map(unwanted, _tensors(value)))}
+        # most dicts of a module are tables of names: the check of the type spares a call for each name
+        held = {
+            key: value
+            for key, value in list(one.items())
+            if isinstance(value, Tensor | list | tuple | dict) and any(map(unwanted, _tensors(value)))
+        }
         for key in held:
             del one[key]
         if held:
@@ -95,6 +103,8 @@ def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any
 
 def _may_define_models(name: str) -> bool:
     package = name.partition(".")[0]
+    if package.startswith("_sysconfigdata"):  # Python's build options; the name differs by machine
+        return False
     return package not in _PACKAGES_WITHOUT_MODELS and (package != "transformers" or "modeling" in name)
 
 

@@ -17,10 +17,11 @@ from typing import Any
 import psutil
 
 from tightfit.capabilities import missing_for_compile
-from tightfit.cost.entries import BucketedReduction, PeakInstant
+from tightfit.cost.entries import BucketedReduction, Parameter, PeakInstant, Update, with_fp32_gradients
 from tightfit.cost.fewer_blocks import with_depth
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import ScheduledAction
+from tightfit.cost.remembered import remembered
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, float8, microbatch
@@ -560,11 +561,11 @@ class Estimator:
         after = plan.replace(update_in_backward=False)  # has the same optimizer states, and shares their trace
         updates, parameters = self.profiler.updates(after), self.profiler.parameters(plan)
         if plan.master_weights:
-            parameters = tuple(parameter.with_fp32_gradient() for parameter in parameters)
-        gradients = [parameter.gradient_bytes for parameter in parameters if parameter.trainable]
-        states = sum(update.state_bytes for update in updates.values()) / (plan.shards if plan.zero >= 1 else 1)
-        there = float(max(gradients, default=0) if plan.update_in_backward else sum(gradients))
-        weights = sum(parameter.bytes for parameter in parameters) / (plan.shards if plan.zero >= 3 else 1)
+            parameters = with_fp32_gradients(parameters)
+        size, gradients, largest = _sizes_of(parameters)
+        states = _bytes_of_states(updates) / (plan.shards if plan.zero >= 1 else 1)
+        there = float(largest if plan.update_in_backward else gradients)
+        weights = size / (plan.shards if plan.zero >= 3 else 1)
         states, weights, there = (
             0.0 if row in plan.offload else size
             for row, size in (("states", states), ("parameters", weights), ("gradients", there))
@@ -615,6 +616,18 @@ class Estimator:
             rows["runtime"] = self._runtime_after_tracing
         total = peak.total + sum(rows[row] - peak.rows[row] for row in ("allocator", "runtime"))
         return replace(estimate, peak=replace(peak, total=total, rows=rows), includes_allocator=True)
+
+
+@remembered(16)
+def _sizes_of(parameters: tuple[Parameter, ...]) -> tuple[int, int, int]:
+    """Return bytes of (the parameters and buffers, all gradients, the largest gradient)."""
+    gradients = [one.gradient_bytes for one in parameters if one.trainable]
+    return sum(one.bytes for one in parameters), sum(gradients), max(gradients, default=0)
+
+
+@remembered(32)
+def _bytes_of_states(updates: dict[str, Update]) -> int:
+    return sum(one.state_bytes for one in updates.values())
 
 
 def _activation_key(plan: Plan) -> tuple[Any, ...]:

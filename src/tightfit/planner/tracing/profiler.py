@@ -111,6 +111,7 @@ class Profiler:
         self._fitted_steps: dict[Any, RecordedStep | None] = {}  # None: not linear, so each size is traced
         self._updates: dict[Any, dict[str, Update]] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
+        self._known_parameters: dict[tuple[Parameter, ...], tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
         self._refused: dict[str, InputError] = {}  # value of recompute that the model does not support -> why
         self._segments_tried = False
@@ -236,7 +237,10 @@ class Profiler:
         for pair in (sizes, (micro_batch, micro_batch)):
             for samples in pair:
                 if samples not in traced:
-                    traced[samples] = self._cached_trace(key, plan, samples, training)
+                    found = self._cached_trace(key, plan, samples, training)
+                    # one tuple for all traces, by which tables that are computed from it are remembered
+                    known = self._known_parameters.setdefault(found.parameters, found.parameters)
+                    traced[samples] = replace(found, parameters=known)
             fit = self._fit_two_traces(key, traced, *pair)
             if fit is not None:
                 return fit, pair
