@@ -43,12 +43,18 @@ def enabled(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
+    return {"micro_batch": sizes(start, job.train.batch)}
+
+
+def sizes(plan: Plan, batch: int) -> list[int | None]:
     """Return the values of `micro_batch` that search tries: this device's full share of the batch
     (None), half of it, a quarter, and so on down to one sample.
+
+    batch  samples in a step of all devices
     """
-    share = start.share_of(job.train.batch)
-    sizes = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)
-    return {"micro_batch": [None if size == share else size for size in sizes]}
+    share = plan.share_of(batch)
+    halves = sorted({share // 2**power for power in range(share.bit_length())}, reverse=True)
+    return [None if size == share else size for size in halves]
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:

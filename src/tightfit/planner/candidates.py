@@ -88,6 +88,8 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
 def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
     """Return whether bf16 parameters are worth trying. They are if `start`, whose parameters are in
     fp32, does not fit in memory, or if its step is predicted to be faster with bf16 parameters."""
+    if estimator.is_far_too_large(start):
+        return True
     wide = estimator.estimate(start)
     if not wide.fits:
         return True

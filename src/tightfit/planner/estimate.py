@@ -47,6 +47,7 @@ MARGIN = 0.03
 # host memory of a CUDA process: Python, torch and transformers 0.4 GiB (measured), the driver's
 # libraries 1 GiB (assumed)
 HOST_PROCESS_BYTES = 1.4 * 2**30
+FAR_TOO_LARGE = 2.0  # a plan that is expected to need this many times the memory is not estimated
 DEFAULT_STEPS = 1000  # assumed for a job without `train.steps`
 
 
@@ -390,7 +391,7 @@ class Estimator:
         a method of the plan does not support it."""
         if plan not in self._estimates:
             self._estimates[plan] = one = self._estimate(plan)
-            if plan.recompute == "full" and plan.pp == 1 and not plan.offload:
+            if plan.recompute in ("none", "full") and plan.pp == 1 and not plan.offload:
                 size = plan.micro_batch_of(self.job.train.batch)
                 per_sample = (one.peak.total - self.memory_lower_bound(plan)) / size
                 key = _activation_key(plan)
@@ -398,12 +399,25 @@ class Estimator:
         return self._estimates[plan]
 
     def bytes_per_sample(self, plan: Plan) -> float:
-        """Return the fewest bytes for each sample of a micro-batch that plans with recompute: full
-        needed so far, of those that compute with the same numbers and the same shards as `plan`; 0
-        if there was none. recompute: sqrt is assumed to need half of them or more."""
+        """Return the fewest bytes for each sample of a micro-batch that plans like `plan` needed so
+        far, beyond the memory that does not depend on the micro-batch; 0 if there was none.
+
+        Without recomputation, these are plans with numbers of the same width, the same shards and
+        the same compiled regions. With recomputation, they are those with recompute: full, compiled
+        or not; recompute: sqrt is assumed to need half of their bytes or more.
+        """
         if plan.pp > 1 or "activations" in plan.offload:
             return 0.0
-        return self._per_sample.get(_activation_key(plan), 0.0) / (2 if plan.recompute == "sqrt" else 1)
+        known = self._per_sample.get(_activation_key(plan))
+        if known is None:
+            known = self._per_sample.get(_activation_key(plan.replace(recompute="full")), 0.0)
+        return known / (2 if plan.recompute == "sqrt" else 1)
+
+    def is_far_too_large(self, plan: Plan) -> bool:
+        """Return whether `plan` is expected to need more than twice the memory, judged by the
+        estimates of other plans. Such a plan is not worth a trace."""
+        size = plan.micro_batch_of(self.job.train.batch)
+        return self.memory_lower_bound(plan) + self.bytes_per_sample(plan) * size > FAR_TOO_LARGE * self.limit_bytes
 
     def _estimate(self, plan: Plan) -> Estimate:
         ledgers = self._ledgers(plan)
@@ -631,8 +645,10 @@ def _bytes_of_states(updates: dict[str, Update]) -> int:
 
 
 def _activation_key(plan: Plan) -> tuple[Any, ...]:
-    """Return what plans have in common whose activations are alike with recompute: full."""
-    return plan.tp, plan.cp, plan.sequence_parallel, plan.precision in ("fp32", "tf32")
+    """Return what plans have in common whose activations are alike, without recomputation or with
+    recompute: full."""
+    kept = plan.compile if plan.recompute == "none" else "recomputed"
+    return plan.tp, plan.cp, plan.sequence_parallel, plan.precision in ("fp32", "tf32"), kept
 
 
 def _estimated_ranks(devices: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tightfit.capabilities import has_fast_float8, has_fast_tf32
 from tightfit.errors import InputError
-from tightfit.methods import float8
+from tightfit.methods import float8, microbatch
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
@@ -29,11 +29,14 @@ def with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -
     others are faster. If memory is short, the search tries them again.
 
     Compile is decided late and only once, because traces with compile take longest. It is not tried
-    if the job is so short that compiling takes longer than it could save.
+    if the job is so short that compiling takes longer than it could save. compile: model is decided
+    with a micro-batch that is expected to fit, so that the search can use the same trace.
     """
     distributed = start.tp * start.pp * start.cp > 1
     best = estimator.estimate(start if "compile" in pins else start.replace(compile="none"))
     for fields in _kernels_to_try(estimator, start, best, pins):
+        if fields.get("compile") == "model" and "micro_batch" not in pins:
+            best = estimator.estimate(best.plan.replace(micro_batch=_expected_to_fit(estimator, best)))
         try:
             least = (
                 MIN_COMPILE_SAVING if "compile" in fields else MIN_KERNEL_SAVING if "chunked_loss" in fields else 0.0
@@ -47,7 +50,21 @@ def with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -
     for plan in in_float8(estimator, best.plan, pins):
         best = _faster(estimator, best, plan)
     names = [name for name in ("chunked_loss", "precision") if getattr(best.plan, name) != getattr(start, name)]
-    return best.plan, {name: getattr(start, name) for name in names}
+    plan = best.plan if "micro_batch" in pins else best.plan.replace(micro_batch=start.micro_batch)
+    return plan, {name: getattr(start, name) for name in names}
+
+
+def _expected_to_fit(estimator: Estimator, best: Estimate) -> int | None:
+    """Return the largest micro-batch with which the plan of `best` is expected to fit, if its memory
+    beside parameters, gradients and optimizer states is in proportion to the micro-batch. Return the
+    plan's own micro-batch if none is."""
+    plan, batch = best.plan, estimator.job.train.batch
+    fixed, whole = estimator.memory_lower_bound(plan), plan.micro_batch_of(batch)
+    for size in microbatch.sizes(plan, batch):
+        share = plan.replace(micro_batch=size).micro_batch_of(batch) / whole
+        if fixed + share * (best.peak_bytes - fixed) <= estimator.limit_bytes:
+            return size
+    return plan.micro_batch
 
 
 def _faster(estimator: Estimator, best: Estimate, plan: Plan, least: float = 0.0) -> Estimate:

@@ -15,7 +15,8 @@ ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the by
 # a plan is tried if a lower bound on its time is below this many times that of the fastest plan that
 # fits, because the dry run may still reject that plan
 TIME_TOLERANCE = 1.05
-HOPELESS_FACTOR = 2.0  # a plan that is expected to need this many times the memory is not estimated
+# the memory that depends on the micro-batch grows at least by this share of the micro-batch's growth
+MIN_GROWTH = 0.8
 # recompute -> values of recompute that need less memory
 LEANER = {
     "none": ("full",),
@@ -78,20 +79,20 @@ def search_micro_batch(
     is estimated only if the larger ones let expect that it nearly fits.
     """
     batch, found = estimator.job.train.batch, list[Estimate]()
-    hopeless = _expected_bytes(estimator, plans[0]) > HOPELESS_FACTOR * estimator.limit_bytes
-    if not hopeless and (plans[0].recompute == "none" or bounds is None):
+    far_too_large = estimator.is_far_too_large(plans[0])
+    if not far_too_large and (plans[0].recompute == "none" or bounds is None):
         found.append(estimator.estimate(plans[0]))
         if found[0].fits or len(plans) == 1:
             return found
     if bounds is not None:
         most = bounds.largest_micro_batch(plans)
-        hopeless = hopeless and most == plans[0].micro_batch_of(batch)
+        far_too_large = far_too_large and most == plans[0].micro_batch_of(batch)
         plans = [plan for plan in plans if plan.micro_batch_of(batch) <= most]
         if not plans or _is_too_slow(estimator, plans[0], best_s):
             return found
-    if hopeless and len(plans) == 1 and plans[0].recompute != "full":
+    if far_too_large and len(plans) == 1 and plans[0].recompute != "full":
         return found
-    if not hopeless or len(plans) == 1:
+    if not far_too_large or len(plans) == 1:
         if not found or found[0].plan != plans[0]:
             found.append(estimator.estimate(plans[0]))
         if found[-1].fits or len(plans) == 1:
@@ -101,18 +102,13 @@ def search_micro_batch(
     while fitting - too_large > 1:
         if fitting == len(plans) and not _may_fit_by_extrapolation(found[-2:], plans[place]):
             break
+        if fitting < len(plans) and _is_surely_too_large(estimator, plans[place], found[-1]):
+            too_large, place = place, (place + fitting) // 2
+            continue
         found.append(estimator.estimate(plans[place]))
         too_large, fitting = (too_large, place) if found[-1].fits else (place, fitting)
         place = (too_large + fitting) // 2
     return found
-
-
-def _expected_bytes(estimator: Estimator, plan: Plan) -> float:
-    """Return a guess at the least bytes that `plan` needs, from the estimates of other plans: those
-    with recompute: full tell the bytes of a sample."""
-    return estimator.memory_lower_bound(plan) + estimator.bytes_per_sample(plan) * plan.micro_batch_of(
-        estimator.job.train.batch
-    )
 
 
 def _first_place(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> int:
@@ -157,6 +153,17 @@ def _may_fit_by_extrapolation(seen: list[Estimate], plan: Plan) -> bool:
     sizes = [one.micro_batch_of(batch) for one in (large.plan, small.plan, plan)]
     per_sample = (large.peak_bytes - small.peak_bytes) / (sizes[0] - sizes[1])
     return small.peak_bytes - (sizes[1] - sizes[2]) * per_sample <= (1 + MAX_OVERESTIMATE) * small.limit_bytes
+
+
+def _is_surely_too_large(estimator: Estimator, plan: Plan, smaller: Estimate) -> bool:
+    """Return whether `plan` does not fit even if its activations need only 80 % of what is expected
+    from those of a smaller micro-batch.
+
+    smaller  the estimate of the same plan with a smaller micro-batch
+    """
+    batch, fixed = estimator.job.train.batch, estimator.memory_lower_bound(plan)
+    times = plan.micro_batch_of(batch) / smaller.plan.micro_batch_of(batch)
+    return fixed + MIN_GROWTH * times * (smaller.peak_bytes - fixed) > estimator.limit_bytes
 
 
 def largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
