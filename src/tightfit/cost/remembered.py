@@ -15,16 +15,17 @@ def remembered(count: int) -> Callable[[Callable[[*Arguments], Result]], Callabl
     """Return a decorator for a function without side effects. The function's last `count` results
     are kept, and returned again for the same arguments.
 
-    Arguments are the same if they are the same objects: large tables are not compared. So neither the
-    arguments nor the results may be changed afterwards.
+    Arguments are the same if they are the same objects: large tables are not compared. Only numbers
+    and strings are compared by their values. Neither the arguments nor the results may be changed
+    afterwards.
     """
 
     def decorate(function: Callable[[*Arguments], Result]) -> Callable[[*Arguments], Result]:
-        known: OrderedDict[tuple[int, ...], tuple[Any, Result]] = OrderedDict()
+        known: OrderedDict[tuple[Any, ...], tuple[Any, Result]] = OrderedDict()
 
         @wraps(function)
         def call(*args: *Arguments) -> Result:
-            key = tuple(map(id, args))
+            key = tuple((True, arg) if isinstance(arg, int | float | str) else (False, id(arg)) for arg in args)
             if key not in known:
                 known[key] = args, function(*args)  # keeps the arguments alive, so that no other gets their id
                 if len(known) > count:

@@ -35,8 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tightfit.cost.entries import BucketedReduction, Update
+from tightfit.cost.entries import BucketedReduction, Parameter, Update
 from tightfit.cost.ledger import Ledger
+from tightfit.cost.remembered import remembered
 from tightfit.distributed.links import message
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.replicas import ReplicatedBuffers, broadcast_parameters
@@ -154,19 +155,41 @@ def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
     """Return a copy of the ledger in which the optimizer updates only the first device's shards,
     not the full parameters. In ZeRO stage 3, the parameters themselves are replaced by these
     shards, too."""
-    shares = {p.name: _share(p.shape, plan.shards) for p in ledger.parameters}
-    unpacked = {p.name: _stay_whole(p.shape, plan) for p in ledger.parameters}
-    updates = {
-        name: _scaled(update, shares.get(name, 1 / plan.shards), unpacked.get(name, False))
-        for name, update in ledger.updates.items()
-    }
-    parameters = ledger.parameters
+    updates, parameters = ledger.updates, ledger.parameters
+    sharded = parameters
     if plan.zero == 3:
-        there = 0.0 if "parameters" in plan.offload else 1.0
-        parameters = tuple(
-            replace(p, bytes=math.ceil(there * p.bytes * shares[p.name])) if not p.buffer else p for p in parameters
+        sharded = _sharded(parameters, plan.shards, 0.0 if "parameters" in plan.offload else 1.0)
+    return replace(ledger, updates=_sharded_updates(updates, parameters, plan.shards, plan.states), parameters=sharded)
+
+
+@remembered(16)
+def _sharded(parameters: tuple[Parameter, ...], shards: int, there: float) -> tuple[Parameter, ...]:
+    """Return the first device's shards of the parameters, and all buffers.
+
+    there  share of the shards' bytes that is in the device's memory
+    """
+    return tuple(
+        p if p.buffer else replace(p, bytes=math.ceil(there * p.bytes * _share(p.shape, shards))) for p in parameters
+    )
+
+
+@remembered(32)
+def _sharded_updates(
+    updates: dict[str, Update], parameters: tuple[Parameter, ...], shards: int, states: str
+) -> dict[str, Update]:
+    """Return the updates of the first device's shards.
+
+    states  the plan's dtype of optimizer states
+    """
+    shapes = {p.name: p.shape for p in parameters}
+    scaled = {}
+    for name, update in updates.items():
+        shape = shapes.get(name)
+        share, unpacked = (
+            (1 / shards, False) if shape is None else (_share(shape, shards), _stay_whole(shape, shards, states))
         )
-    return replace(ledger, updates=updates, parameters=parameters)
+        scaled[name] = _scaled(update, share, unpacked)
+    return scaled
 
 
 def overlaps_gathers(plan: Plan) -> bool:
@@ -205,17 +228,19 @@ def _share(shape: tuple[int, ...], pieces: int) -> float:
     return math.ceil(height / pieces) / height if height else 0.0
 
 
-def _stay_whole(shape: tuple[int, ...], plan: Plan) -> bool:
+def _stay_whole(shape: tuple[int, ...], shards: int, states: str) -> bool:
     """Return whether the optimizer states of the first device's shard stay in fp32 although the
     plan asks for 8-bit or 4-bit states. They do if the shard is too small, or if its number of
     elements is not a multiple of the quantization block.
 
-    shape  the shape of the full parameter, whose states could be quantized nevertheless
+    shape   the shape of the full parameter, whose states could be quantized nevertheless
+    shards  number of shards of each parameter
+    states  the plan's dtype of optimizer states
     """
-    if plan.states not in ("8-bit", "4-bit"):
+    if states not in ("8-bit", "4-bit"):
         return False
     height, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-    return not is_packed(math.ceil(height / plan.shards) * width, 8 if plan.states == "8-bit" else 4)
+    return not is_packed(math.ceil(height / shards) * width, 8 if states == "8-bit" else 4)
 
 
 def _scaled(update: Update, share: float, unpacked: bool) -> Update:

@@ -26,10 +26,14 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
 
 from torch import nn
 
+from tightfit.cost.entries import Parameter
 from tightfit.cost.ledger import Ledger
+from tightfit.cost.remembered import remembered
 from tightfit.errors import InputError
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.dataflow import (
@@ -69,7 +73,7 @@ def trace_boundaries(run: Run, plan: Plan) -> Run:
     refuse_encoder_decoder(run.model)
     flow = trace(run.model, run.objective.total, run.data.example(), blocks)
     sizes = {name: parameter.numel() for name, parameter in run.model.named_parameters()}
-    check_boundaries(flow, plan, pieces, defined, sizes)
+    check_boundaries(flow, plan, pieces, defined, resolve_parameter_uses(defined, flow, len(blocks)), sizes)
     return replace(run, dataflow=flow)
 
 
@@ -87,23 +91,38 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
     """
     assert ledger.dataflow is not None
     pieces = stage_ranges(plan, ledger.blocks)
-    defined = {p.name: p.places for p in ledger.parameters if not p.buffer}
-    refuse_shared_blocks(defined, ledger.blocks)
     flow: Dataflow = ledger.dataflow()
-    found = check_boundaries(
-        flow, plan, pieces, defined, {p.name: p.count for p in ledger.parameters if p.name in defined}
-    )
+    placed = _placed(ledger.parameters, flow, ledger.blocks)
+    found = check_boundaries(flow, plan, pieces, placed.defined, placed.used, placed.sizes)
     crosses = {}
     for piece in pieces[1:]:  # an unrecorded block equals the last recorded block before it
         recorded = bisect_right(flow.block_numbers, piece.start) - 1
         crosses[piece.start] = found.get(recorded, found[max(found)])
-    places = resolve_parameter_uses(defined, flow, ledger.blocks)
-    parameters = tuple(replace(p, places=places.get(p.name, p.places)) for p in ledger.parameters)
-    return replace(ledger, parameters=parameters), crosses
+    return replace(ledger, parameters=placed.parameters), crosses
+
+
+class _Placed(NamedTuple):
+    """Where parameters are defined and used: `defined` and `used` are the numbers of blocks, and
+    `sizes` the numbers of elements, by name. Buffers are left out. `parameters` are all parameters and
+    buffers, and have the blocks that use them as their `places`."""
+
+    defined: Places
+    used: Places
+    sizes: dict[str, int]
+    parameters: tuple[Parameter, ...]
+
+
+@remembered(16)
+def _placed(parameters: tuple[Parameter, ...], flow: Dataflow, blocks: int) -> _Placed:
+    defined = {p.name: p.places for p in parameters if not p.buffer}
+    refuse_shared_blocks(defined, blocks)
+    used = resolve_parameter_uses(defined, flow, blocks)
+    sizes = {p.name: p.count for p in parameters if p.name in defined}
+    return _Placed(defined, used, sizes, tuple(replace(p, places=used.get(p.name, p.places)) for p in parameters))
 
 
 def check_boundaries(
-    flow: Dataflow, plan: Plan, pieces: list[range], defined: Places, sizes: dict[str, int]
+    flow: Dataflow, plan: Plan, pieces: list[range], defined: Places, used: Places, sizes: dict[str, int]
 ) -> dict[int, tuple[PathTo, ...]]:
     """Check that the stages of the plan's pipeline compute what the full model computes. Return the
     arguments that are sent to each stage, in the form of `boundary_inputs`.
@@ -112,11 +131,12 @@ def check_boundaries(
     pieces   the range of block numbers of each stage
     defined  parameter name -> the numbers of the blocks in which the parameter is defined, -1
              before the blocks and the number of blocks after them
+    used     the same, of the blocks that use the parameter
     sizes    parameter name -> its number of elements
 
     Raises InputError if the check fails.
     """
-    _refuse_misplaced(plan, pieces, defined, resolve_parameter_uses(defined, flow, pieces[-1].stop), sizes)
+    _refuse_misplaced(plan, pieces, defined, used, sizes)
     return boundary_inputs(flow, plan, pieces)
 
 
@@ -169,8 +189,9 @@ def resolve_parameter_uses(places: Places, flow: Dataflow, blocks: int | None = 
 
 def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Places, sizes: dict[str, int]) -> None:
     last, whole = len(pieces) - 1, sum(sizes.values())
+    stages_of = cache(lambda places: stages_using(places, pieces))
     for name, places in used.items():
-        where = stages_using(places, pieces)
+        where = stages_of(places)
         if len(where) > 1 and not where <= {0, last}:
             raise InputError(
                 PP_FIELD,
@@ -189,7 +210,7 @@ def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Pl
             raise InputError(
                 PP_FIELD, f"{name} is used by several blocks, which a pipeline puts on several devices", "use pp: 1"
             )
-        elsewhere = plan.materialize == "device" and not where <= stages_using(defined[name], pieces)
+        elsewhere = plan.materialize == "device" and not where <= stages_of(defined[name])
         if elsewhere and sizes[name] > MAX_REPLICATED_SHARE * whole:  # a rank that uses it lacks it
             raise InputError(
                 f"plan: pp={plan.pp}, materialize=device",

@@ -73,9 +73,9 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
     trained  for each trainable parameter, the numbers of the blocks that use it, -1 before the
              blocks and the number of blocks after them
     """
+    used = set().union(*(stages_using(places, stages) for places in set(trained)))
     for device in range(plan.pp):
-        own = set(range(device, plan.stages, plan.pp))
-        if not any(stages_using(places, stages) & own for places in trained):
+        if not used.intersection(range(device, plan.stages, plan.pp)):
             raise InputError(
                 f"plan: pp={plan.pp}",
                 f"device {device} of the pipeline would have no trainable parameter",
@@ -110,7 +110,8 @@ def rank_ledger(
     schedule, on_gpu = make_schedule(*shape), machine.device != "cpu"
     arriving = coming(*shape, rank, on_gpu)
     leaving = ((),) * len(arriving) if on_gpu else sent(schedule, rank)  # a GPU frees what has arrived
-    names = {p.name for p in ledger.parameters if stages_using(p.places, stages) & set(own)}
+    here = {places for places in {p.places for p in ledger.parameters} if stages_using(places, stages) & set(own)}
+    names = {p.name for p in ledger.parameters if p.places in here}
     return replace(
         ledger,
         training=training,
