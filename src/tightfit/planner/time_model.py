@@ -175,6 +175,7 @@ class CostModel:
         launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
         self.launch_s = launch_s / launch_share
         self._timelines: dict[tuple[Timeline, int], dict[str, tuple[float, float]]] = {}
+        self._operations: dict[tuple[int, int], tuple[Operation, tuple[str, float, float]]] = {}
         self._update_rows = remembered(32)(self._rows_of_updates)
 
     def step_time(self, ledger: Ledger) -> Time:
@@ -419,15 +420,24 @@ class CostModel:
         if key not in self._timelines:
             found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
             for operation in timeline.operations:
-                kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
+                kind, more, started = self._operation_row(operation, samples)
                 if kind != "nothing":
                     seconds, before = found[kind]
-                    started = (
-                        0.0 if kind in COMPILED_ARITHMETIC else count
-                    )  # the arithmetic of a compiled kernel has no launch of its own
-                    found[kind] = seconds + self.operation_s(operation, samples) * count, before + started
+                    found[kind] = seconds + more, before + started
             self._timelines[key] = found
         return self._timelines[key]
+
+    def _operation_row(self, operation: Operation, samples: int) -> tuple[str, float, float]:
+        """Return (kind of the operation, seconds without launches, number of launches) in a
+        micro-batch of `samples` samples. Recomputed blocks repeat the operations of others."""
+        key = id(operation), samples
+        if key not in self._operations:
+            kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
+            # the arithmetic of a compiled kernel has no launch of its own
+            started = 0.0 if kind in COMPILED_ARITHMETIC else count
+            seconds = 0.0 if kind == "nothing" else self.operation_s(operation, samples) * count
+            self._operations[key] = operation, (kind, seconds, started)  # the operation is kept: no other gets its id
+        return self._operations[key][1]
 
     def operation_s(self, operation: Operation, samples: int) -> float:
         """Return the seconds of one operation in a micro-batch of `samples` samples, without its
