@@ -161,6 +161,8 @@ def _is_surely_too_large(estimator: Estimator, plan: Plan, smaller: Estimate) ->
 
     smaller  the estimate of the same plan with a smaller micro-batch
     """
+    if smaller.peak.phase not in ("forward", "backward"):  # the peak is not that of activations
+        return False
     batch, fixed = estimator.job.train.batch, estimator.memory_lower_bound(plan)
     times = plan.micro_batch_of(batch) / smaller.plan.micro_batch_of(batch)
     return fixed + MIN_GROWTH * times * (smaller.peak_bytes - fixed) > estimator.limit_bytes
