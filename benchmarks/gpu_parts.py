@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -57,6 +58,7 @@ ALLOW = [
 ]
 KEPT_OF_FAILURES = 12_000  # characters of the tests' failures
 TAIL = 1500  # characters of what failed
+SECONDS_PER_WEIGHT = 12e-9  # to create a model on a GPU: its random numbers are drawn on the host
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def trained(
     began = time.perf_counter()
     longer = job.replace(train=job.train.replace(steps=(job.train.steps or 1) + profiled))
     run = build(longer, plan, machine)
+    print(f"{time.perf_counter() - began:.1f} s to build the model", flush=True)
     built_s, observer = time.perf_counter() - began, Observer(run, 0)
     results = tightfit.train(run, take=observer.take)
     for step in itertools.islice(results, job.train.steps):
@@ -404,9 +407,16 @@ def llama(setup: Setup, save: Save) -> None:
         job = tokens_job(spec, sizes["length"], sizes["batch"], sizes["planned_steps"], allow)
         content |= {"model": name, "length": sizes["length"], "batch": sizes["batch"], "allow": allow}
         done, reason = None, ""
+        created_s = SECONDS_PER_WEIGHT * weights_of(job)
+        if created_s > setup.limit_s / 3:
+            reason = f"its weights take about {created_s:.0f} s to create, too much of {setup.limit_s:.0f} s"
+            content["too_large"].append({"model": name, "said": reason})
+            save(content)
+            continue
         for pins in sizes["attempts"]:
             one: dict[str, Any] = {"model": name, "pins": pins}
             content["attempts"].append(one)
+            save(content)
             try:
                 done = searched(job, pins, here, sizes, one)
             except DoesNotFit as error:
@@ -430,22 +440,24 @@ def searched(
     job: tightfit.Job, pins: dict[str, Any], machine: Machine, sizes: dict[str, Any], one: dict[str, Any]
 ) -> dict[str, Any]:
     """What search picks for the job as it is planned, trained for a few steps. `one` is told what was chosen before it runs."""
-    began = time.perf_counter()
-    if weights_alone(job) > machine.memory_bytes.value:
-        raise DoesNotFit(f"the weights alone take {weights_alone(job) / 1e9:.0f} GB in bf16")
+    began, alone = time.perf_counter(), 2 * 2.0 * weights_of(job)
+    if alone > machine.memory_bytes.value:  # what any plan on one device needs, offload apart
+        raise DoesNotFit(f"the weights and gradients alone take {alone / 1e9:.0f} GB in bf16")
+    print(f"search for a plan of {one['model']}", flush=True)
     best = tightfit.search(job, machine, pins)[0]
     one |= {"search_s": time.perf_counter() - began, "chosen": best.plan.differences(), "predicted": predicted_of(best)}
+    print(f"{one['search_s']:.1f} s for the search; train with {one['chosen']}", flush=True)
     short = job.replace(train=job.train.replace(steps=sizes["steps"]))
     return {**trained(short, best.plan, machine, best, sizes["profiled"]), "search_s": one["search_s"]}
 
 
-def weights_alone(job: tightfit.Job) -> float:
-    """Bytes of the job's parameters in 16 bits and their gradients: what any plan on one device needs, offload apart."""
+def weights_of(job: tightfit.Job) -> int:
+    """The number of the job's parameters."""
     from tightfit.models import model_factory
 
     with torch.device("meta"):
         model = model_factory(job.model)()
-    return 2 * 2.0 * sum(parameter.numel() for parameter in model.parameters())
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def ladder(setup: Setup, save: Save) -> None:
@@ -495,8 +507,14 @@ def rung_trained(sizes: dict[str, Any], train: tightfit.Train, plan: tightfit.Pl
 def rivals(setup: Setup, save: Save) -> None:
     """Small language models trained by a plain compiled loop, transformers' Trainer and tightfit, each at its best, in turns."""
     sizes = setup.sizes
-    content: dict[str, Any] = {"models": {}}
+    content: dict[str, Any] = {"models": {}, "left_out": []}
+    began, longest_s = time.perf_counter(), 0.0
     for name, one in sizes["models"].items():
+        so_far_s = time.perf_counter() - began
+        if so_far_s + longest_s > setup.limit_s:  # as long as the one before
+            content["left_out"].append(name)
+            save(content)
+            continue
         asked_of = {**one, **{key: value for key, value in sizes.items() if key != "models"}, "device": setup.device}
         with Crew(asked_of, setup.work) as crew:
             found: dict[str, Any] = {"ready": crew.ready(sizes["ready_s"])}
@@ -510,6 +528,7 @@ def rivals(setup: Setup, save: Save) -> None:
             save(content)
         missing = [kind for kind in KINDS if kind not in crew.able]
         found["missing"] = {kind: found["ready"][kind]["said"] for kind in missing}
+        longest_s = max(longest_s, time.perf_counter() - began - so_far_s)
         save(content)
     broken = [
         said for one in content["models"].values() for said in one["missing"].values() if "accelerate" not in said
@@ -650,6 +669,7 @@ def run_parts(
         calibrated = Machine.model_validate_json((work / "calibrated.json").read_text())
         if calibrated.name == Machine.detect().name:
             calibrated.keep()
+    imports_s = time.time() - psutil.Process().create_time()  # they count as part of the first one
     for name in names:
         path, state = work / f"{name}.json", {"status": "under way", "result": {}}
 
@@ -660,7 +680,8 @@ def run_parts(
         began = time.perf_counter()
         save({})
         # where a part hangs, which is ended soon after
-        faulthandler.dump_traceback_later(max(limits[name] - 3, 1), file=sys.__stderr__)
+        faulthandler.dump_traceback_later(max(limits[name] - imports_s - 3, 1), file=sys.__stderr__)
+        imports_s = 0.0
         print(f"--- {name}", flush=True)
         try:
             PARTS[name](Setup(device, sizes[name], limits[name], work), save)
