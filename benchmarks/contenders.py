@@ -182,7 +182,7 @@ def plain(asked: dict[str, Any], micro_batch: int) -> Steps:
         fused=True,
     )
     forward = torch.compile(model, dynamic=False) if asked["compile"] else model
-    batches = batches_of(job, 4)
+    batches = batches_of(job, 8)
     if device == "cuda":
         batches = [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
     share = micro_batch / asked["batch"]
@@ -235,7 +235,7 @@ def _train_with_trainer(
     job = job_of(asked, 1)
     samples = [
         {name: value[row] for name, value in batch.items()}
-        for batch in batches_of(job, 4)
+        for batch in batches_of(job, 8)
         for row in range(asked["batch"])
     ]
 

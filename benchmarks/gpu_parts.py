@@ -33,6 +33,7 @@ import tightfit
 from benchmarks import harness, memory_ladder
 from benchmarks.batch_norm_net import BatchNormNet
 from benchmarks.contenders import KINDS, Crew
+from tightfit.capabilities import missing_for_compile
 from tightfit.engine.build import build
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
@@ -228,6 +229,7 @@ def machine(setup: Setup, save: Save) -> None:
     content: dict[str, Any] = {
         "machine": found.content(),
         "code": code_version(),
+        "missing_for_compile": missing_for_compile(found),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "driver": asked(

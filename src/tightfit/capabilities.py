@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 
@@ -83,12 +84,33 @@ def missing_for_compile(machine: Machine) -> str:
         return ""
     compilers, named = _COMPILERS[machine.device]
     chosen = os.environ.get(named, "")  # as torch and Triton read it
+    found = [path for name in (*chosen.split()[:1], *compilers) if (path := shutil.which(name))]
     lacks = []
-    if not any(shutil.which(name) for name in (*chosen.split()[:1], *compilers)):
+    if not found:
         lacks.append(f"a compiler ({', '.join(compilers)})")
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+    if not _has_headers(found, "c" if machine.device == "cuda" else "c++"):
         lacks.append("Python's headers (python3-dev, or python3-devel)")
     return " and ".join(lacks)
+
+
+def _has_headers(compilers: list[str], language: str) -> bool:
+    """Return whether Python.h is where Python expects it, or where the first of the compilers finds
+    it without being told: in a folder of the variable CPATH, for example.
+
+    language  of what is compiled: c or c++
+    """
+    if (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        return True
+    if not compilers:
+        return False
+    asked = subprocess.run(
+        [compilers[0], "-E", "-x", language, "-"],
+        input="#include <Python.h>\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return asked.returncode == 0
 
 
 _COMPILERS = {"cpu": (("g++", "clang++", "c++"), "CXX"), "cuda": (("gcc", "clang", "cc"), "CC")}

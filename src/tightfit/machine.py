@@ -296,6 +296,8 @@ class Machine(Value):
             return math.inf
         if kind in _ARITHMETIC:
             return self._matrix_rate(dtype) * self._share_of_products(kind)
+        if self.device == "cuda" and kind in _SHARE_OF_BANDWIDTH and "elementwise/float32" not in self.rates:
+            return self.bandwidth(size) * _SHARE_OF_BANDWIDTH[kind][dtype in ("bfloat16", "float16")]
         return self.bandwidth(size)
 
     def achieved_by_shape(self, kind: str, dtype: str, sizes: tuple[float, float, float, float], causal: bool) -> float:
@@ -494,6 +496,23 @@ _SHARE_OF_PRODUCTS = {
     "convolution backward": 0.6,
     "channels-last convolution": 0.6,
     "channels-last convolution backward": 0.6,
+}
+# Rates of kernels on a GPU that was not calibrated, as fractions of its memory bandwidth: in 32 bits
+# and in 16 bits. They were measured on an H100 at the largest size of the calibration
+# (records/gpu.json). The bytes are those that `measure/operation_rates.py` counts; an update, for
+# example, counts 4 of the 7 tensors that it reads or writes
+_SHARE_OF_BANDWIDTH = {
+    "cast": (0.69, 1.0),
+    "copy": (0.83, 0.5),
+    "reduction": (0.66, 0.44),
+    "softmax": (0.86, 0.52),
+    "scatter": (0.49, 0.31),
+    "search": (0.33, 0.33),
+    "pooling": (0.77, 0.51),
+    "channels-last pooling": (0.61, 0.5),
+    "batch norm": (0.39, 0.25),
+    "update": (0.52, 0.43),
+    "16-bit dropout": (0.17, 0.11),
 }
 _TYPE_OF = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}
 CALIBRATED_WIDTH = 128  # of a head, in the calibration of attention on a GPU

@@ -29,7 +29,7 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.tracing.live_storages import StorageTracker
 from tightfit.planner.tracing.profiler import Profiler
-from tightfit.runtime.loss_kernels import LossKernels, add_product, compiled_loss, linear, loss_and_gradient
+from tightfit.runtime.loss_kernels import LossKernels, add_product, compiled_loss, loss_and_gradient, padded
 from tightfit.runtime.run import to_device
 
 TOKENS, WIDTH, VOCABULARY = 23, 16, 40
@@ -281,14 +281,33 @@ def test_the_cuda_variant_computes_the_same(chunk: int, bias: bool, counted: boo
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_unaligned_rows_of_logits_are_padded() -> None:
-    rows, weight = torch.randn(3, 8), torch.randn(30, 8)
-    padded = linear(rows, weight, None, pads=True)
-    assert padded.shape == (3, 30)
-    assert padded.stride() == (64, 1)
-    assert torch.equal(padded, rows @ weight.t())
-    assert linear(rows, weight, None, pads=False).stride() == (30, 1)
-    assert linear(rows, weight[:24], None, pads=True).stride() == (24, 1)
+def test_a_head_with_an_unaligned_number_of_classes_is_padded() -> None:
+    weight, bias = torch.randn(30, 8), torch.randn(30)
+    longer = padded(weight, torch.bfloat16, pads=True)
+    assert longer.shape == (64, 8)
+    assert torch.equal(longer[:30], weight.to(torch.bfloat16))
+    assert not longer[30:].any()
+    assert padded(bias, torch.float32, pads=True).tolist() == [*bias.tolist(), *[0.0] * 34]
+    assert padded(weight, torch.float32, pads=False) is weight
+    assert len(padded(weight[:24], torch.bfloat16, pads=True)) == 24
+
+
+def test_products_of_a_padded_head_have_aligned_dims() -> None:
+    """Fast kernels need 30 classes as 64, in the products of the logits and of the gradient of the hidden states."""
+    seen: list[list[tuple[int, ...]]] = []
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+                seen.append([tuple(one.shape) for one in args if isinstance(one, Tensor)])
+            return func(*args, **(kwargs or {}))
+
+    hidden = torch.randn(16, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(30, 8, dtype=torch.bfloat16)
+    with Shapes():
+        linear_cross_entropy(hidden, weight, None, torch.randint(0, 30, (16,)), 1000, AS_ON_CUDA)
+    assert seen[0] == [(16, 8), (8, 64)]
+    assert [(16, 64), (64, 8)] in seen
 
 
 def test_a_sum_of_products_in_fp32_is_not_rounded_to_16_bits() -> None:

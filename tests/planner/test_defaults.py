@@ -44,6 +44,20 @@ def test_triton_needs_a_c_compiler_and_python_s_headers(
     assert can_compile(HERE)
 
 
+def test_headers_that_the_compiler_finds_suffice(
+    bare: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CPATH", raising=False)
+    bare.append("gcc")
+    assert missing_for_compile(HERE) == "Python's headers (python3-dev, or python3-devel)"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "Python.h").touch()
+    monkeypatch.setenv("CPATH", str(tmp_path / "elsewhere"))
+    assert can_compile(HERE)
+    bare[:] = ["g++"]
+    assert can_compile(HERE.replace(device="cpu"))
+
+
 def test_a_cpu_needs_a_cpp_compiler(bare: list[str], tmp_path: Path) -> None:
     (tmp_path / "Python.h").touch()
     here = Machine.detect().replace(device="cpu")

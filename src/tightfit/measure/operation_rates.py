@@ -76,6 +76,20 @@ def measure_rates(
         fetched = _fetch_rate(device)
         rates["fetch/float32"] = {2**25: fetched * pace.control_around_s()}
         keep_freed_memory()  # page faults are measured separately, by "fetch"
+    # as a plan in fp32 does; torch's default lets convolutions in fp32 use tf32
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
+    try:
+        return rates | _rates_of_kinds(device, pace, say, quick)
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def _rates_of_kinds(
+    device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool
+) -> dict[str, dict[int, float]]:
+    """Return the rates of all kinds of operations but "fetch". The arguments and the result are those
+    of `measure_rates`."""
+    rates: dict[str, dict[int, float]] = {}
     for name, dtype in DTYPES.items():
         for kind, cases in _KINDS.items():
             if quick and kind in COMPILED_ARITHMETIC:

@@ -44,7 +44,7 @@ from tightfit.optim.gradient_dtype import gradient_dtype
 from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy_with_gradient
 from tightfit.plan import Plan
 from tightfit.runtime.fake_compiler import can_generate_kernels
-from tightfit.runtime.loss_kernels import ROWS_IN_CACHE, LossKernels, add_product, kernels_for, linear
+from tightfit.runtime.loss_kernels import ROWS_IN_CACHE, LossKernels, add_product, kernels_for, padded
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.repeated_iterations import repeated_iterations
 from tightfit.runtime.run import Run
@@ -461,7 +461,9 @@ def _sum_and_gradients(
     wanted   for each of hidden, weight and bias, whether its gradient is needed
     """
     chunk, kernels = how
-    narrow_weight, narrow_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    classes = len(weight)
+    narrow_weight = padded(weight, dtype, kernels.pads)
+    narrow_bias = None if bias is None else padded(bias, dtype, kernels.pads)
     count = len(hidden) if which is None else len(which)
     for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if wanted[0] else None
     one = count <= chunk and weight.dtype == dtype  # a single product, already in the weight's type
@@ -479,12 +481,14 @@ def _sum_and_gradients(
             rows, labels = hidden[here].to(dtype), targets[here]
         else:
             rows, labels = hidden.index_select(0, which[here]).to(dtype), targets.index_select(0, which[here])
-        logits = linear(rows, narrow_weight, narrow_bias, kernels.pads)
-        part, gradient = _chunk_loss(logits, labels, kernels, divided, any(wanted))
+        logits = functional.linear(rows, narrow_weight, narrow_bias)
+        part, gradient = _chunk_loss(seen := logits[:, :classes], labels, kernels, divided, any(wanted))
         loss.add_(part)
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:
-            torch.mm(gradient, narrow_weight, out=for_hidden[here]).mul_(counts)
+            # where the gradient was written over the logits, it has the zeros of padded classes beside it
+            factors = (logits, narrow_weight) if gradient is seen else (gradient, narrow_weight[:classes])
+            torch.mm(*factors, out=for_hidden[here]).mul_(counts)
         if wanted[1]:
             rows = rows * counts
             if for_weight is None or one:

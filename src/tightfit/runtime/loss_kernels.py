@@ -3,18 +3,22 @@ kind of device.
 
 The method `loss` uses them if the plan sets `chunked_loss`. On a CUDA device:
 
-- Rows of 16-bit logits begin at multiples of 128 bytes.
+- In 16 bits, the number of classes is a multiple of 8: the weight of the output head gets rows of
+  zeros, up to a multiple of 64 classes.
 - The product that computes the gradient of the output head's weight accumulates it in fp32.
 - One generated kernel computes the softmax, the loss and the gradient of the logits.
 
 On a CPU the operations are torch's own, because a generated softmax kernel is no faster there.
 
 Example: with 50257 classes in bf16, a row of logits has 100514 bytes. That is no multiple of 16, so
-cuBLAS would use its slow kernels. The logits are therefore a view of a tensor with rows of 50304
-classes, a multiple of 64 classes or 128 bytes. For a chunk of 1024 rows this adds 94 KiB.
+cuBLAS would use its slow kernels. The 16-bit copy of the weight therefore has 50304 rows, a multiple
+of 64, and the logits have as many columns. The 47 columns of zeros change neither the loss nor a
+gradient. For a chunk of 1024 rows, they take 94 KiB.
 
 Source  Hsu et al. 2024, arXiv:2410.10989 (loss and gradient in one kernel); NVIDIA, "Matrix
-        Multiplication Background", on alignment. Liger's kernel does the same. A generated kernel
+        Multiplication Background", on alignment. Measured on an H100 (records/gpu.json): with aligned rows but 50257 columns,
+        the products of the logits and of the hidden states' gradient ran at 95 and 127 TFLOP/s.
+        Liger's kernel also computes the loss and the gradient in one kernel. A generated kernel
         needs no other package, and accepts padded rows.
 """
 
@@ -26,7 +30,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
 from tightfit._torch.compiler import is_compiler_error, may_be_dynamic
@@ -39,7 +42,7 @@ ROWS_IN_CACHE = 64  # rows whose fp32 softmax stays in a CPU's cache
 # rows of the fp32 softmax on a CUDA device without a fused kernel: limits the memory of evaluations
 MAX_ROWS = 1024
 PADDED_TO = 64  # classes of 2 bytes each: a cache line of 128 bytes
-ALIGNED_TO = 8  # classes of 2 bytes each: cuBLAS's fast kernels need rows of a multiple of 16 bytes
+ALIGNED_TO = 8  # classes of 2 bytes each: cuBLAS's fast kernels need dims of a multiple of 16 bytes
 ROW_MULTIPLE = 128  # rows: the tile size of matrix products on a CUDA device
 # (logits, labels) -> loss; overwrites the logits with their gradient
 FusedLoss = Callable[[Tensor, Tensor], Tensor]
@@ -53,8 +56,8 @@ class LossKernels:
     rows              without a fused kernel: how many rows of logits are cast to fp32 at a time for
                       the softmax. On a CPU the number is small, so that these rows stay in the
                       cache
-    pads              whether rows of logits are padded to a multiple of PADDED_TO classes if the
-                      number of classes is no multiple of ALIGNED_TO
+    pads              whether the head's weight is padded with zeros to a multiple of PADDED_TO
+                      classes if the number of classes is no multiple of ALIGNED_TO
     accumulates_fp32  whether one kernel multiplies the 16-bit matrices of the weight's gradient and
                       adds the product to a sum in fp32
     fused             a kernel that computes the loss and the gradient of the logits; None: separate
@@ -95,23 +98,21 @@ def kernels_for(kind: str, narrow: bool, chunk: int) -> LossKernels:
     )
 
 
-def linear(rows: Tensor, weight: Tensor, bias: Tensor | None, pads: bool) -> Tensor:
-    """Return the logits rows @ weight^T + bias, of shape (n, classes).
+def padded(tensor: Tensor, dtype: torch.dtype, pads: bool) -> Tensor:
+    """Return the head's weight or bias as a matrix product uses it: cast to `dtype`, and with rows of
+    zeros at the end if its classes have to be padded.
 
-    rows    shape (n, width)
-    weight  shape (classes, width)
-    bias    shape (classes,), or None
-    pads    whether the rows of the result are aligned in memory if `classes` is no multiple of
-            ALIGNED_TO. The result is then a view of a tensor with longer rows. Matrix products read
-            aligned rows with faster kernels, and nothing reads the padding
+    tensor  shape (classes, width) or (classes,)
+    pads    whether the number of rows is rounded up to a multiple of PADDED_TO if it is no multiple
+            of ALIGNED_TO. The logits of the additional classes are zero
     """
-    classes = len(weight)
+    classes = len(tensor)
     if not pads or classes % ALIGNED_TO == 0:
-        return functional.linear(rows, weight, bias)
-    logits = rows.new_empty(len(rows), -(-classes // PADDED_TO) * PADDED_TO)[:, :classes]
-    if bias is None:
-        return torch.mm(rows, weight.t(), out=logits)
-    return torch.addmm(bias, rows, weight.t(), out=logits)
+        return tensor.to(dtype)
+    longer = tensor.new_empty((-(-classes // PADDED_TO) * PADDED_TO, *tensor.shape[1:]), dtype=dtype)
+    longer[:classes].copy_(tensor)
+    longer[classes:].zero_()
+    return longer
 
 
 @torch.library.custom_op("tightfit::add_product", mutates_args=("total",))
