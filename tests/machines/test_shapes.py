@@ -119,3 +119,15 @@ def test_few_bytes_come_from_the_cache() -> None:
     assert machine.bandwidth(1e7) == pytest.approx(4 * large)
     assert large < machine.bandwidth(8e7) < 4 * large
     assert Machine.named("t4").bandwidth(1e6) == Machine.named("t4").bandwidth(1e9)  # not known
+
+
+def test_kernels_that_access_memory_slowly_are_rated_by_their_kind() -> None:
+    """An update of AdamW counts 4 of the 7 tensors that it accesses. A calibration replaces the assumed shares."""
+    table, size = Machine.named("h100-sxm"), 2.0**29
+    copied = table.achieved("elementwise", "float32", size)
+    assert table.achieved("update", "float32", size) == pytest.approx(0.52 * copied)
+    assert table.achieved("update", "bfloat16", size) == pytest.approx(0.43 * copied)
+    assert table.achieved("cast", "bfloat16", size) == copied
+    measured = table.replace(rates={"elementwise/float32": {2**29: 2e12}, "update/float32": {2**29: 1e12}})
+    assert measured.achieved("update", "float32", size) == 1e12
+    assert measured.achieved("cast", "bfloat16", size) == 2e12

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.measure import operation_rates
+from tightfit.measure.clock_drift import ClockDrift
 
 
 def test_measurements_that_would_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,3 +80,18 @@ def test_a_cpu_is_measured_at_the_small_sizes() -> None:
     products = [rows * depth * columns for rows, depth, columns in operation_rates.LARGE_PRODUCTS]
     assert products == sorted(products)
     assert products[0] > 4 * operation_rates.PRODUCT_SIZES[-1] ** 3
+
+
+def test_convolutions_in_fp32_are_measured_without_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan in fp32 trains without it, although it is torch's default for convolutions."""
+    seen: list[bool] = []
+
+    def cases(dtype: torch.dtype, device: torch.device) -> Iterator[operation_rates.Case]:
+        yield 1, 1.0, lambda: seen.append(torch.backends.cudnn.allow_tf32)
+
+    monkeypatch.setattr(operation_rates, "_KINDS", {"convolution": cases})
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    device = torch.device("cpu")
+    operation_rates.measure_rates(device, ClockDrift(device, watched=False), lambda line: None, quick=True)
+    assert set(seen) == {False}
+    assert torch.backends.cudnn.allow_tf32
