@@ -435,7 +435,7 @@ def llama(setup: Setup, save: Save) -> None:
                 return
         content["too_large"].append({"model": name, "said": reason})
         save(content)
-    raise AssertionError("none of the family fits this machine")
+    raise AssertionError("none of the family fits this machine and the time of this part")
 
 
 def searched(

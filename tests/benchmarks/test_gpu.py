@@ -269,7 +269,7 @@ def test_a_smaller_model_is_trained_after_out_of_memory(monkeypatch: pytest.Monk
     are raised."""
     family = [("large", {"preset": "llama-3-8b"}), ("small", {"preset": "llama-3.2-1b"})]
     sizes = {"family": family, "length": 16, "batch": 1, "planned_steps": 10, "attempts": [{}, {"micro_batch": 1}]}
-    setup = gpu_parts.Setup("cpu", sizes, 10.0, tmp_path)
+    setup = gpu_parts.Setup("cpu", sizes, 1000.0, tmp_path)
     saved: list[dict[str, Any]] = []
 
     def searched(job: Any, pins: Any, machine: Any, sizes: Any, one: dict[str, Any]) -> dict[str, Any]:
@@ -286,6 +286,20 @@ def test_a_smaller_model_is_trained_after_out_of_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(gpu_parts, "searched", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         gpu_parts.llama(setup, lambda content: None)
+
+
+def test_a_model_that_takes_too_long_to_create_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The part then trains the next size, and the record says why the first is missing."""
+    family = [("large", {"preset": "llama-3-8b"}), ("small", {"preset": "llama-3.2-1b"})]
+    sizes = {"family": family, "length": 16, "batch": 1, "planned_steps": 10, "attempts": [{}]}
+    saved: list[dict[str, Any]] = []
+    monkeypatch.setattr(gpu_parts, "searched", lambda *_: {"tokens_per_s": 7.0})
+    gpu_parts.llama(gpu_parts.Setup("cpu", sizes, 60.0, tmp_path), lambda content: saved.append(content))
+    assert saved[-1]["model"] == "small"
+    assert [one["model"] for one in saved[-1]["too_large"]] == ["large"]
+    assert "to create" in saved[-1]["too_large"][0]["said"]
+    with pytest.raises(AssertionError, match="none of the family fits"):
+        gpu_parts.llama(gpu_parts.Setup("cpu", sizes, 10.0, tmp_path), lambda content: None)
 
 
 def test_json_contains_no_infinity_or_nan() -> None:

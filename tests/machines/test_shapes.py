@@ -121,7 +121,7 @@ def test_few_bytes_come_from_the_cache() -> None:
     assert Machine.named("t4").bandwidth(1e6) == Machine.named("t4").bandwidth(1e9)  # not known
 
 
-def test_kernels_that_access_memory_slowly_are_rated_by_their_kind() -> None:
+def test_slow_memory_kernels_are_rated_by_their_kind() -> None:
     """An update of AdamW counts 4 of the 7 tensors that it accesses. A calibration replaces the assumed shares."""
     table, size = Machine.named("h100-sxm"), 2.0**29
     copied = table.achieved("elementwise", "float32", size)
