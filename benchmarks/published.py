@@ -31,6 +31,7 @@ from typing import Any
 import yaml
 
 from tightfit.cost.ledger import Ledger
+from tightfit.distributed.nccl import communicator_bytes
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
 from tightfit.machine import CALIBRATED_WIDTH, Figure, Machine
@@ -168,8 +169,9 @@ def predict(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, An
         found |= compare_memory(row, settled)
     if "speed" in row:
         found |= compare_speed(row, estimate)
-    found["predicted_fits"] = settled.fits
-    found["peak_of_limit"] = (settled.peak_bytes + settled.margin_bytes) / settled.limit_bytes
+    needed = their_peak(row, settled) + settled.margin_bytes
+    found["predicted_fits"] = needed <= settled.limit_bytes and not settled.shortages().keys() - {"memory"}
+    found["peak_of_limit"] = needed / settled.limit_bytes
     return found
 
 
@@ -237,10 +239,12 @@ def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:
     allocator) or device (all of the process). settled: the estimate with what the allocator reserves."""
     ((metric, size),) = row["memory"].items()
     late = row["loop"].get("zeroes_before_backward", False)
-    context = parse_bytes(row["context"]) if metric == "device" else 0
+    outside = 0.0  # of torch's allocator
+    if metric == "device":
+        outside = parse_bytes(row["context"]) + communicators_of(row, settled.plan)
     if settled.plan.devices > 1:
         beside = ("runtime", "allocator") if metric == "allocated" else ("runtime",)
-        predicted = settled.peak.total - sum(settled.peak.rows[name] for name in beside)
+        predicted = their_peak(row, settled) - sum(settled.peak.rows[name] for name in beside)
     else:
         ledger = as_their_loop(settled.ledger, row["loop"])
         peak = max(
@@ -253,8 +257,28 @@ def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:
     return {
         "metric": metric,
         "published_bytes": parse_bytes(size),
-        "predicted_bytes": round(predicted + settled.workspace_bytes + context),
+        "predicted_bytes": round(predicted + settled.workspace_bytes + outside),
     }
+
+
+def communicators_of(row: dict[str, Any], plan: Plan) -> int:
+    """Bytes of NCCL's communicators: those of the plan, and of more groups of the tp devices that their loop has."""
+    machine = machine_of(row)
+    of_tp = communicator_bytes(Plan(tp=plan.tp), machine) // 2  # a plan has a group of all processes, too
+    return communicator_bytes(plan, machine) + row["loop"].get("groups", 0) * of_tp
+
+
+def their_peak(row: dict[str, Any], settled: Estimate) -> float:
+    """The peak of a device, with the bytes of their loop's gradients where they are known: while activations are saved,
+    or in the update. Beside master weights, 4 bytes for each parameter are predicted."""
+    plan, rows, peak = settled.plan, settled.peak.rows, settled.peak_bytes
+    given = row["loop"].get("gradients", {}).get(plan.precision)
+    if not plan.master_weights or given is None:
+        return peak
+    before, copies = given["before_update"], given["copies_in_update"] / (plan.shards if plan.zero else 1)
+    for_each = rows["gradients"] / 4
+    in_update = rows["parameters"] + rows["optimizer"] + rows["runtime"] + (before + copies) * for_each
+    return max(peak + (before - 4) * for_each, in_update)
 
 
 def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:

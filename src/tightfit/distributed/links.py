@@ -19,7 +19,7 @@ from tightfit.plan import Plan
 DEFAULT_BYTES_PER_S = 1e9  # bytes/s; used until the machine has been calibrated
 
 
-def _stride(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
+def group_shape(plan: Plan, axes: tuple[str, ...]) -> tuple[int, int]:
     """Return (stride, size) of a mesh axis.
 
     The stride is the difference between the ranks of two neighbours along the axis. The size is the
@@ -55,7 +55,7 @@ def bandwidth(plan: Plan, machine: Machine, axes: tuple[str, ...]) -> float:
     between = machine.network_bytes_per_s or inside
     if inside is None or between is None:
         return DEFAULT_BYTES_PER_S
-    stride, size = _stride(plan, axes)
+    stride, size = group_shape(plan, axes)
     if stride * size <= machine.devices_per_node:
         return inside.value
     alone = axes[0] in ("pp", "cp") or plan.servers
@@ -75,7 +75,7 @@ def latency(plan: Plan, machine: Machine, axes: tuple[str, ...], rounds: int) ->
     inside = machine.process_latency_s.value if machine.process_latency_s else 0.0
     between = machine.network_latency_s.value if machine.network_latency_s else inside
     start = machine.call_s.value if machine.call_s else 0.0
-    stride, size = _stride(plan, axes)
+    stride, size = group_shape(plan, axes)
     # how many devices along the axis are in one node
     within = max(machine.devices_per_node // stride, 1)
     if axes[0] in ("pp", "cp") or plan.servers:

@@ -22,6 +22,7 @@ from tightfit.cost.fewer_blocks import with_depth
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import ScheduledAction
 from tightfit.cost.remembered import remembered
+from tightfit.distributed.nccl import communicator_bytes
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, float8, microbatch
@@ -361,8 +362,8 @@ class Estimator:
     cost_model     predicts seconds from a ledger
     bound_model    predicts lower bounds on them, which hold for every size of the micro-batch
     limit_bytes    device memory that a plan may use
-    runtime_bytes  device memory of the process that no tensor uses, such as the CUDA context and
-                   the workspaces of cuBLAS
+    runtime_bytes  device memory of the process that no tensor uses, whatever the plan: on a GPU the
+                   CUDA context and the workspaces of cuBLAS
     """
 
     def __init__(self, job: Job, machine: Machine, profiler: Profiler | None = None) -> None:
@@ -384,6 +385,11 @@ class Estimator:
         self._estimates: dict[Plan, Estimate] = {}
         self._settled: dict[Plan, Estimate] = {}  # with the allocator's bytes
         self._per_sample: dict[tuple[Any, ...], float] = {}
+
+    def runtime_bytes_of(self, plan: Plan) -> float:
+        """Return the bytes of the runtime row of `plan`: those that every plan has, and those of
+        NCCL's communicators."""
+        return float(self.runtime_bytes + communicator_bytes(plan, self.machine))
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of `plan`, without the bytes that the allocator reserves beyond the
@@ -488,7 +494,7 @@ class Estimator:
         ledgers = {}
         for device in _estimated_ranks(plan.pp):
             ledger = estimated_ledger(self.profiler, plan, self.machine, device)
-            fixed = {**ledger.fixed, "runtime": float(self.runtime_bytes)}
+            fixed = {**ledger.fixed, "runtime": self.runtime_bytes_of(plan)}
             ledgers[device] = replace(ledger, fixed=fixed, saving=self._checkpoint_buffer_bytes(plan))
         return ledgers
 
@@ -585,7 +591,7 @@ class Estimator:
             for row, size in (("states", states), ("parameters", weights), ("gradients", there))
         )
         whole = weights + states + there / (plan.shards if plan.zero >= 2 else 1)
-        return self.runtime_bytes + whole / plan.pp
+        return self.runtime_bytes_of(plan) + whole / plan.pp
 
     @cached_property
     def _runtime_after_tracing(self) -> float:

@@ -105,7 +105,7 @@ def _cannot_be_leaner(estimator: Estimator, plan: Plan, least_bytes: float, best
     """
     if plan.update_in_backward and _may_split(estimator, best.plan) and not _whole_batch_may_be_leaner(best):
         return True
-    needed = least_bytes + MARGIN * (least_bytes - estimator.runtime_bytes)
+    needed = least_bytes + MARGIN * (least_bytes - estimator.runtime_bytes_of(plan))
     return needed >= best.fullness * estimator.limit_bytes
 
 
