@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.nccl import communicator_bytes
@@ -36,6 +38,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job, Train
 from tightfit.machine import CALIBRATED_WIDTH, Figure, Machine
 from tightfit.machines.names import find_named
+from tightfit.models.objective import IGNORED, Objective, next_token_targets
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
@@ -97,7 +100,17 @@ def available(fields: dict[str, Any]) -> dict[str, Any]:
 def job_of(row: dict[str, Any]) -> Job:
     given = {name: row[name] for name in ("momentum", "clip") if name in row}
     train = Train(optimizer=row["optimizer"], batch=row["batch"], steps=1000, **given)
-    return Job(model=row["model"], data=row["data"], allow=ALLOW, train=train)
+    loss = NARROW_LOSS if row["loop"].get("narrow_loss") else None
+    return Job(model=row["model"], data=row["data"], loss=loss, allow=ALLOW, train=train)
+
+
+def narrow_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The sum of a language model's cross entropy in the type of its logits, which tightfit computes in fp32."""
+    logits = model(input_ids=batch["input_ids"]).logits.flatten(0, -2)
+    return functional.cross_entropy(logits, next_token_targets(batch).flatten(), reduction="sum")
+
+
+NARROW_LOSS = Objective(narrow_loss, lambda batch: int((next_token_targets(batch) != IGNORED).sum()), "tokens")
 
 
 def machine_of(row: dict[str, Any]) -> Machine:
