@@ -1,6 +1,6 @@
 """Find the fastest plan that fits the device, and say why the other plans were rejected.
 
-The commands `tightfit plan`, `explain` and `train` call `search`, which works in this order:
+The commands `tightfit explain` and `tightfit train` call `search`, which works in this order:
 
 1. Choose the kernels (see `kernels.py`).
 2. Estimate the permitted combinations of the options that trade memory for time.
