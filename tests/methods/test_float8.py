@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import tightfit
 from tests import devices
@@ -88,7 +89,7 @@ def test_training_equals_torchao_on_a_plain_model(recipe: str, precision: str) -
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "gpt2"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_float8_is_near_fp32_but_less_exact_than_bf16(recipe: str, name: str) -> None:
     case = cases.make_case(name)
@@ -109,23 +110,27 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "alone"),
+    ("name", "fields", "alone"),
     [
-        ({"dp_replicate": 2}, {"micro_batch": cases.BATCH // 2}),
-        (
-            {"zero": 3, "dp_shard": 2, "precision": "bf16-true"},
-            {"micro_batch": cases.BATCH // 2, "precision": "bf16-true"},
+        ("llama", {"dp_replicate": 2}, {"micro_batch": cases.BATCH // 2}),
+        *(
+            (
+                name,
+                {"zero": 3, "dp_shard": 2, "precision": "bf16-true"},
+                {"micro_batch": cases.BATCH // 2, "precision": "bf16-true"},
+            )
+            for name in ("llama", "gpt2")
         ),
-        ({"cp": 2}, {}),
-        ({"pp": 2, "micro_batch": 4}, {"micro_batch": 4}),
+        ("llama", {"cp": 2}, {}),
+        ("llama", {"pp": 2, "micro_batch": 4}, {"micro_batch": 4}),
     ],
     ids=str,
 )
-def test_two_devices_train_like_one(fields: dict[str, Any], alone: dict[str, Any]) -> None:
+def test_two_devices_train_like_one(name: str, fields: dict[str, Any], alone: dict[str, Any]) -> None:
     """One device multiplies as much at once as each of two, because a scale covers one product;
     sequences are the exception."""
-    found = together(2, "tests.methods.test_float8:trained", "llama", {**TENSORWISE, **fields})
-    losses, weights = trained("llama", {**TENSORWISE, **alone})
+    found = together(2, "tests.methods.test_float8:trained", name, {**TENSORWISE, **fields})
+    losses, weights = trained(name, {**TENSORWISE, **alone})
     bound = BOUND["tensorwise"] if "cp" in fields else 3e-3
     for other_losses, other_weights in found:
         assert cases.distance(other_weights, weights) <= bound
@@ -168,6 +173,34 @@ def test_linear_layers_of_blocks_are_replaced() -> None:
     after = dict(net.named_parameters())
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_conv1d_computes_like_a_transposed_linear_layer(recipe: str) -> None:
+    """Results and gradients equal those of torchao's layer; the parameters keep names, shapes and values."""
+    conv, linear = nn.Sequential(Conv1D(48, 32)), nn.Sequential(nn.Linear(32, 48))
+    with torch.no_grad():
+        linear[0].weight.copy_(conv[0].weight.t())
+        linear[0].bias.copy_(conv[0].bias.normal_())
+    before = {name: value.clone() for name, value in conv.state_dict().items()}
+    assert float8.convert(conv, recipe, [conv], emulate=True) == 1
+    assert float8.convert(linear, recipe, [linear], emulate=True) == 1
+    after = conv.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    inputs = [torch.randn(2, 16, 32).requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        inputs[1].copy_(inputs[0])
+    outputs = [layer(one) for layer, one in zip((conv, linear), inputs, strict=True)]
+    scales = torch.randn(48)
+    for output in outputs:
+        (output * scales).sum().backward()
+    assert torch.equal(*outputs)
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert torch.equal(conv[0].weight.grad, linear[0].weight.grad.t())
+    assert torch.equal(conv[0].bias.grad, linear[0].bias.grad)
+    plain = torch.nn.functional.linear(inputs[1], linear[0].weight, linear[0].bias)
+    assert not torch.equal(outputs[0], plain)  # it was rounded to 8 bits
 
 
 @pytest.mark.parametrize(
@@ -228,7 +261,7 @@ def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("emulated")
 def test_a_model_without_suitable_layers_is_refused() -> None:
-    with pytest.raises(InputError, match=r"no plain nn\.Linear"):
+    with pytest.raises(InputError, match=r"no plain nn\.Linear or Conv1D"):
         tightfit.build(cases.make_case("batchnorm").job, tightfit.Plan(**TENSORWISE))
 
 

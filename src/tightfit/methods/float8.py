@@ -11,14 +11,15 @@ Costs   both factors of each product are read once to find their largest value, 
 When    layers of some thousand features and thousands of tokens, with torch.compile, which fuses
         each cast into one or two kernels. In small layers, the casts take more time than the
         products save. Search uses float8 if it predicts that float8 is faster.
-Order   before anything wraps a block or a layer, because only plain nn.Linear layers are replaced.
+Order   before anything wraps a block or a layer, because only plain linear layers are replaced.
 Source  torchao's float8 training (README of torchao/float8; `convert_to_float8_training`, the
         recipes tensorwise and rowwise); Micikevicius et al. 2022, "FP8 formats for deep learning",
         arXiv:2209.05433.
 
-It replaces the trained `nn.Linear` layers in the model's repeated blocks, if their input and output
-features are multiples of 16, as the hardware requires. It never replaces the output head,
-embeddings, or a layer with hooks or a wrapped forward. Parameters keep their names.
+It replaces the trained linear layers in the model's repeated blocks, if their input and output
+features are multiples of 16, as the hardware requires. These are `nn.Linear` and transformers'
+`Conv1D`, the linear layer of GPT-2. It never replaces the output head, embeddings, or a layer with
+hooks or a wrapped forward. Parameters keep their names and shapes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -89,8 +91,8 @@ def apply(run: Run, plan: Plan) -> Run:
     if not convert(run.model, plan.float8, blocks, EMULATE, needs_padding(run.job, plan)):
         raise InputError(
             f"plan: float8={plan.float8}",
-            f"{type(run.model).__name__} has no plain nn.Linear in its repeated blocks that is "
-            f"trained and whose input and output features are multiples of {MULTIPLE}",
+            f"{type(run.model).__name__} has no plain nn.Linear or Conv1D in its repeated blocks that "
+            f"is trained and whose input and output features are multiples of {MULTIPLE}",
             "use float8: none, or name the list of blocks in the job (model: {..., blocks: encoder.layers})",
         )
     return run
@@ -112,8 +114,10 @@ def is_installed() -> bool:
 
 
 def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate: bool = False, pad: bool = True) -> int:
-    """Replace the linear layers of `blocks` inside `model` by torchao's Float8Linear, and return
-    the number of replaced layers. Layers that float8 does not support are not replaced.
+    """Replace the linear layers of `blocks` inside `model` by layers that multiply in float8:
+    nn.Linear by torchao's Float8Linear, and transformers' Conv1D by the same products of its
+    transposed weight. Return the number of replaced layers. Layers that float8 does not support are
+    not replaced.
 
     recipe   torchao's recipe: "tensorwise" (a scale for each tensor) or "rowwise" (for each row)
     emulate  whether factors are rounded to 8 bits and then multiplied in fp32, which gives the same
@@ -123,26 +127,58 @@ def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate:
 
     Raises InputError if torchao is not installed.
     """
-    taken = {id(layer) for block in blocks for layer in block.modules() if _can_be_replaced(layer)}
-    if not taken:
+    layers = {id(layer): layer for block in blocks for layer in block.modules() if _can_be_replaced(layer)}
+    if not layers:
         return 0
     torchao = _torchao(recipe)
     config = replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=pad)
-    torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: id(layer) in taken)
+    torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda layer, name: id(layer) in layers)
+    pattern = torchao.convert_to_float8_training(
+        nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, device="meta")), config=config
+    )
+    for layer in layers.values():
+        if _is_conv1d(layer):
+            layer.__class__ = _in_float8(type(layer))
+            layer.float8_settings = pattern[0].linear_mm_config, config
     for layer in model.modules():
-        if type(layer).__name__ == "Float8Linear" and layer.weight.device.type == "cpu":
+        if type(layer).__name__ in ("Float8Linear", "Float8Conv1D") and layer.weight.device.type == "cpu":
             layer.register_forward_pre_hook(_cast_as_autocast)
-    return len(taken)
+    return len(layers)
 
 
 def _can_be_replaced(layer: nn.Module) -> bool:
+    if not (type(layer) is nn.Linear or _is_conv1d(layer)):
+        return False
     return (
-        type(layer) is nn.Linear
-        and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+        all(size % MULTIPLE == 0 for size in layer.weight.shape)
         and layer.weight.requires_grad  # torchao always computes the gradient of a weight
         and not has_hooks(layer)
         and "forward" not in vars(layer)
     )
+
+
+def _is_conv1d(layer: nn.Module) -> bool:
+    """Return whether a layer is transformers' Conv1D: a linear layer whose weight has shape (input
+    features, output features)."""
+    return type(layer).__name__ == "Conv1D" and type(layer).__module__ == "transformers.pytorch_utils"
+
+
+@cache
+def _in_float8(conv1d: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of transformers' class Conv1D whose product is computed in float8."""
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+
+    class Float8Conv1D(conv1d):  # type: ignore[valid-type, misc]
+        """Conv1D with the products of torchao's Float8Linear, which multiplies by its transposed
+        weight: that is how Conv1D stores its weight."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_autocast_enabled("cuda"):
+                x = x.to(torch.get_autocast_dtype("cuda"))
+            output: Tensor = matmul_with_hp_or_float8_args.apply(x, self.weight, *self.float8_settings)
+            return output + self.bias.to(output.dtype)
+
+    return Float8Conv1D
 
 
 def _cast_as_autocast(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -159,8 +159,13 @@ def split_by_autocast(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module
     """
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
     kinds = (nn.Linear, Convolution)
-    products = [module for module in own if isinstance(module, kinds) or type(module).__name__ == "Conv1D"]
+    products = [module for module in own if isinstance(module, kinds) or _is_conv1d(module)]
     return products, [module for module in own if module not in products]
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, also if it multiplies in float8."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
 __all__ = [
