@@ -127,7 +127,9 @@ def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate:
 
     Raises InputError if torchao is not installed.
     """
-    layers = {id(layer): layer for block in blocks for layer in block.modules() if _can_be_replaced(layer)}
+    layers: dict[int, Any] = {
+        id(layer): layer for block in blocks for layer in block.modules() if _can_be_replaced(layer)
+    }
     if not layers:
         return 0
     torchao = _torchao(recipe)
@@ -138,7 +140,7 @@ def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate:
     )
     for layer in layers.values():
         if _is_conv1d(layer):
-            layer.__class__ = _in_float8(type(layer))
+            layer.__class__ = _float8_conv1d()
             layer.float8_settings = pattern[0].linear_mm_config, config
     for layer in model.modules():
         if type(layer).__name__ in ("Float8Linear", "Float8Conv1D") and layer.weight.device.type == "cpu":
@@ -146,10 +148,10 @@ def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate:
     return len(layers)
 
 
-def _can_be_replaced(layer: nn.Module) -> bool:
+def _can_be_replaced(layer: Any) -> bool:
     if not (type(layer) is nn.Linear or _is_conv1d(layer)):
         return False
-    return (
+    return bool(
         all(size % MULTIPLE == 0 for size in layer.weight.shape)
         and layer.weight.requires_grad  # torchao always computes the gradient of a weight
         and not has_hooks(layer)
@@ -164,18 +166,22 @@ def _is_conv1d(layer: nn.Module) -> bool:
 
 
 @cache
-def _in_float8(conv1d: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of transformers' class Conv1D whose product is computed in float8."""
+def _float8_conv1d() -> type[nn.Module]:
+    """Return a subclass of transformers' Conv1D whose product is computed in float8."""
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
+    from transformers.pytorch_utils import Conv1D
 
-    class Float8Conv1D(conv1d):  # type: ignore[valid-type, misc]
+    class Float8Conv1D(Conv1D):  # type: ignore[misc]
         """Conv1D with the products of torchao's Float8Linear, which multiplies by its transposed
         weight: that is how Conv1D stores its weight."""
+
+        float8_settings: Any  # of torchao's layer: (how it multiplies, its Float8LinearConfig)
 
         def forward(self, x: Tensor) -> Tensor:
             if torch.is_autocast_enabled("cuda"):
                 x = x.to(torch.get_autocast_dtype("cuda"))
-            output: Tensor = matmul_with_hp_or_float8_args.apply(x, self.weight, *self.float8_settings)
+            products, config = self.float8_settings
+            output: Tensor = matmul_with_hp_or_float8_args.apply(x, self.weight, products, config)
             return output + self.bias.to(output.dtype)
 
     return Float8Conv1D
