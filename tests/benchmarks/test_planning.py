@@ -66,7 +66,7 @@ def test_published_runs_are_legal_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mpt-125m-a100_40gb-s1024-g8-bf16-mb52-r215", "mpt-350m-a100_40gb-s512-g8-bf16-mb64-r205"]
+    "name", ["mpt-760m-a100_80gb-s2048-g8-amp_bf16-mb24-r119", "mpt-13b-h100_80gb-s2048-g64-amp_bf16-mb2-r30"]
 )
 def test_published_multi_device_speeds_are_reproduced(name: str) -> None:
     found = compared(name)
