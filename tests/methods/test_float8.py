@@ -25,6 +25,7 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.measure.verify import FLOAT8, verify
 from tightfit.methods import float8
+from tightfit.parallel.fsdp.planning import split_by_autocast
 from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
@@ -201,6 +202,13 @@ def test_conv1d_computes_like_a_transposed_linear_layer(recipe: str) -> None:
     assert torch.equal(conv[0].bias.grad, linear[0].bias.grad)
     plain = torch.nn.functional.linear(inputs[1], linear[0].weight, linear[0].bias)
     assert not torch.equal(outputs[0], plain)  # it was rounded to 8 bits
+
+
+def test_fsdp_gathers_a_float8_conv1d_as_autocast_casts_it() -> None:
+    """Its weight counts as that of a matrix product, like that of the layer which it replaces."""
+    block = nn.Sequential(Conv1D(48, 32), nn.LayerNorm(48))
+    assert float8.convert(block, "tensorwise", [block], emulate=True) == 1
+    assert split_by_autocast(block) == ([block[0]], [block[1]])
 
 
 @pytest.mark.parametrize(
