@@ -18,7 +18,7 @@ LIMIT_S = {
     "calibration": 160,
     "llama": 150,
     "ladder": 80,
-    "rivals": 170,
+    "rivals": 240,
     "largest": 90,
     "kernels": 20,
 }

@@ -106,13 +106,21 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
     return dict(select_decomp_table())
 
 
-def inductor_read_limits() -> tuple[int, int]:
+def inductor_read_limits(device: str) -> tuple[int, int]:
     """Return (limit of a value that is used several times, limit of any other value): how many
-    buffers inductor's code reads at most to compute a value again where it is used. A value that
-    needs more buffers is stored."""
+    buffers inductor's code for this device reads at most to compute a value again where it is used.
+    A value that needs more buffers is stored.
+
+    device  the type of the device, such as "cpu" or "cuda". PyTorch 2.13 has a limit of its own for
+            CPUs; 2.11 has the same one for all devices
+    """
     from torch._inductor import config
 
-    return int(config.realize_reads_threshold), int(config._realize_acc_reads_threshold_default)
+    names = ["realize_acc_reads_threshold", "_realize_acc_reads_threshold_default"]  # None: the next one decides
+    if device == "cpu":
+        names.insert(1, "realize_cpu_acc_reads_threshold")
+    limits = (getattr(config, name, None) for name in names)
+    return config.realize_reads_threshold, next(limit for limit in limits if limit is not None)
 
 
 def import_inductor_lowerings() -> None:

@@ -273,16 +273,16 @@ def _store_what_reads_much(nodes: list[fx.Node], inlined: set[fx.Node], views: s
     again in each kernel that uses them would read too many buffers.
 
     A value that is used several times is stored if it needs more than 4 buffers
-    (`realize_reads_threshold`), any other value if it needs more than 8
-    (`realize_acc_reads_threshold`). Otherwise the residual stream of a deep model, which is a sum of
+    (`realize_reads_threshold`), any other value if it needs more than 8, or on a CPU since PyTorch
+    2.13 more than 12 (`realize_acc_reads_threshold`). Otherwise the residual stream of a deep model, which is a sum of
     all blocks' outputs, would be computed from all of them in each block.
 
     Source: torch/_inductor/ir.py, StorageBox.
     """
-    limits = inductor_read_limits()
     for node in nodes:
         if node in inlined:
             reads = len(_buffers_read(node, inlined, views))
+            limits = inductor_read_limits(tensors_in(node.meta["val"])[0].device.type)
             if reads > limits[len(node.users) == 1]:
                 inlined.remove(node)
 
