@@ -128,7 +128,7 @@ class Crew:
 # --- a contender, in a process of its own ---------------------------------------------------------------------------
 
 Steps = Iterator[Any]
-"""Takes a step each time it is asked for the next; yields its loss, a number or a tensor that nobody has waited for."""
+"""Takes a step each time it is asked for the next; yields its loss, of which `float` is the first to wait for the device."""
 
 
 def job_of(asked: dict[str, Any], steps: int) -> Any:
@@ -276,7 +276,17 @@ def with_tightfit(asked: dict[str, Any], plan: Any) -> Steps:
 
     run = tightfit.build(job_of(asked, 100_000), plan)
     for step in tightfit.train(run):
-        yield step.loss
+        yield LateLoss(step)
+
+
+class LateLoss:
+    """The loss of a tightfit step. Only `float` waits for the device, as with the others' tensors."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+    def __float__(self) -> float:
+        return float(self.step.loss)
 
 
 class Contender:

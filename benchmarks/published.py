@@ -42,6 +42,7 @@ from tightfit.models.objective import IGNORED, Objective, next_token_targets
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
 from tightfit.units import parse_bytes
@@ -238,10 +239,11 @@ def compare_speed(row: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
         "tokens_per_s_per_device": lambda: value * estimate.plan.devices,
     }[unit]()
     time = estimate.time
+    fused_s = CostModel(machine_of(row)).gradient_sums_s(estimate.ledger) if row["loop"].get("fused_sums") else 0.0
     parts = ("compute_s", "memory_s", "launch_s", "optimizer_s", "communication_s", "bubble_s")
     return {
         "published_speed": published,
-        "predicted_speed": amount / time.step_s,
+        "predicted_speed": amount / (time.step_s - fused_s),
         "unit": "samples/s" if unit == "samples_per_s" else "tokens/s",
         "parts": {name: round(getattr(time, name) / time.step_s, 3) for name in parts},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tightfit.machine import Machine
 from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.planner.tracing.recorder import Recorder
 
@@ -157,3 +159,33 @@ def test_llama_2_7b_has_the_published_weight_bytes() -> None:
 def test_an_evaluation_takes_less_memory_than_a_step(profilers: dict[str, Profiler]) -> None:
     phases = estimated_ledger(profilers["gpt2"], tightfit.Plan(), MACHINE).peaks()
     assert phases["evaluation"] < phases["forward"] <= max(phases["forward"], phases["backward"])
+
+
+def gradient_sum_bytes(profiler: Profiler, plan: tightfit.Plan, machine: Machine = MACHINE) -> float:
+    """Bytes that a step reads and writes to sum the gradients of its micro-batches."""
+    sums = estimated_ledger(profiler, plan, machine).gradient_sums()
+    return sum(one.bytes_accessed.at(1) * one.count.at(1) for one in sums)
+
+
+def test_each_later_micro_batch_adds_its_gradients(profilers: dict[str, Profiler]) -> None:
+    profiler, batch = profilers["llama"], profilers["llama"].job.train.batch
+    gradients = estimated_ledger(profiler, tightfit.Plan(), MACHINE).gradient_bytes()
+    assert gradient_sum_bytes(profiler, tightfit.Plan()) == 0
+    for count in (2, 4):  # both terms of a sum are read, and it is written
+        assert gradient_sum_bytes(profiler, tightfit.Plan(micro_batch=batch // count)) == 3 * gradients * (count - 1)
+
+
+def test_the_time_of_micro_batches_contains_the_sums(profilers: dict[str, Profiler]) -> None:
+    ledger = estimated_ledger(profilers["llama"], tightfit.Plan(micro_batch=1), MACHINE)
+    clock = CostModel(MACHINE)
+    without = clock.step_time(replace(ledger, takes_gradients=True))
+    sums_s = sum(clock.operation_s(one, 1) * one.count.at(1) for one in ledger.gradient_sums())
+    assert clock.step_time(ledger).memory_s == pytest.approx(without.memory_s + sums_s, rel=1e-9)
+
+
+def test_gradients_are_summed_as_shards_where_each_micro_batch_is_reduced(profilers: dict[str, Profiler]) -> None:
+    profiler, several = profilers["llama"], MACHINE.replace(devices_per_node=2)
+    full = gradient_sum_bytes(profiler, tightfit.Plan(micro_batch=1, dp_replicate=2), several)
+    for zero, sync, share in ((2, "step", 1.0), (2, "micro-batch", 0.5), (3, "micro-batch", 0.5), (3, "step", 1.0)):
+        plan = tightfit.Plan(micro_batch=1, dp_shard=2, zero=zero, gradient_sync=sync)
+        assert gradient_sum_bytes(profiler, plan, several) == pytest.approx(share * full, rel=0.02), (zero, sync)

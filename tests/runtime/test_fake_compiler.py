@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
+from tightfit._torch.compiler import inductor_read_limits
 from tightfit.machine import Machine
 from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.profiler import profile
@@ -109,3 +111,17 @@ def test_kernel_functions_take_time_if_measured() -> None:
     free, charged = (CostModel(machine).step_time(ledger) for machine in (known, slower))
     assert charged.step_s - free.step_s == pytest.approx(computed / 1e9)
     assert charged.launch_s == free.launch_s
+
+
+def test_read_limits_have_other_names_in_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = SimpleNamespace(realize_reads_threshold=4, realize_acc_reads_threshold=8)
+    newer = SimpleNamespace(
+        realize_reads_threshold=4,
+        realize_acc_reads_threshold=None,
+        realize_cpu_acc_reads_threshold=12,
+        _realize_acc_reads_threshold_default=8,
+    )
+    for config, on_cpu in ((older, 8), (newer, 12)):
+        monkeypatch.setattr(torch._inductor, "config", config)
+        assert inductor_read_limits("cpu") == (4, on_cpu)
+        assert inductor_read_limits("cuda") == (4, 8)

@@ -18,6 +18,7 @@ Temporaries come on top.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ from tightfit.cost.recorded_step import (
     fuse_updates,
     replay,
 )
+from tightfit.cost.remembered import remembered
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 
@@ -164,6 +166,23 @@ class Ledger:
     def gradient_bytes(self) -> float:
         """Return the bytes of all gradients that this device keeps."""
         return sum(parameter.gradient_bytes for parameter in self.parameters if parameter.trainable)
+
+    def gradient_sums(self) -> tuple[Operation, ...]:
+        """Return the additions that sum the gradients of a step's micro-batches. Each micro-batch but
+        the first adds its gradients to those before.
+
+        Gradients that are offloaded are summed on the host. Gradients that are sharded in each
+        micro-batch are summed as shards.
+        """
+        later = self.micro_batches - 1
+        if later == 0 or self.takes_gradients or self.update_in_backward:
+            return ()
+        shards, sharded = 1.0, self.sharded_parameters
+        if sharded is not None and not sharded.always:
+            shards = 1 / sharded.shards  # full gradients, of parameters of which this device has shards
+        elif self.bucketed_reduction is not None and self.bucketed_reduction.always:
+            shards = self.bucketed_reduction.shards
+        return _gradient_sums(self.parameters, later, shards)
 
     def trainable_bytes(self) -> float:
         """Return the bytes of all trainable parameters that this device keeps."""
@@ -440,6 +459,21 @@ class Ledger:
 
 _IN_A_GRAPH = ("forward", "backward")
 _OF_A_GRAPH = ("activations", "temporaries", "gradients")  # rows in a CUDA graph's pool
+
+
+@remembered(32)
+def _gradient_sums(parameters: tuple[Parameter, ...], times: int, shards: float) -> tuple[Operation, ...]:
+    """Return the additions that sum `times` + 1 gradients of each parameter, each divided into
+    `shards`."""
+    sizes = Counter(
+        (one.gradient_bytes, "bfloat16" if one.bytes == one.gradient_bytes == 2 * one.count else "float32")
+        for one in parameters
+        if one.trainable and one.gradient_bytes
+    )
+    return tuple(  # both terms are read, and the sum is written
+        Operation("aten.add_", dtype, BatchLinear(), BatchLinear(3 * size / shards), count=BatchLinear(count * times))
+        for (size, dtype), count in sizes.items()
+    )
 
 
 def _messages(size: BatchLinear, phase: str) -> tuple[Segment, Segment]:

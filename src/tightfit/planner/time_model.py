@@ -189,10 +189,14 @@ class CostModel:
                     before[0] + seconds * ledger.micro_batches,
                     before[1] + count * ledger.micro_batches,
                 )
-        for update_rows in (self._rows_of(ledger.whole_step), self._update_rows(ledger.updates)):
-            for kind, (seconds, count) in update_rows.items():
-                before = rows["optimizer", kind]
-                rows["optimizer", kind] = before[0] + seconds, before[1] + count
+        for phase, more in (
+            ("backward", self._rows_of(ledger.gradient_sums())),
+            ("optimizer", self._rows_of(ledger.whole_step)),
+            ("optimizer", self._update_rows(ledger.updates)),
+        ):
+            for kind, (seconds, count) in more.items():
+                before = rows[phase, kind]
+                rows[phase, kind] = before[0] + seconds, before[1] + count
         time = self._time_from_rows(rows, self._allocation_s(ledger))
         time = replace(time, input_s=_input_s(ledger, time.step_s))
         if not ledger.messages:
@@ -297,6 +301,11 @@ class CostModel:
             if kind in ARITHMETIC
         )
 
+    def gradient_sums_s(self, ledger: Ledger) -> float:
+        """Return the seconds of a step in which the gradients of its micro-batches are summed, without
+        launches."""
+        return sum(seconds for seconds, _ in self._rows_of(ledger.gradient_sums()).values())
+
     def segments_s(self, segments: Iterable[Segment], samples: int) -> float:
         """Return the seconds that `segments` (recorded parts of a step, such as the forward of one
         block) take for a micro-batch of `samples` samples, operation launches included."""
@@ -318,6 +327,9 @@ class CostModel:
         for device in range(len(table)):
             ledger = ledgers[max(known for known in ledgers if known <= device)]
             stages = self._stage_times(ledger, device)
+            sums_s = self.gradient_sums_s(ledger)
+            for durations in stages.values():
+                durations[BACKWARD] += sums_s / ledger.micro_batches / len(stages)
             busy_s = ledger.micro_batches * sum(sum(durations.values()) for durations in stages.values())
             waited_s = sum(
                 self._message_s(message)
