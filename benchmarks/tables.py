@@ -840,6 +840,7 @@ def readme_table() -> str:
     machines = {
         "memory_ladder": "any: tensors without values",
         "published": "the GPUs of the runs",
+        "gpu": gpu["machine"]["result"]["machine"]["name"],
     }  # where not the one below
     return table(
         ["what", "result", "machine", "command, record"],

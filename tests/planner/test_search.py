@@ -35,6 +35,7 @@ from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
 from tightfit.report.explain import show
 from tightfit.report.figures import draw_memory, draw_timeline
+from tightfit.runtime import fake_compiler
 from tightfit.units import format_bytes
 
 GPU = Machine.named("a100-80gb")
@@ -48,6 +49,25 @@ def _samples_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def limited(memory: float, name: str = "llama") -> tightfit.Job:
     return cases.job(name).replace(limits=tightfit.Limits(memory=int(memory)))
+
+
+def test_search_says_which_option_it_could_not_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(device: str) -> tuple[int, int]:
+        raise AttributeError("no such limit")
+
+    monkeypatch.setattr(fake_compiler, "inductor_read_limits", fail)
+    spec = {**cases.SPECS["llama"], "intermediate_size": 72}  # a model of its own, so that no trace of it is known
+    job = cases.job("llama").replace(model=spec)
+    job = job.replace(train=job.train.replace(steps=100_000))
+    chosen, *others = search(job, GPU)
+    assert chosen.plan.compile == "none"
+    assert not any(one.untraceable for one in others)
+    (said,) = (line for line in chosen.advice if line.startswith("compile: block: model fails on fake tensors: "))
+    assert said.endswith("The search did not consider this option")
+    show(Console(width=400), [chosen], [])
+    assert "compile: block: model fails" in capsys.readouterr().out
 
 
 def test_search_gives_the_fastest_plan_and_why_others_lost() -> None:

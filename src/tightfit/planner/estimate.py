@@ -90,6 +90,8 @@ class Estimate:
     not_confirmed       why the dry run failed, so that the estimate is not confirmed; "" if no dry
                         run failed
     rejected_because    why a search rejected the plan; "" for the chosen plan
+    untraceable         options with which the search could not trace the model, and why, such as
+                        "compile: block: the model fails on fake tensors: ..."
     schedule            in a pipeline: when each rank runs each action; else empty
     host                bytes of one host's memory by purpose, summed over the processes of its
                         devices; on a CPU, without the memory that counts as device memory
@@ -112,6 +114,7 @@ class Estimate:
     includes_allocator: bool = False
     not_confirmed: str = ""
     rejected_because: str = ""
+    untraceable: tuple[str, ...] = ()
     schedule: tuple[ScheduledAction, ...] = ()
     host: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
@@ -255,6 +258,7 @@ class Estimate:
           hint for plans with tensor parallelism, which shards the layers.
         - What the machine lacks for torch.compile.
         - Which package is missing for float8, if the job allows float8.
+        - Which options the search could not consider, because they cannot be predicted.
         """
         hints = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
         lacking = missing_for_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
@@ -262,7 +266,7 @@ class Estimate:
             hints.append(f"compile is none: torch.compile needs {lacking}")
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
             hints.append("float8 is none: float8 needs the package torchao")
-        return hints
+        return hints + [f"{option}. The search did not consider this option" for option in self.untraceable]
 
     def __repr__(self) -> str:
         """Return one line with the main figures: the ledger alone would fill pages."""
@@ -382,6 +386,7 @@ class Estimator:
             if machine.device == "cpu"
             else CONTEXT_BYTES + workspace_bytes(machine.architecture)
         )
+        self.untraceable: dict[str, str] = {}  # option, such as "compile: block" -> why it cannot be predicted
         self._estimates: dict[Plan, Estimate] = {}
         self._settled: dict[Plan, Estimate] = {}  # with the allocator's bytes
         self._per_sample: dict[tuple[Any, ...], float] = {}

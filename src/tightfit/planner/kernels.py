@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from tightfit.capabilities import has_fast_float8, has_fast_tf32
-from tightfit.errors import InputError
+from tightfit.errors import InputError, Untraceable
 from tightfit.methods import float8, microbatch
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
@@ -42,8 +42,10 @@ def with_best_kernels(estimator: Estimator, start: Plan, pins: dict[str, Any]) -
                 MIN_COMPILE_SAVING if "compile" in fields else MIN_KERNEL_SAVING if "chunked_loss" in fields else 0.0
             )
             best = _faster(estimator, best, best.plan.replace(**fields), least)
-        except InputError:  # the model does not support it
-            continue
+        except InputError as error:  # the model does not support it
+            if isinstance(error, Untraceable):
+                options = ", ".join(f"{name}: {value}" for name, value in fields.items())
+                estimator.untraceable[options] = f"{error.asked.removeprefix('job: ')} {error.found}"
     wider = "tf32" if has_fast_tf32(estimator.machine) else "fp32"
     if "precision" not in pins and not distributed and _wider_may_be_faster(estimator, best, wider):
         best = _faster(estimator, best, best.plan.replace(precision=wider))

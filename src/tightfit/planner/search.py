@@ -122,6 +122,7 @@ def search(
         if not possible:
             raise next(iter(finals.refused.values()))
         raise does_not_fit(estimator, possible, finals.refused, None if choices is not None else pins)
+    chosen = replace(chosen, untraceable=tuple(f"{option}: {why}" for option, why in estimator.untraceable.items()))
     others = _closest_first([one for one in found if one.plan != chosen.plan], chosen)
     return [chosen, *(replace(one, rejected_because=_rejection_reason(one, chosen)) for one in others[: RETURNED - 1])]
 
