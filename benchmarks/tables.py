@@ -731,14 +731,22 @@ step, the median of {len(overheads)} rounds ({min(overheads):.3f} to {max(overhe
 
 def gpu() -> str:
     from benchmarks.gpu import readme
+    from benchmarks.gpu_sizes import GPU
 
+    rivals = read("gpu")["parts"]["rivals"]["result"]["models"]
+    waits = []
+    for name, one in rivals.items():
+        sizes, longest = GPU["rivals"]["models"][name], one["kernels"][0]
+        step_s = sizes["batch"] * sizes["length"] / one["tokens_per_s"]["tightfit"]
+        waits.append(f"{percent(1 - longest['us_per_step'] / longest['share'] / 1e6 / step_s, 0)} ({name})")
     return f"""## One GPU
 
 {SOURCES["gpu"].cite()}
 
 The parts ran at different times on machines of this kind. In the rivals' turns, tightfit's loop read
-each loss as soon as its step was queued, so the GPU waited for Python for 11 % (GPT-2) and 19 %
-(BERT) of a step; the peers' loops do not. The benchmark has been changed since, and not run again.
+each loss as soon as its step was queued, so that the GPU had no kernel to run for
+{" and ".join(waits)} of a step. The peers' loops read no loss. The benchmark has been changed since, and
+not run again.
 
 {readme(read("gpu"))}
 """
