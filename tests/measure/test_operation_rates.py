@@ -95,3 +95,27 @@ def test_convolutions_in_fp32_are_measured_without_tf32(monkeypatch: pytest.Monk
     operation_rates.measure_rates(device, ClockDrift(device, watched=False), lambda line: None, quick=True)
     assert set(seen) == {False}
     assert torch.backends.cudnn.allow_tf32
+
+
+def test_products_on_a_gpu_are_rated_at_its_power_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, float] = {}
+
+    def table(cases: Iterator[operation_rates.Case], device: torch.device, **how: object) -> dict[int, float]:
+        at_first, settled = [1.0] * 3, [2.0] * 4  # seconds of a run, before and after the clock is lowered
+        asked.update({name: (how["least_s"], how.get("pick", min)(at_first + settled)) for name in kinds})  # type: ignore[operator]
+        kinds.clear()
+        return {}
+
+    kinds: list[str] = []
+    monkeypatch.setattr(operation_rates, "_table", table)
+    monkeypatch.setattr(operation_rates, "DTYPES", {"bfloat16": torch.bfloat16})
+    pace = ClockDrift(torch.device("cpu"))
+    monkeypatch.setattr(pace, "control_around_s", lambda: 1.0)
+    operation_rates._rates_of_kinds(
+        torch.device("cuda"), pace, lambda line: kinds.append(line.removesuffix(" in bfloat16")), quick=False
+    )
+    sustained = (operation_rates.SUSTAINED_S, 2.0)
+    for kind in ("product", "batched product", "attention", "causal attention backward"):
+        assert asked[kind] == sustained, kind
+    assert asked["elementwise"] == (operation_rates.LEAST_S, 1.0)
+    assert {kind for kind, how in asked.items() if how == sustained} == set(operation_rates._LIMITED_BY_POWER)

@@ -45,6 +45,9 @@ MOST_SETS = 256
 PATIENCE_S = 0.25  # the longest time that one run of a case may take
 LEAST_S = 0.02  # each case is repeated for at least this many seconds
 ALONE_S = 0.2  # the same for a kind that has only one case
+# The same on a GPU, for products and attention. In the first tens of milliseconds a GPU takes more
+# power than it may in the long run. Then it lowers its clock, and keeps it low in training.
+SUSTAINED_S = 0.15
 # quick calibration: least seconds of a case, and how many cases of each kind, beginning with the smallest
 GLANCE_S, GLANCE_CASES = 0.003, 3
 
@@ -97,6 +100,8 @@ def _rates_of_kinds(
             say(f"{kind} in {name}")
             if quick:
                 table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S, min)
+            elif device.type == "cuda" and kind in _LIMITED_BY_POWER:
+                table = _table(cases(dtype, device), device, least_s=SUSTAINED_S, pick=_of_second_half)
             else:
                 table = _table(
                     cases(dtype, device), device, least_s=ALONE_S if kind in COMPILED_ARITHMETIC else LEAST_S
@@ -131,6 +136,11 @@ def _table(
                 break
             rate = rates[size] = amount / timed(work, device, least_s=least_s, pick=pick)
     return rates
+
+
+def _of_second_half(seconds: list[float]) -> float:
+    """Return the median of the later half of the runs, in which a GPU has settled at its power limit."""
+    return statistics.median(seconds[len(seconds) // 2 :])
 
 
 def _bytes(device: torch.device) -> tuple[int, ...]:
@@ -542,6 +552,13 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "update": _update,
     "compiled": _of_bytes(lambda values: values * 2.0, 2),
 }
+
+
+_LIMITED_BY_POWER = (
+    "product",
+    "batched product",
+    *(f"{mask}attention{way}" for mask in ("", "causal ") for way in ("", " backward")),
+)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
