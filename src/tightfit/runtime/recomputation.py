@@ -58,7 +58,7 @@ def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # compile.py refuses blocks that change buffers
-            contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective)} if selective else {}
+            contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective, True)} if selective else {}
             return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
         given = [(leaf, version_of(leaf)) for leaf in tensors_in((args, kwargs))]
@@ -204,13 +204,17 @@ class _RecomputeContext:
         return self.open.pop().__exit__(kind, error, trace)
 
 
-def selective_contexts(selective: int) -> Any:
+def selective_contexts(selective: int, compiled: bool = False) -> Any:
     """Return two context managers for one call of a block: one for its original forward, one for
     its recomputation.
 
     The original forward saves the outputs of attention and of every `selective`-th matrix product
     or convolution with weights. Operations that are cheap to recompute are not saved. The first
     context raises InputError if the block writes in place to a saved tensor.
+
+    selective  n: save the output of every n-th product or convolution
+    compiled   whether torch.compile traces the block. There is then no such check, because compiled
+               code writes to no saved tensor
     """
     counted = {False: 0, True: 0}  # products seen in the first forward, and in the second
     saved = _SavedOutputs()
@@ -220,7 +224,7 @@ def selective_contexts(selective: int) -> Any:
         if operation in WEIGHT_MATMUL_OPS:
             kept = counted[context.is_recompute] % selective == 0
             counted[context.is_recompute] += 1
-        if not torch.compiler.is_compiling() and not context.is_recompute:
+        if not compiled and not context.is_recompute:
             if not saved.storages.isdisjoint(_storages(written_tensors(operation, args, kwargs))):
                 raise _overwrites_saved()
             saved.last_is_saved = kept
@@ -229,7 +233,7 @@ def selective_contexts(selective: int) -> Any:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(keep)
-    if POLICY_GETS_OUTPUT or torch.compiler.is_compiling():
+    if POLICY_GETS_OUTPUT or compiled:
         return first, second
     return _Nested(first, saved), second
 
