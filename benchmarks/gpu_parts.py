@@ -43,7 +43,6 @@ from tightfit.measure.calibrate import calibrate, quick_calibrate
 from tightfit.measure.observer import Observer
 from tightfit.measure.verify import compare, observe, observe_settled
 from tightfit.methods import METHODS, materialize
-from tightfit.methods.materialize import weights_dtype
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.record import code_version
 from tightfit.rules import needed_permissions
@@ -116,21 +115,17 @@ def tokens_job(
 
 
 @contextlib.contextmanager
-def drawn_there(plan: tightfit.Plan, device: str) -> Iterator[None]:
-    """Inside this context, weights of new models are drawn on the device and in the plan's type.
+def drawn_there(device: str) -> Iterator[None]:
+    """Inside this context, weights of new models are drawn on the device.
 
     tightfit draws them on the host, for the same values as plain PyTorch: 12 s for a billion weights, too long here.
     """
-    factory, former = materialize.model_factory, torch.get_default_dtype()
+    factory = materialize.model_factory
 
     def make(model: Any, **options: Any) -> Callable[[], torch.nn.Module]:
         def create() -> torch.nn.Module:
-            torch.set_default_dtype(weights_dtype(plan))
-            try:
-                with torch.device(device):
-                    return factory(model, **options)()
-            finally:
-                torch.set_default_dtype(former)
+            with torch.device(device):
+                return factory(model, **options)()
 
         return create
 
@@ -159,7 +154,7 @@ def trained(
     machine: Machine,
     estimate: Estimate | None = None,
     profiled: int = 0,
-    drawn: Callable[[tightfit.Plan, str], contextlib.AbstractContextManager[None]] | None = None,
+    drawn: Callable[[str], contextlib.AbstractContextManager[None]] | None = None,
 ) -> dict[str, Any]:
     """Train the job's steps with the plan: speed, losses, and peaks beside what was predicted of them.
 
@@ -169,7 +164,7 @@ def trained(
     begin_anew(machine.device)
     began = time.perf_counter()
     longer = job.replace(train=job.train.replace(steps=(job.train.steps or 1) + profiled))
-    with drawn(plan, machine.device) if drawn else contextlib.nullcontext():
+    with drawn(machine.device) if drawn else contextlib.nullcontext():
         run = build(longer, plan, machine)
     print(f"{time.perf_counter() - began:.1f} s to build the model", flush=True)
     built_s, observer = time.perf_counter() - began, Observer(run, 0)

@@ -54,10 +54,10 @@ def test_python_blocks_run(document: str, tmp_path: Path, monkeypatch: pytest.Mo
         exec(compile(block, document, "exec"), {})
 
 
-def test_readme_is_short_and_has_five_results() -> None:
+def test_readme_is_short_and_has_six_results() -> None:
     readme = (ROOT / "README.md").read_text()
     results = readme.split(tables.BEGIN)[1].split(tables.END)[0]
-    assert len(results.splitlines()) == 2 + 5
+    assert len(results.splitlines()) == 2 + 6
     assert len(readme.splitlines()) <= 150
 
 

@@ -19,6 +19,7 @@ import tightfit
 from benchmarks import gpu, gpu_parts
 from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, llama_spec, summary_of, variants
 from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER
+from tightfit.methods import materialize
 from tightfit.models.create import model_config
 
 PROGRAM = str(Path(gpu.__file__))
@@ -288,18 +289,14 @@ def test_a_smaller_model_is_trained_after_out_of_memory(monkeypatch: pytest.Monk
         gpu_parts.llama(setup, lambda content: None)
 
 
-def test_a_model_that_takes_too_long_to_create_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The part then trains the next size, and the record says why the first is missing."""
-    family = [("large", {"preset": "llama-3-8b"}), ("small", {"preset": "llama-3.2-1b"})]
-    sizes = {"family": family, "length": 16, "batch": 1, "planned_steps": 10, "attempts": [{}]}
-    saved: list[dict[str, Any]] = []
-    monkeypatch.setattr(gpu_parts, "searched", lambda *_: {"tokens_per_s": 7.0})
-    gpu_parts.llama(gpu_parts.Setup("cpu", sizes, 60.0, tmp_path), lambda content: saved.append(content))
-    assert saved[-1]["model"] == "small"
-    assert [one["model"] for one in saved[-1]["too_large"]] == ["large"]
-    assert "to create" in saved[-1]["too_large"][0]["said"]
-    with pytest.raises(AssertionError, match="none of the family fits"):
-        gpu_parts.llama(gpu_parts.Setup("cpu", sizes, 10.0, tmp_path), lambda content: None)
+def test_weights_are_drawn_on_the_device() -> None:
+    """The large models of the record would take minutes to draw on the host."""
+    job = gpu_parts.tokens_job(CPU["llama"]["family"][1][1], 8, 1, 1, ["bf16"])
+    with gpu_parts.drawn_there("meta"):
+        model = materialize.create_on_device(job.model, torch.device("meta"), torch.bfloat16)
+    assert {(parameter.device.type, parameter.dtype) for parameter in model.parameters()} == {("meta", torch.bfloat16)}
+    model = materialize.create_on_device(job.model, torch.device("cpu"), torch.bfloat16)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
 
 
 def test_json_contains_no_infinity_or_nan() -> None:

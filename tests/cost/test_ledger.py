@@ -183,7 +183,7 @@ def test_the_time_of_micro_batches_contains_the_sums(profilers: dict[str, Profil
     assert clock.step_time(ledger).memory_s == pytest.approx(without.memory_s + sums_s, rel=1e-9)
 
 
-def test_gradients_are_summed_as_shards_where_each_micro_batch_is_reduced(profilers: dict[str, Profiler]) -> None:
+def test_reduced_gradients_are_summed_as_shards(profilers: dict[str, Profiler]) -> None:
     profiler, several = profilers["llama"], MACHINE.replace(devices_per_node=2)
     full = gradient_sum_bytes(profiler, tightfit.Plan(micro_batch=1, dp_replicate=2), several)
     for zero, sync, share in ((2, "step", 1.0), (2, "micro-batch", 0.5), (3, "micro-batch", 0.5), (3, "step", 1.0)):

@@ -23,8 +23,11 @@ from typing import Any
 
 
 def compile_library(folder: Path) -> Path | None:
-    """Returns None where there is no compiler."""
+    """Returns None where there is no compiler, or torch was built for CUDA: then it has a device of its own."""
     import torch
+
+    if torch.version.cuda is not None:
+        return None
 
     here, out = Path(torch.__file__).parent, folder / "stand_in.so"
     include, libraries = here / "include", here / "lib"

@@ -8,15 +8,34 @@ private classes of torch, so other code reaches their members only through the f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam as ParameterRecord
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as ParameterGroup
+
+
+@contextmanager
+def sharding_integers() -> Iterator[None]:
+    """Context manager in which fully_shard also shards parameters of integers, such as weights in 4
+    bits. torch 2.11 creates each shard as a parameter with requires_grad, which integers cannot
+    have; later versions do not."""
+    before = _fsdp_param.nn
+
+    def parameter(data: Tensor, requires_grad: bool | None = None) -> nn.Parameter:
+        return nn.Parameter(data, data.is_floating_point() if requires_grad is None else requires_grad)
+
+    _fsdp_param.nn = SimpleNamespace(Module=nn.Module, Parameter=parameter)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _fsdp_param.nn = before
 
 
 def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
@@ -202,6 +221,7 @@ __all__ = [
     "reduces_gradients",
     "set_padded_shard",
     "sharded_parameter",
+    "sharding_integers",
     "take_new_shard",
     "wrap_all_gather",
 ]

@@ -317,6 +317,9 @@ _TABLE = {
         "lazy_init": ("keeps reduced gradients in fp32", "fp32 shards"),
         "_orig_dtype": ("keeps reduced gradients in fp32", "fp32 shards"),
     },
+    "torch.distributed.fsdp._fully_shard": {
+        "_fsdp_param": ("creates shards of integers, until torch 2.11", "a group of their own"),
+    },
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
         "FSDPParam": ("what fully_shard keeps of a parameter", _OWN_HOOKS),
     },

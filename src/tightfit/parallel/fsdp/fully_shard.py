@@ -43,6 +43,7 @@ from tightfit._torch.fsdp import (
     parameter_groups,
     set_padded_shard,
     sharded_parameter,
+    sharding_integers,
     take_new_shard,
 )
 from tightfit._torch.modules import Conversion, wrap_conversion
@@ -334,7 +335,8 @@ class FullyShardReduction:
         self.shard_axes: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
         rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
         policy = _offload_policy(store)
-        _shard_modules(model, blocks, mesh, gather_dtype, policy)
+        with sharding_integers():
+            _shard_modules(model, blocks, mesh, gather_dtype, policy)
         _sum_gradients(model, mesh)
         for module in model.modules():
             if isinstance(module, FSDPModule) and module is not model:
