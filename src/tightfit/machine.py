@@ -486,6 +486,8 @@ _COMPUTED = {
     "compiled tanh": "tanh",
     "compiled erf": "gelu",
     "compiled pooling": "pooling",
+    "compiled mask": "elementwise",
+    "compiled mask read": "elementwise",
 }
 COMPILED_ARITHMETIC = tuple(_COMPUTED)
 _SHARE_OF_PRODUCTS = {

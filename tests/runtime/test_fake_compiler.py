@@ -69,6 +69,11 @@ class _Kernels(TorchDispatchMode):
         (nn.Tanh(), "compiled tanh", 1),
         (nn.ReLU(), "compiled exp", 0),
         (nn.Dropout(0.5), "compiled random", 1),
+        (nn.Dropout(0.5), "compiled mask", 0),  # part of drawing it
+        (nn.Dropout(0.5), "compiled mask read", 1),  # in backward
+        (nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), "compiled mask", 1),  # where the input is negative
+        (nn.Sequential(nn.ReLU(), nn.Dropout(0.5)), "compiled mask read", 2),
+        (nn.GELU(), "compiled mask", 0),
     ],
     ids=str,
 )

@@ -473,13 +473,35 @@ def _within_kernels(
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-        if dtype is not torch.float32 or device.type != "cpu" or not can_compile(Machine.detect()):
+        if not _measures_kernels(dtype, device):
             return
         values = torch.rand(shape, device=device, requires_grad=times == 1)
         compiled = torch.compile(make, dynamic=False)
         yield values.nbytes, float(times * values.nbytes), lambda: compiled(values)
 
     return cases
+
+
+def _measures_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the arithmetic of compiled kernels is measured in this dtype on this device."""
+    return dtype is torch.float32 and device.type == "cpu" and can_compile(Machine.detect())
+
+
+def _masks_read(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Yield a compiled kernel to time, as a case: it multiplies values by eight masks of booleans. Each
+    element of a mask counts as 4 bytes, like the results in `_within_kernels`."""
+    if not _measures_kernels(dtype, device):
+        return
+    values = torch.rand(2**18, device=device)
+    masks = [torch.rand_like(values) > 0.5 for _ in range(8)]
+
+    def make(values: Tensor, masks: list[Tensor]) -> Tensor:
+        for mask in masks:
+            values = values * mask
+        return values
+
+    compiled = torch.compile(make, dynamic=False)
+    yield values.nbytes, float(len(masks) * values.nbytes), lambda: compiled(values, masks)
 
 
 def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -549,6 +571,8 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "compiled tanh": _within_kernels(_eight(torch.tanh), (2**18,), 8),
     "compiled erf": _within_kernels(_eight(torch.erf), (2**18,), 8),
     "compiled pooling": _within_kernels(partial(functional.max_pool2d, kernel_size=2), (16, 32, 64, 64)),
+    "compiled mask": _within_kernels(lambda values: values > 0.5, (2**21,)),
+    "compiled mask read": _masks_read,
     "update": _update,
     "compiled": _of_bytes(lambda values: values * 2.0, 2),
 }

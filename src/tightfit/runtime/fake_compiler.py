@@ -191,12 +191,27 @@ def _costly_nodes(nodes: list[fx.Node]) -> dict[fx.Node, tuple[str, int]]:
     (kind of arithmetic, such as "compiled exp"; number of elements that it reads or computes)."""
     found = {}
     for node in nodes:
-        kind = _COSTLY_KIND.get(str(node.target).rsplit(".", 1)[0])
+        kind = _kind_of(node)
         made = tensors_in(node.meta.get("val"))
         if kind is not None and made:
             looked_at = math.prod(cast(Any, node.args[1])) if kind == "compiled pooling" else 1
             found[node] = kind, looked_at * made[0].numel()
     return found
+
+
+def _draws_numbers(node: fx.Node, inlined: set[fx.Node]) -> bool:
+    """Return whether the generated kernel of `node` draws random numbers."""
+    stack = [node]
+    while stack:
+        one = stack.pop()
+        if _kind_of(one) == "compiled random":
+            return True
+        stack += [source for source in one.all_input_nodes if source in inlined]
+    return False
+
+
+def _kind_of(node: fx.Node) -> str | None:
+    return _COSTLY_KIND.get(str(node.target).rsplit(".", 1)[0])
 
 
 def _needs_full_read(node: fx.Node) -> bool:
@@ -329,6 +344,7 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
     computed = _costly_nodes(nodes)  # counted once each, inlined nodes too
     # buffers that may be overwritten: the graph's own, and those that forward saved for backward
     own = {node for node in nodes if not node.name.startswith(("primals", "tangents"))}
+    compared = {node for node in plan.kernels if not _draws_numbers(node, plan.inlined)}
 
     def run(arguments: list[Any]) -> Any:
         values: dict[fx.Node, Any] = dict(zip(targets, arguments, strict=True))
@@ -342,11 +358,15 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
             elif node.op == "output":
                 return fx.map_arg(node.args[0], values.get)
             elif node in plan.kernels:
-                inputs = [values[source] for source in plan.kernels[node] if isinstance(values[source], Tensor)]
-                moved = sum(map(_bytes, inputs))
+                inputs = {one: values[one] for one in plan.kernels[node] if isinstance(values[one], Tensor)}
+                moved = sum(map(_bytes, inputs.values()))
+                # a mask of this graph is in a register, because one kernel writes and reads it
+                _see_masks([value for one, value in inputs.items() if one.op == "placeholder"], "compiled mask read")
                 del inputs
                 _reuse(node, plan, values, holders, own)
                 values[node] = _run_generated(node, moved)
+                if node in compared:  # the cost of drawing numbers includes that of the mask
+                    _see_masks(tensors_in(values[node]), "compiled mask")
                 _release(node, plan, values, holders)
             elif node.op == "call_function" and node not in plan.inlined and _can_run(node, values):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
@@ -412,6 +432,14 @@ def _run_generated(node: fx.Node, moved: int) -> Any:
     written = tensors_in(outputs)
     see_kernel(moved + sum(map(_bytes, written)), written[0].dtype)
     return outputs
+
+
+def _see_masks(tensors: list[Tensor], kind: str) -> None:
+    """Report the elements of those `tensors` that are masks, which a generated kernel reads or writes.
+    On a CPU, it converts them one by one."""
+    count = sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.bool)
+    if count:
+        see_kernel(4 * count, torch.float32, kind)
 
 
 def see_kernel(bytes_accessed: int, dtype: torch.dtype, kind: str = "compiled") -> None:
