@@ -115,10 +115,10 @@ def tokens_job(
 
 
 @contextlib.contextmanager
-def drawn_there(device: str) -> Iterator[None]:
+def weights_drawn_on(device: str) -> Iterator[None]:
     """Inside this context, weights of new models are drawn on the device.
 
-    tightfit draws them on the host, for the same values as plain PyTorch: 12 s for a billion weights, too long here.
+    tightfit draws them on the host, as plain PyTorch does. That takes minutes for the largest models.
     """
     factory = materialize.model_factory
 
@@ -154,17 +154,17 @@ def trained(
     machine: Machine,
     estimate: Estimate | None = None,
     profiled: int = 0,
-    drawn: Callable[[str], contextlib.AbstractContextManager[None]] | None = None,
+    on_device: bool = False,
 ) -> dict[str, Any]:
     """Train the job's steps with the plan: speed, losses, and peaks beside what was predicted of them.
 
-    profiled  how many steps more are taken under the profiler, for the table of kernels
-    drawn     a context in which the model is created; None: as tightfit creates it
+    profiled   how many steps more are taken under the profiler, for the table of kernels
+    on_device  draw the weights on the device, which is faster; False: on the host, as tightfit does
     """
     begin_anew(machine.device)
     began = time.perf_counter()
     longer = job.replace(train=job.train.replace(steps=(job.train.steps or 1) + profiled))
-    with drawn(machine.device) if drawn else contextlib.nullcontext():
+    with weights_drawn_on(machine.device) if on_device else contextlib.nullcontext():
         run = build(longer, plan, machine)
     print(f"{time.perf_counter() - began:.1f} s to build the model", flush=True)
     built_s, observer = time.perf_counter() - began, Observer(run, 0)
@@ -471,7 +471,7 @@ def searched(
     one |= {"search_s": time.perf_counter() - began, "chosen": best.plan.differences(), "predicted": predicted_of(best)}
     print(f"{one['search_s']:.1f} s for the search; train with {one['chosen']}", flush=True)
     short = job.replace(train=job.train.replace(steps=sizes["steps"]))
-    return {**trained(short, best.plan, machine, best, sizes["profiled"], drawn_there), "search_s": one["search_s"]}
+    return {**trained(short, best.plan, machine, best, sizes["profiled"], on_device=True), "search_s": one["search_s"]}
 
 
 def weights_of(job: tightfit.Job) -> int:
@@ -619,7 +619,7 @@ def largest(setup: Setup, save: Save) -> None:
         best = estimated(number, plan)
         estimators.clear()
         try:
-            row["trained"] = trained(job_of(number), plan, here, best, drawn=drawn_there)
+            row["trained"] = trained(job_of(number), plan, here, best, on_device=True)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

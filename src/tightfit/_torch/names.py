@@ -318,7 +318,7 @@ _TABLE = {
         "_orig_dtype": ("keeps reduced gradients in fp32", "fp32 shards"),
     },
     "torch.distributed.fsdp._fully_shard": {
-        "_fsdp_param": ("creates shards of integers, until torch 2.11", "a group of their own"),
+        "_fsdp_param": ("lets fully_shard of torch 2.11 shard integers", "a group of their own"),
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param": {
         "FSDPParam": ("what fully_shard keeps of a parameter", _OWN_HOOKS),

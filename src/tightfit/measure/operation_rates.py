@@ -139,7 +139,7 @@ def _table(
 
 
 def _of_second_half(seconds: list[float]) -> float:
-    """Return the median of the later half of the runs, in which a GPU has settled at its power limit."""
+    """Return the median of the second half of the runs. By then a GPU has lowered its clock."""
     return statistics.median(seconds[len(seconds) // 2 :])
 
 

@@ -288,9 +288,9 @@ def _store_what_reads_much(nodes: list[fx.Node], inlined: set[fx.Node], views: s
     again in each kernel that uses them would read too many buffers.
 
     A value that is used several times is stored if it needs more than 4 buffers
-    (`realize_reads_threshold`), any other value if it needs more than 8, or on a CPU since PyTorch
-    2.13 more than 12 (`realize_acc_reads_threshold`). Otherwise the residual stream of a deep model, which is a sum of
-    all blocks' outputs, would be computed from all of them in each block.
+    (`realize_reads_threshold`), any other value if it needs more than 8, or more than 12 on a CPU
+    since PyTorch 2.13 (`realize_acc_reads_threshold`). Otherwise the residual stream of a deep
+    model, which is a sum of all blocks' outputs, would be computed from all of them in each block.
 
     Source: torch/_inductor/ir.py, StorageBox.
     """
