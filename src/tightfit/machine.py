@@ -25,7 +25,7 @@ from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, LINK_ACHIEVED, MEMORY_ACHIEVED, NETWORK_ACHIEVED, USABLE, devices
 from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
 from tightfit.machines.names import find_named
-from tightfit.machines.shapes import cache_speedup, kernel_of, product_share
+from tightfit.machines.shapes import ALIGNMENT, IN_TENSOR_CORES, cache_speedup, kernel_of, product_share, unaligned_share
 from tightfit.units import format_bytes, format_flops
 from tightfit.values import Value, nearest, read_yaml
 
@@ -300,7 +300,14 @@ class Machine(Value):
             return self.bandwidth(size) * _SHARE_OF_BANDWIDTH[kind][dtype in ("bfloat16", "float16")]
         return self.bandwidth(size)
 
-    def achieved_by_shape(self, kind: str, dtype: str, sizes: tuple[float, float, float, float], causal: bool) -> float:
+    def achieved_by_shape(
+        self,
+        kind: str,
+        dtype: str,
+        sizes: tuple[float, float, float, float],
+        causal: bool,
+        alignment: int = ALIGNMENT,
+    ) -> float:
         """Return the rate, in FLOP/s, that a GPU achieves in a matrix product or in attention of one
         shape. Attention counts only the pairs of queries and keys that are not masked.
 
@@ -309,6 +316,7 @@ class Machine(Value):
         sizes   (batches, rows, columns, depth) of the product; for attention those of query x key:
                 (samples x heads, queries, keys, width of a head)
         causal  whether a causal mask hides half of the pairs
+        alignment  of a product: bytes of which the beginnings of its matrices' rows are multiples
 
         A measured rate is that of the calibration's shape with the same size, times the ratio of
         the two shapes' rates by `machines/shapes.py`. Without a measurement, it is the rate of
@@ -319,8 +327,10 @@ class Machine(Value):
         if not kind.startswith("attention"):
             processors = self.processors or _USUAL_PROCESSORS
             units = dtype if _TYPE_OF.get(dtype, "fp8") in self.matrix_flops_per_s else "float32"
-            share = partial(product_share, processors=processors, dtype=units)
+            share = partial(product_share, processors=processors)
             rate, found = self.achieved("product", dtype, size), share(batches, rows, columns, depth)
+            if units in IN_TENSOR_CORES:
+                rate *= unaligned_share(alignment, self.architecture)
             if f"product/{dtype}" not in self.rates:
                 return rate * found
             # the calibration's products have 4 x side, side and side

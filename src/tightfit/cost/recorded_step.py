@@ -88,6 +88,8 @@ class Operation:
     count           number of equal kernels
     computed_share  share of `flops` that the kernel really computes: less than 1 for attention that
                     skips the pairs that a causal mask hides
+    alignment       for a matrix product: bytes of which the beginnings of its matrices' rows are
+                    multiples, at most 16
     """
 
     name: str
@@ -97,6 +99,7 @@ class Operation:
     sizes: tuple[BatchLinear, ...] = ()
     count: BatchLinear = BatchLinear(1.0)
     computed_share: float = 1.0
+    alignment: int = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

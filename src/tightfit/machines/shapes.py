@@ -16,48 +16,62 @@ from functools import lru_cache
 # A matrix product of cuBLAS divides its result into tiles. Each processor computes one tile at a
 # time. (rows, columns) of a tile -> the rate within the tile, as a fraction of the largest tile's:
 # a tile of r x c loads (r + c) numbers for r * c multiplications, so a small tile waits for memory.
-# The fractions, the start of a tile and the penalty of unaligned rows are assumptions of about the
-# size that NVIDIA's "Matrix Multiplication Background" describes; nobody measured them for this.
+# The fractions are assumptions of about the size that NVIDIA's "Matrix Multiplication Background"
+# describes. EleutherAI measured 4,900 products on an A100 (EleutherAI/cookbook, sizing/results):
+# with these figures, large products of single matrices are predicted within 4 % (median).
 TILES = {(256, 128): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 64): 0.55}
-# a tile's start and its write of the result take as long as this many steps along the depth
-TILE_START = 96
+# A tile's start and its write of the result take as long as this many steps along the depth. Those
+# of batched products, from the cookbook's products of queries and keys
+TILE_START, TILE_START_BATCHED = 96, 200
 SPLITS = (1, 2, 4, 8, 16)  # into how many parts a kernel may split the depth of a product
 LARGE = 8192  # width of the square product for which the device table gives a rate
 MAX_SHARE = 1.02  # no shape is faster than this multiple of the large square product
-# elements in 16 bytes: tensor cores load rows that begin at multiples of 16 bytes
-ALIGNED = {"bfloat16": 8, "float16": 8, "tf32": 4, "float8": 16}
-# fraction of the rate that a product reaches whose rows do not begin at multiples of 16 bytes
-UNALIGNED = 0.5
+ALIGNMENT = 16  # bytes: tensor cores are fastest if the rows of all matrices begin at multiples of this
+IN_TENSOR_CORES = ("bfloat16", "float16", "tf32", "float8")
+# Rate of products whose rows begin at multiples of only 4 or 8 bytes, and of only 1 or 2, as a
+# fraction of that of aligned products, by the first number of the architecture. V100 and A100: the
+# cookbook's products of 50,000 columns (odd numbers of columns on a V100: assumed). H100: the head
+# of GPT-2 with 50,257 classes (records/gpu.json); its multiples of 4 bytes and newer devices are
+# assumed to be like it, because their kernels for unaligned rows are those of an A100
+UNALIGNED = {7: (0.95, 0.5), 8: (0.57, 0.28), 9: (0.33, 0.16), 10: (0.33, 0.16), 12: (0.57, 0.28)}
+
+
+def unaligned_share(alignment: int, architecture: str) -> float:
+    """Return the rate of a product whose rows begin at multiples of `alignment` bytes, as a fraction
+    of that of aligned products.
+
+    architecture  such as sm_90. Without one that is known, nothing is lost
+    """
+    generation = architecture.removeprefix("sm_")[:-1]
+    if alignment >= ALIGNMENT or not generation.isdigit() or int(generation) not in UNALIGNED:
+        return 1.0
+    even, odd = UNALIGNED[int(generation)]
+    return even if alignment >= 4 else odd
 
 
 @lru_cache(maxsize=65536)
-def product_share(
-    batches: float, rows: float, columns: float, depth: float, processors: int, dtype: str = "bfloat16"
-) -> float:
+def product_share(batches: float, rows: float, columns: float, depth: float, processors: int) -> float:
     """Return the rate of `batches` matrix products (rows, depth) x (depth, columns) on a GPU, as a
     fraction of the rate of one product of 8192 x 8192 x 8192.
 
     processors  number of the GPU's streaming multiprocessors
-    dtype       torch's name, such as bfloat16, or tf32 or float8
 
     A product is slower if its tiles do not fill the processors (wave quantization) or exceed the
-    result (tile quantization), if its depth is small, so that the start of each tile counts, or if
-    its rows are not aligned to 16 bytes.
+    result (tile quantization), or if its depth is small, so that the start of each tile counts.
 
     Example: (1024, 1024) x (1024, 1024) on 132 processors has 32 tiles of 256 x 128, which keep 32
     processors busy. Its 128 tiles of 128 x 64 keep 128 processors busy at 0.75 of the rate.
 
     Source of the method: NVIDIA, "Matrix Multiplication Background User's Guide", sections 3 to 5.
     """
-    aligned = all(size % ALIGNED.get(dtype, 1) == 0 for size in (columns, depth))
-    whole = _fastest(1.0, LARGE, LARGE, LARGE, processors)
-    return whole / _fastest(batches, rows, columns, depth, processors) * (1.0 if aligned else UNALIGNED)
+    return _fastest(1.0, LARGE, LARGE, LARGE, processors) / _fastest(batches, rows, columns, depth, processors)
 
 
 def _fastest(batches: float, rows: float, columns: float, depth: float, processors: int) -> float:
     """Return the time of a batch of products per multiplication, in units of the time that all
     processors together need for one multiplication in the largest tile. It is 1 at best."""
     times = []
+    one_start = TILE_START if batches == 1 else TILE_START_BATCHED
     for (height, width), speed in TILES.items():
         for high, wide in {(height, width), (width, height)}:
             tiles = batches * math.ceil(rows / high) * math.ceil(columns / wide)
@@ -67,7 +81,7 @@ def _fastest(batches: float, rows: float, columns: float, depth: float, processo
                     break
                 waves = math.ceil(tiles * parts / processors)
                 # the parts of a split product are added: each tile is written and read once more
-                start = TILE_START * (1 if parts == 1 else 2)
+                start = one_start * (1 if parts == 1 else 2)
                 times.append(waves * processors * high * wide * (steps + start) / speed)
     return min(times) / (batches * rows * columns * depth)
 

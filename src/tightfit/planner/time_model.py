@@ -473,7 +473,8 @@ class CostModel:
             batches, rows, columns, depth = (max(size.at(samples), 1.0) for size in operation.sizes)
             if self.any_shape and kind in (PRODUCT, BATCHED):
                 return MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
-            return self.machine.achieved_by_shape(kind, operation.dtype, (batches, rows, columns, depth), causal)
+            sizes = batches, rows, columns, depth
+            return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment)
         kind = f"causal {kind}" if causal else kind
         return self.machine.achieved(kind, operation.dtype, _product_size(operation, samples, flops))
 

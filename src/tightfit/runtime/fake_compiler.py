@@ -22,7 +22,9 @@ import importlib.util
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -370,11 +372,29 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
                 _release(node, plan, values, holders)
             elif node.op == "call_function" and node not in plan.inlined and _can_run(node, values):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
-                values[node] = node.target(*args, **kwargs)
+                with _compiled_operation():
+                    values[node] = node.target(*args, **kwargs)
                 _release(node, plan, values, holders)
         raise AssertionError("a graph without output")
 
     return takes_list(run)
+
+
+_in_graph = ContextVar("_in_graph", default=False)
+
+
+@contextmanager
+def _compiled_operation() -> Iterator[None]:
+    token = _in_graph.set(True)
+    try:
+        yield
+    finally:
+        _in_graph.reset(token)
+
+
+def in_compiled_graph() -> bool:
+    """Return whether the operation that runs now is one of a graph that `fake_backend` runs."""
+    return _in_graph.get()
 
 
 def _can_run(node: fx.Node, values: dict[fx.Node, Any]) -> bool:

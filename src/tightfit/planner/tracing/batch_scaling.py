@@ -124,6 +124,7 @@ class _BatchScaling:
             self.line(small.bytes_accessed.fixed, large.bytes_accessed.fixed),
             tuple(self.line(one.fixed, other.fixed) for one, other in zip(small.sizes, large.sizes, strict=True)),
             computed_share=small.computed_share,
+            alignment=min(small.alignment, large.alignment),
         )
 
 

@@ -97,6 +97,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
                 [_pair(size) for size in one.sizes],
                 _pair(one.count),
                 one.computed_share,
+                one.alignment,
             ]
             for one in operations
         ],
@@ -127,8 +128,9 @@ def from_content(content: Any) -> RecordedStep:
             tuple(map(_read_linear, sizes)),
             _read_linear(count),
             _read_share(computed),
+            _read_count(aligned),
         )
-        for name, dtype, flops, moved, sizes, count, computed in content["operations"]
+        for name, dtype, flops, moved, sizes, count, computed, aligned in content["operations"]
     ]
     timelines = []
     for one in content["timelines"]:

@@ -15,6 +15,7 @@ and 32 backward segments of blocks: those of blocks 2 to 30 are copies of block 
 from __future__ import annotations
 
 import bisect
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -40,12 +41,14 @@ from tightfit._torch.pytree import tree_flatten_with_path
 from tightfit._torch.tensors import next_sequence_number
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
 from tightfit.machine import FLOAT8
+from tightfit.machines.shapes import ALIGNMENT
 from tightfit.methods.attention import probability_count
 from tightfit.models.dataflow import path_of
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
 from tightfit.models.tensors import tensors_in
 from tightfit.planner.tracing.repeated_blocks import record_blocks
 from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, keys_of, storages_of
+from tightfit.runtime.fake_compiler import in_compiled_graph
 from tightfit.runtime.repeated_iterations import iterations_chosen_by
 
 _READ_VALUES = (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default)
@@ -370,9 +373,27 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
         name += CHANNELS_LAST
     moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
     computed = _computed_share(func, name, args, kwargs)
+    sizes = _product_sizes(name, args)
+    aligned = ALIGNMENT
+    if name in _PRODUCTS and not in_compiled_graph():  # the compiler pads rows that are not aligned
+        aligned = _alignment([*(args[at] for at in _PRODUCTS[name]), *outputs])
     return Operation(
-        name, dtype, BatchLinear(float(flops)), BatchLinear(moved), _product_sizes(name, args), computed_share=computed
+        name, dtype, BatchLinear(float(flops)), BatchLinear(moved), sizes, computed_share=computed, alignment=aligned
     )
+
+
+def _alignment(matrices: list[Tensor]) -> int:
+    """Return the largest power of 2, at most 16, of which the beginnings of all rows of the matrices
+    are multiples, in bytes. A row is what lies side by side in memory: a column of a transposed
+    matrix. Batches of matrices have one more dimension, in front."""
+    found = ALIGNMENT
+    for matrix in matrices:
+        steps = [step for size, step in zip(matrix.shape, matrix.stride(), strict=True) if size > 1]
+        if 1 not in steps[-2:]:  # the product copies it first
+            continue
+        for step in (*steps, matrix.storage_offset()):
+            found = math.gcd(found, step * matrix.element_size()) if step != 1 else found
+    return found
 
 
 def _is_channels_last(image: Tensor) -> bool:
