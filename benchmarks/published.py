@@ -260,6 +260,7 @@ def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:
     if settled.plan.devices > 1:
         beside = ("runtime", "allocator") if metric == "allocated" else ("runtime",)
         predicted = their_peak(row, settled) - sum(settled.peak.rows[name] for name in beside)
+        predicted += blocks_of_update(row, settled) if metric != "allocated" else 0.0
     else:
         ledger = as_their_loop(settled.ledger, row["loop"])
         peak = max(
@@ -285,15 +286,34 @@ def communicators_of(row: dict[str, Any], plan: Plan) -> int:
 
 def their_peak(row: dict[str, Any], settled: Estimate) -> float:
     """The peak of a device, with the bytes of their loop's gradients where they are known: while activations are saved,
-    or in the update. Beside master weights, 4 bytes for each parameter are predicted."""
+    or in the update. Beside master weights, 4 bytes for each parameter are predicted, from the first backward of a step on."""
     plan, rows, peak = settled.plan, settled.peak.rows, settled.peak_bytes
     given = row["loop"].get("gradients", {}).get(plan.precision)
     if not plan.master_weights or given is None:
         return peak
     before, copies = given["before_update"], given["copies_in_update"] / (plan.shards if plan.zero else 1)
+    if row["loop"].get("ddp_buckets") and plan.data_parallel > 1 and not plan.zero:
+        before += 2
     for_each = rows["gradients"] / 4
+    if row["loop"].get("keeps_gradients"):
+        for_each = rows["parameters"] / 2
+        peak += 4 * for_each - rows["gradients"]
     in_update = rows["parameters"] + rows["optimizer"] + rows["runtime"] + (before + copies) * for_each
     return max(peak + (before - 4) * for_each, in_update)
+
+
+def blocks_of_update(row: dict[str, Any], settled: Estimate) -> float:
+    """Bytes that torch's allocator reserves in addition for the buckets in which DeepSpeed reduces gradients and gathers
+    updated weights: without expandable segments, the memory of freed activations, each of which is smaller, cannot serve
+    them. The flat fp32 gradients of its update need none: their memory was allocated before the first activations."""
+    plan, bucket = settled.plan, row["loop"].get("bucket", 0)
+    if not bucket or not plan.master_weights or plan.data_parallel == 1 or plan.allocator == "tuned":
+        return 0.0
+    count = settled.peak.rows["parameters"] / 2
+    gathered = 2 * count / max(count // bucket, 1) if plan.zero else 0.0
+    if plan.precision == "fp16-true":
+        return 2 * min(bucket, count) + gathered
+    return max(4 * min(bucket, count), gathered)  # gradients in fp32, whose bucket is free again before the weights'
 
 
 def as_their_loop(ledger: Ledger, loop: dict[str, Any]) -> Ledger:

@@ -486,6 +486,7 @@ _NEAREST = {
     "channels-last convolution backward": "convolution backward",
     "channels-last pooling": "pooling",
     "batch norm": "reduction",
+    "gelu backward": "gelu",
     "16-bit dropout": "random",
 }
 # arithmetic inside compiled kernels, beside their memory access -> the nearest eager operation on a

@@ -338,24 +338,25 @@ def _blocked_backward(dtype: torch.dtype, device: torch.device) -> Iterator[Case
         yield _attention_size(length, device), 4 * _pair_flops(length, device, pairs), work
 
 
-def _of_bytes(make: Callable[[Tensor], Tensor], touched: int) -> Callable[..., Iterator[Case]]:
-    """Return a function (dtype, device) -> the cases of an operation on one tensor, at several
-    sizes. A case is (size, bytes accessed, function to time).
+def _of_bytes(make: Callable[..., Tensor], touched: int, inputs: int = 1) -> Callable[..., Iterator[Case]]:
+    """Return a function (dtype, device) -> the cases of an operation on tensors of one shape, at
+    several sizes. A case is (size, bytes accessed, function to time).
 
     make     the operation
-    touched  bytes that the operation accesses, divided by the bytes of the tensor: 2 if it reads
-             the tensor and writes a result of the same size
+    touched  bytes that the operation accesses, divided by the bytes of a tensor: 2 if it reads one
+             tensor and writes a result of the same size
+    inputs   number of tensors that it takes
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         for moved in _bytes(device):
             shape = (max(moved // touched // dtype.itemsize // 512, 1), 512)
 
-            def inputs(shape: tuple[int, int] = shape) -> tuple[Tensor, ...]:
-                return (_random(shape, dtype, device),)
+            def tensors(shape: tuple[int, int] = shape) -> tuple[Tensor, ...]:
+                return tuple(_random(shape, dtype, device) for _ in range(inputs))
 
             exact = float(touched * shape[0] * shape[1] * dtype.itemsize)
-            yield moved, exact, _in_turn(make, inputs)
+            yield moved, exact, _in_turn(make, tensors)
 
     return cases
 
@@ -552,6 +553,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "elementwise": _of_bytes(lambda values: values * 2.0, 2),
     "transcendental": _of_bytes(functional.silu, 2),
     "gelu": _of_bytes(functional.gelu, 2),
+    "gelu backward": _of_bytes(torch.ops.aten.gelu_backward, 3, inputs=2),
     "tanh": _of_bytes(torch.tanh, 2),
     "random": _of_bytes(lambda values: values.bernoulli_(0.9), 2),
     "16-bit dropout": _of_bytes(lambda values: dropout_noise(values[:0], list(values.shape), 0.1), 1),

@@ -62,7 +62,8 @@ _KINDS = {
         "aten.log",
     ),
     "tanh": ("aten.tanh",),
-    "gelu": ("aten.gelu", "aten.gelu_backward"),
+    "gelu": ("aten.gelu",),
+    "gelu backward": ("aten.gelu_backward",),
     "random": ("aten.native_dropout", "aten.bernoulli_", "aten.bernoulli", "aten.rand", "aten.rand_like"),
     "16-bit dropout": ("tightfit.dropout_noise",),
     "cast": ("aten._to_copy",),
@@ -105,6 +106,10 @@ DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}
 
 # name of the messages for which forward and backward wait, such as the all-reduces of tp
 BLOCKING = "activations"
+# Queries in a block of torch's attention kernel on CPUs (FlashAttentionKernel.cpp; more for long
+# sequences). A block that is not full is hardly faster: of 145 to 513 queries, one less than a
+# multiple of 32 takes as long as the multiple within 12 %
+QUERY_BLOCK = 32
 # share of overlapped copies between a device and its host that no computation hides
 EXPOSED_SHARE = 0.05
 # Collectives use processors and memory bandwidth of the device, so that computation which overlaps
@@ -475,8 +480,12 @@ class CostModel:
                 return MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
             sizes = batches, rows, columns, depth
             return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment)
-        kind = f"causal {kind}" if causal else kind
-        return self.machine.achieved(kind, operation.dtype, _product_size(operation, samples, flops))
+        masked = f"causal {kind}" if causal else kind
+        rate = self.machine.achieved(masked, operation.dtype, _product_size(operation, samples, flops))
+        if kind in (ATTENTION, ATTENTION_BACKWARD) and operation.sizes:
+            queries = max(operation.sizes[1].at(samples), 1.0)
+            rate *= queries / QUERY_BLOCK / math.ceil(queries / QUERY_BLOCK)
+        return rate
 
     def _allocation_s(self, ledger: Ledger) -> float:
         """Return the seconds of page faults in a step on a CPU; 0 on a GPU.
