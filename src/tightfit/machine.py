@@ -25,7 +25,14 @@ from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, LINK_ACHIEVED, MEMORY_ACHIEVED, NETWORK_ACHIEVED, USABLE, devices
 from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
 from tightfit.machines.names import find_named
-from tightfit.machines.shapes import ALIGNMENT, IN_TENSOR_CORES, cache_speedup, kernel_of, product_share, unaligned_share
+from tightfit.machines.shapes import (
+    ALIGNMENT,
+    IN_TENSOR_CORES,
+    cache_speedup,
+    kernel_of,
+    product_share,
+    unaligned_share,
+)
 from tightfit.units import format_bytes, format_flops
 from tightfit.values import Value, nearest, read_yaml
 
@@ -33,7 +40,7 @@ from tightfit.values import Value, nearest, read_yaml
 class Figure(Value):
     """One number of a machine, its source, and a detail about the source in words. The sources are:
 
-    measured   by a calibration on this machine (about a minute)
+    measured   by a calibration on this machine (about two minutes)
     glance     by a quick calibration on this machine (seconds)
     published  by the maker
     system     read from the operating system

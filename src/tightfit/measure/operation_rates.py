@@ -50,6 +50,7 @@ ALONE_S = 0.2  # the same for a kind that has only one case
 SUSTAINED_S = 0.15
 # quick calibration: least seconds of a case, and how many cases of each kind, beginning with the smallest
 GLANCE_S, GLANCE_CASES = 0.003, 3
+ROUNDS = 2  # of a calibration of a CPU
 
 Work = Callable[[], object]
 Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to time
@@ -72,7 +73,7 @@ def measure_rates(
     pace   times the control around each measurement
     say    called with a line of text before each measurement
     quick  if True, leave out large sizes and compiled kernels. This takes about two seconds;
-           otherwise it takes about a minute on two cores
+           otherwise it takes about two minutes on two cores
     """
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":
@@ -91,13 +92,17 @@ def _rates_of_kinds(
     device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool
 ) -> dict[str, dict[int, float]]:
     """Return the rates of all kinds of operations but "fetch". The arguments and the result are those
-    of `measure_rates`."""
-    rates: dict[str, dict[int, float]] = {}
-    for name, dtype in DTYPES.items():
-        for kind, cases in _KINDS.items():
-            if quick and kind in COMPILED_ARITHMETIC:
+    of `measure_rates`.
+
+    On a CPU, each kind is timed twice, half a minute apart, because other users of the machine take
+    a part of its memory bandwidth that changes: the result is of the mean of both times."""
+    rounds: list[dict[str, dict[int, float]]] = []
+    for again in range(1 if quick or device.type == "cuda" else ROUNDS):
+        rounds.append({})
+        for (name, dtype), (kind, cases) in itertools.product(DTYPES.items(), _KINDS.items()):
+            if (quick or again) and kind in COMPILED_ARITHMETIC:
                 continue
-            say(f"{kind} in {name}")
+            say(f"{kind} in {name}{', again' if again else ''}")
             if quick:
                 table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S, min)
             elif device.type == "cuda" and kind in _LIMITED_BY_POWER:
@@ -108,8 +113,14 @@ def _rates_of_kinds(
                 )
             control_s = pace.control_around_s()
             if table:
-                rates[f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
-    return rates
+                rounds[-1][f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
+    return {
+        key: {
+            size: statistics.harmonic_mean([one[key][size] for one in rounds if size in one.get(key, {})])
+            for size in table
+        }
+        for key, table in rounds[0].items()
+    }
 
 
 def _table(
