@@ -48,7 +48,8 @@ def targets(count: int, classes: int) -> Tensor:
 
 def check_attention() -> None:
     """Two blocks of queries in batches of 2 x 2 heads, with a bias of each shape that broadcasts to them."""
-    attention.QUERY_BLOCK, rows = 3, attention.QUERY_BLOCK
+    before = attention.QUERY_BLOCK, attention.MOST_QUERIES
+    attention.QUERY_BLOCK = attention.MOST_QUERIES = 3
     try:
         shapes = [None, (2, 2, 5, 5), (1, 2, 5, 5), (2, 1, 1, 5), (1, 1, 5, 1)]
         for causal in (False, True):
@@ -67,7 +68,7 @@ def check_attention() -> None:
 
                     assert gradcheck(output, (*inputs, bias))
     finally:
-        attention.QUERY_BLOCK = rows
+        attention.QUERY_BLOCK, attention.MOST_QUERIES = before
 
 
 def check_linear_cross_entropy() -> None:

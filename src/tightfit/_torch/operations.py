@@ -28,6 +28,12 @@ foreach_norm = torch._foreach_norm
 scaled_mm = torch._scaled_mm
 
 
+def softmax_backward_(gradient: torch.Tensor, output: torch.Tensor) -> None:
+    """Replace the gradient of a softmax over the last dimension by that of its input, in place. Both
+    tensors have the shape and the dtype of the softmax's `output`."""
+    _ATEN._softmax_backward_data.out(gradient, output, -1, output.dtype, grad_input=gradient)
+
+
 def schema_of(operation: Any) -> torch.FunctionSchema:
     """Return the schema of an operation: its name, its arguments, and which of the arguments it
     writes to."""
@@ -52,4 +58,5 @@ __all__ = [
     "foreach_norm",
     "scaled_mm",
     "schema_of",
+    "softmax_backward_",
 ]

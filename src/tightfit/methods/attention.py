@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from tightfit._torch.operations import softmax_backward_
 from tightfit.cost.ledger import cost_in_trace
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
@@ -45,7 +46,8 @@ FIELDS = ("attention",)
 TRACED_FIELDS = ("attention",)
 VARIANTS = ({"attention": "blocked"},)
 NAME = "tightfit_blocked"
-QUERY_BLOCK = 64  # queries in a block
+QUERY_BLOCK = 64  # queries in a block under a causal mask, where small blocks skip more of the pairs
+MOST_QUERIES = 512  # the same without a mask: blocks of equal size, as few as possible
 MAX_LENGTH = 1024  # tokens; up to this length, blocks are faster than the fused kernel on a CPU
 
 
@@ -187,9 +189,12 @@ def query_blocks(length: int, causal: bool) -> Iterator[tuple[int, int, int]]:
     length  number of queries, which is also the number of keys
     causal  whether a query sees only the keys up to its own position. Then `keys` is `end`,
             otherwise `length`
+
+    Example: 197 queries without a mask are one block; with a causal mask, 64 + 64 + 64 + 5.
     """
-    for start in range(0, length, QUERY_BLOCK):
-        end = min(start + QUERY_BLOCK, length)
+    size = QUERY_BLOCK if causal else math.ceil(length / math.ceil(length / MOST_QUERIES))
+    for start in range(0, length, size):
+        end = min(start + size, length)
         yield start, end, end if causal else length
 
 
@@ -235,16 +240,17 @@ def blocked_attention(
     for (start, end, keys), probabilities in zip(
         query_blocks(length, causal), probability_views(kept, batch * heads, length, causal), strict=True
     ):
-        scores = torch.bmm(query[:, start:end], key[:, :keys].transpose(1, 2))
+        # in place: the softmax of another tensor takes half as long again
+        torch.bmm(query[:, start:end], key[:, :keys].transpose(1, 2), out=probabilities)
         if bias is not None:
-            scores += bias[:, :, start:end, :keys].reshape(scores.shape)
+            probabilities += bias[:, :, start:end, :keys].reshape(probabilities.shape)
         if causal:
-            scores[:, :, start:] += causal_mask(end - start, scores)
-        torch.softmax(scores, -1, out=probabilities)
+            probabilities[:, :, start:] += causal_mask(end - start, probabilities)
+        torch.softmax(probabilities, -1, out=probabilities)
         used = probabilities
         if noise is not None:
             factors = next(factors_of_blocks)
-            used = torch.mul(probabilities, factors, out=scores)
+            used = probabilities * factors
             probabilities.copysign_(factors.sub(factor / 2))
         output[:, :, start:end] = torch.bmm(used, value[:, :keys]).view(batch, heads, end - start, width)
     return output, kept.view(batch * heads, -1)
@@ -304,7 +310,7 @@ def blocked_attention_backward(
     gradient             gradient of the output, (batch, heads, length, width)
     query, key, value    the inputs of the forward, (batch, heads, length, width); the query is
                          already scaled
-    output               the output of the forward, (batch, heads, length, width)
+    output               the output of the forward, (batch, heads, length, width), for dropout
     saved_probabilities  the probabilities of all blocks of queries, which the forward returned
     causal               whether a query sees only the keys up to its own position
     bias                 the shape of the bias; None if there is no bias, or if its gradient is not
@@ -315,16 +321,16 @@ def blocked_attention_backward(
     or is an empty tensor if `bias` is None.
     """
     batch, heads, length, width = query.shape
-    gradient, query, key, value, output = (
-        part.reshape(batch * heads, length, width) for part in (gradient, query, key, value, output)
-    )
+    gradient, query, key, value = (part.reshape(batch * heads, length, width) for part in (gradient, query, key, value))
     # Created by shape: empty_like would copy the strides of the inputs, which are views with
     # another order of dimensions if the batch size is 1.
-    grad_query, grad_key, grad_value = (make(query.shape) for make in (query.new_empty, key.new_zeros, value.new_zeros))
+    grad_query = query.new_empty(query.shape)
+    grad_key, grad_value = ((new.new_zeros if causal else new.new_empty)(new.shape) for new in (key, value))
     grad_bias = query.new_zeros([0] if bias is None else bias)
-    wide = torch.promote_types(query.dtype, torch.float32)
-    mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
     if factor is not None:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        output = output.reshape(gradient.shape)
+        mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
         gradient = gradient * factor
     parts = zip(
         query_blocks(length, causal),
@@ -334,14 +340,15 @@ def blocked_attention_backward(
     for (start, end, keys), probabilities in parts:
         rows = gradient[:, start:end]
         used = probabilities if factor is None else probabilities.relu()
-        grad_value[:, :keys].baddbmm_(used.transpose(1, 2), rows)
+        kept = 0 if start == 0 else 1  # the first block begins the sums
+        grad_value[:, :keys].baddbmm_(used.transpose(1, 2), rows, beta=kept)
         grad_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2))
         if factor is None:
-            grad_scores.sub_(mean[:, start:end]).mul_(probabilities)
+            softmax_backward_(grad_scores, probabilities)
         else:
             grad_scores.mul_(used).addcmul_(probabilities.abs(), mean[:, start:end], value=-1)
         grad_query[:, start:end] = torch.bmm(grad_scores, key[:, :keys])
-        grad_key[:, :keys].baddbmm_(grad_scores.transpose(1, 2), query[:, start:end])
+        grad_key[:, :keys].baddbmm_(grad_scores.transpose(1, 2), query[:, start:end], beta=kept)
         if bias is not None:
             slice_ = grad_bias[:, :, slice(start, end) if bias[2] > 1 else slice(None), : keys if bias[3] > 1 else 1]
             slice_ += grad_scores.view(batch, heads, end - start, keys).sum_to_size(slice_.shape)
