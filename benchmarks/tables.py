@@ -428,10 +428,9 @@ is fitted to the pairs.
 {_worst_times(bf16["pairs"])}
 The machine was shared with others. A fixed piece of work (a control) was timed beside each step, and
 times are given at the pace of the calibration. The pace moved between {min(pace):.2f} and
-{max(pace):.2f} times that of the calibration, and the control follows it only in part. {again} pairs
-were off by more than 20 % and ran twice more; the median of their three runs counts. Figures of
-memory do not depend on the pace. The process memory of this record was predicted by a rule that has
-changed since (`src/tightfit/planner/allocators/glibc.py`).
+{max(pace):.2f} times that of the calibration, and the control follows it only in part. A pair that is
+off by more than 20 % runs twice more, and the median of its three runs counts: {again or "no"} pairs
+here. Figures of memory do not depend on the pace.
 
 ### In fp32
 
