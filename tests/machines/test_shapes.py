@@ -116,7 +116,7 @@ def test_products_on_an_a100_follow_measurements(case: tuple[tuple[int, int, int
     assert rate == pytest.approx(A100[case], rel=0.3)
 
 
-def test_unaligned_rows_matter_only_to_the_kernels_that_need_alignment() -> None:
+def test_unaligned_rows_slow_only_some_kernels() -> None:
     volta, other = Machine.named("v100-32gb"), Machine.named("mi300x")
     sizes = (1.0, 8192.0, 50257.0, 4096.0)
 

@@ -157,6 +157,10 @@ _TABLE = {
         "_scaled_dot_product_flash_attention_backward": ("its backward", _FLEX),
         "_scaled_dot_product_flash_attention_for_cpu": ("the same on a CPU", _FLEX),
         "_scaled_dot_product_flash_attention_for_cpu_backward": ("its backward", _FLEX),
+        "_softmax_backward_data": (
+            "a softmax's gradient in place, in blocked attention",
+            "two operations: subtract, multiply",
+        ),
         "_scaled_dot_product_efficient_attention": ("the same with a mask", _FLEX),
         "_scaled_dot_product_efficient_attention_backward": ("its backward", _FLEX),
         "_scaled_dot_product_cudnn_attention": (

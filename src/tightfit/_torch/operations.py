@@ -20,6 +20,7 @@ EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention
 EFFICIENT_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward
 CUDNN_ATTENTION = _ATEN._scaled_dot_product_cudnn_attention
 MPS_ATTENTION = _ATEN._scaled_dot_product_attention_math_for_mps
+_SOFTMAX_BACKWARD = _ATEN._softmax_backward_data
 
 # one call for many tensors
 foreach_copy_ = torch._foreach_copy_
@@ -31,7 +32,7 @@ scaled_mm = torch._scaled_mm
 def softmax_backward_(gradient: torch.Tensor, output: torch.Tensor) -> None:
     """Replace the gradient of a softmax over the last dimension by that of its input, in place. Both
     tensors have the shape and the dtype of the softmax's `output`."""
-    _ATEN._softmax_backward_data.out(gradient, output, -1, output.dtype, grad_input=gradient)
+    _SOFTMAX_BACKWARD(gradient, output, -1, output.dtype, grad_input=gradient)
 
 
 def schema_of(operation: Any) -> torch.FunctionSchema:
