@@ -286,7 +286,7 @@ def communicators_of(row: dict[str, Any], plan: Plan) -> int:
 
 def their_peak(row: dict[str, Any], settled: Estimate) -> float:
     """The peak of a device, with the bytes of their loop's gradients where they are known: while activations are saved,
-    or in the update. Beside master weights, 4 bytes for each parameter are predicted, from the first backward of a step on."""
+    or in the update. tightfit predicts 4 bytes for each parameter, beside master weights and after the first backward."""
     plan, rows, peak = settled.plan, settled.peak.rows, settled.peak_bytes
     given = row["loop"].get("gradients", {}).get(plan.precision)
     if not plan.master_weights or given is None:
@@ -303,9 +303,12 @@ def their_peak(row: dict[str, Any], settled: Estimate) -> float:
 
 
 def blocks_of_update(row: dict[str, Any], settled: Estimate) -> float:
-    """Bytes that torch's allocator reserves in addition for the buckets in which DeepSpeed reduces gradients and gathers
-    updated weights: without expandable segments, the memory of freed activations, each of which is smaller, cannot serve
-    them. The flat fp32 gradients of its update need none: their memory was allocated before the first activations."""
+    """Bytes that torch's allocator reserves in addition for DeepSpeed's buckets.
+
+    DeepSpeed reduces gradients and gathers updated weights in buckets. Freed activations are smaller, so without
+    expandable segments their memory cannot serve a bucket. The flat fp32 gradients of its update need none: their
+    memory was allocated before the first activations.
+    """
     plan, bucket = settled.plan, row["loop"].get("bucket", 0)
     if not bucket or not plan.master_weights or plan.data_parallel == 1 or plan.allocator == "tuned":
         return 0.0

@@ -86,6 +86,20 @@ def test_time_follows_computed_pairs_and_their_kernel_s_rate() -> None:
     assert slower.operation_s(half, 1) == pytest.approx(slower.operation_s(full, 1)) == pytest.approx(1.0)
 
 
+def test_a_cpu_computes_whole_blocks_of_queries() -> None:
+    """145 queries take as long as 160: 5 blocks of 32."""
+
+    def seconds(queries: float, device: str) -> float:
+        sizes = tuple(map(BatchLinear, (64.0, queries, queries, 64.0)))
+        name, flops = "aten._scaled_dot_product_flash_attention_for_cpu", BatchLinear(1e9 * queries)
+        here = machine({"attention": 1e12}).replace(device=device)
+        return CostModel(here).operation_s(Operation(name, "float32", flops, BatchLinear(1.0), sizes), 1)
+
+    assert seconds(145, "cpu") == pytest.approx(seconds(160, "cpu"))
+    assert seconds(129, "cpu") == pytest.approx(seconds(160, "cpu"))
+    assert seconds(128, "cpu") == pytest.approx(0.8 * seconds(160, "cpu"))
+
+
 def test_causal_attention_is_faster_with_the_same_flops() -> None:
     """GPT-2 with the mask that its kernel knows, and the same work without one."""
     estimator = Estimator(cases.job("gpt2"), Machine.named("l4"))

@@ -17,8 +17,8 @@ from functools import lru_cache
 # time. (rows, columns) of a tile -> the rate within the tile, as a fraction of the largest tile's:
 # a tile of r x c loads (r + c) numbers for r * c multiplications, so a small tile waits for memory.
 # The fractions are assumptions of about the size that NVIDIA's "Matrix Multiplication Background"
-# describes. EleutherAI measured 4,900 products on an A100 (EleutherAI/cookbook, sizing/results):
-# with these figures, large products of single matrices are predicted within 4 % (median).
+# describes. They agree with the 4,900 products that EleutherAI measured on an A100
+# (EleutherAI/cookbook, sizing/results); tests/machines/test_shapes.py has some of them.
 TILES = {(256, 128): 1.0, (128, 128): 0.92, (128, 64): 0.75, (64, 64): 0.55}
 # A tile's start and its write of the result take as long as this many steps along the depth. Those
 # of batched products, from the cookbook's products of queries and keys
@@ -28,11 +28,11 @@ LARGE = 8192  # width of the square product for which the device table gives a r
 MAX_SHARE = 1.02  # no shape is faster than this multiple of the large square product
 ALIGNMENT = 16  # bytes: tensor cores are fastest if the rows of all matrices begin at multiples of this
 IN_TENSOR_CORES = ("bfloat16", "float16", "tf32", "float8")
-# Rate of products whose rows begin at multiples of only 4 or 8 bytes, and of only 1 or 2, as a
-# fraction of that of aligned products, by the first number of the architecture. V100 and A100: the
-# cookbook's products of 50,000 columns (odd numbers of columns on a V100: assumed). H100: the head
-# of GPT-2 with 50,257 classes (records/gpu.json); its multiples of 4 bytes and newer devices are
-# assumed to be like it, because their kernels for unaligned rows are those of an A100
+# Rate of products whose rows are not aligned, as a fraction of that of aligned products. By the first
+# number of the architecture: (rows begin at multiples of 4 or 8 bytes, of 1 or 2 bytes).
+# V100 and A100: the cookbook's products of about 50,000 columns; the second figure of a V100 is
+# assumed. H100: the head of GPT-2 with 50,257 classes (records/gpu.json) gave the second figure; the
+# first is assumed. Newer devices are assumed to be like one of these
 UNALIGNED = {7: (0.95, 0.5), 8: (0.57, 0.28), 9: (0.33, 0.16), 10: (0.33, 0.16), 12: (0.57, 0.28)}
 
 

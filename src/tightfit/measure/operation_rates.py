@@ -94,8 +94,8 @@ def _rates_of_kinds(
     """Return the rates of all kinds of operations but "fetch". The arguments and the result are those
     of `measure_rates`.
 
-    On a CPU, each kind is timed twice, half a minute apart, because other users of the machine take
-    a part of its memory bandwidth that changes: the result is of the mean of both times."""
+    On a CPU, each kind is timed twice, half a minute apart, and the mean of both times counts. Other
+    users of the machine take a share of its memory bandwidth that changes."""
     rounds: list[dict[str, dict[int, float]]] = []
     for again in range(1 if quick or device.type == "cuda" else ROUNDS):
         rounds.append({})

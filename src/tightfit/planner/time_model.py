@@ -107,9 +107,8 @@ DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}
 # name of the messages for which forward and backward wait, such as the all-reduces of tp
 BLOCKING = "activations"
 # Queries in a block of torch's attention kernel on CPUs (FlashAttentionKernel.cpp; more for long
-# sequences). A block that is not full is hardly faster: of 145 to 513 queries, one less than a
-# multiple of 32 takes as long as the multiple within 12 %
-QUERY_BLOCK = 32
+# sequences). A block that is not full is hardly faster: 145 queries take about as long as 160
+KERNEL_QUERIES = 32
 # share of overlapped copies between a device and its host that no computation hides
 EXPOSED_SHARE = 0.05
 # Collectives use processors and memory bandwidth of the device, so that computation which overlaps
@@ -484,7 +483,7 @@ class CostModel:
         rate = self.machine.achieved(masked, operation.dtype, _product_size(operation, samples, flops))
         if kind in (ATTENTION, ATTENTION_BACKWARD) and operation.sizes:
             queries = max(operation.sizes[1].at(samples), 1.0)
-            rate *= queries / QUERY_BLOCK / math.ceil(queries / QUERY_BLOCK)
+            rate *= queries / KERNEL_QUERIES / math.ceil(queries / KERNEL_QUERIES)
         return rate
 
     def _allocation_s(self, ledger: Ledger) -> float:
