@@ -24,13 +24,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.nccl import communicator_bytes
@@ -55,6 +58,7 @@ FOLDER = Path(__file__).parent / "published"
 FRAMEWORKS = "frameworks.yaml"
 ALLOW = ["bf16", "fp16", "tf32", "float8", "8-bit-states", "4-bit-states", "bf16-states", "offload"]
 ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is compared
+FUSED_SOFTMAX = "fused_softmax"
 LEAST_RUNS = 3  # of a machine and framework, for a factor on their speed
 
 
@@ -102,7 +106,29 @@ def job_of(row: dict[str, Any]) -> Job:
     given = {name: row[name] for name in ("momentum", "clip") if name in row}
     train = Train(optimizer=row["optimizer"], batch=row["batch"], steps=1000, **given)
     loss = NARROW_LOSS if row["loop"].get("narrow_loss") else None
-    return Job(model=row["model"], data=row["data"], loss=loss, allow=ALLOW, train=train)
+    model = row["model"]
+    if row["loop"].get("fused_softmax") and model.get("attn_implementation") == "eager":
+        register_fused_softmax()
+        model = {**model, "attn_implementation": FUSED_SOFTMAX}
+    return Job(model=model, data=row["data"], loss=loss, allow=ALLOW, train=train)
+
+
+@cache
+def register_fused_softmax() -> None:
+    """Make `fused_softmax_attention` an attention of transformers, by the name FUSED_SOFTMAX."""
+    AttentionInterface.register(FUSED_SOFTMAX, fused_softmax_attention)
+    AttentionMaskInterface.register(FUSED_SOFTMAX, lambda *_, **__: None)
+
+
+def fused_softmax_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention with the kernels of Megatron's, for a trace: the product scales the scores, and one kernel masks them
+    and takes their softmax. Here they are not masked, which takes the same bytes."""
+    scores = torch.matmul(query * (scaling or query.shape[-1] ** -0.5), key.transpose(-1, -2))
+    weights = functional.dropout(functional.softmax(scores, dim=-1), dropout, module.training)
+    return torch.matmul(weights, value).transpose(1, 2), None
 
 
 def narrow_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

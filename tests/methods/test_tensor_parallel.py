@@ -120,6 +120,43 @@ def test_indivisible_positions_are_padded(size: int, recompute: str) -> None:
         assert cases.distance(weights, expected[1]) < 1e-6
 
 
+def saved_sizes(fields: dict[str, Any]) -> list[int]:
+    """How many elements each tensor has that autograd saves in the forward of a micro-batch."""
+    run = built(cases.LLAMA, fields)
+    batch = to_device(next(iter(run.data.steps(0, None)))[0], run)
+    run.loss_sum(batch).backward()  # compiled without the hooks
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run.loss_sum(batch).backward()
+    return list(found.values())
+
+
+@pytest.mark.parametrize("length", [16, 13])
+def test_compiled_blocks_gather_their_inputs_again(length: int) -> None:
+    """They train as plain PyTorch does."""
+    expected = trained(cases.LLAMA, {}, length)
+    fields = {"tp": 2, "sequence_parallel": True, "compile": "block"}
+    for losses, weights in together(2, HERE + "trained", cases.LLAMA, fields, length):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 1e-6
+
+
+def test_compiled_blocks_save_shards_of_their_inputs() -> None:
+    """Of each of 4 blocks, the inputs of two norms and of two groups of products are shards."""
+    whole, sharded = (
+        together(2, HERE + "saved_sizes", {"tp": 2, "sequence_parallel": sequences, "compile": "block"})[0]
+        for sequences in (False, True)
+    )
+    hidden = 4 * 16 * 32
+    assert whole.count(hidden) - sharded.count(hidden) == 4 * 4
+    assert sum(sharded) < sum(whole)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_indivisible_positions_are_padded_in_a_pipeline(schedule: str) -> None:
     expected = trained(cases.LLAMA, {}, 13)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from tightfit._torch.tensors import storage_id
 from tightfit.distributed.collectives import all_gather, reduce_scatter
@@ -170,11 +171,18 @@ class SequenceParallel:
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if not self.gathers_again or not hidden.requires_grad:
-            return _AllGather.apply(hidden, self.length, self.group, None)
+            return self._gather_and_keep(hidden, None)
+        if torch.compiler.is_compiling():  # the compiler recomputes what a checkpoint contains, here the gather
+            return checkpoint(self._gather_and_keep, hidden, None, use_reentrant=False, preserve_rng_state=False)
         kept = _SavedShard(hidden.detach(), self.length, self.group)
-        whole = _AllGather.apply(hidden, self.length, self.group, kept)
-        whole.kept = kept
+        whole = self._gather_and_keep(hidden, kept)
+        whole.kept = kept  # type: ignore[attr-defined]
         kept.storage = storage_id(whole)
+        return whole
+
+    def _gather_and_keep(self, hidden: Tensor, kept: _SavedShard | None) -> Tensor:
+        """Return the all-gathered tensor of `hidden`, whose backward ends the life of `kept`."""
+        whole: Tensor = _AllGather.apply(hidden, self.length, self.group, kept)
         return whole
 
 
@@ -191,9 +199,9 @@ def regathers_inputs(plan: Plan) -> bool:
     backward, so that backward has to all-gather the full input again.
 
     They do not if blocks are recomputed or activations offloaded, where the full input is not kept on the
-    device anyway. They do not in compiled blocks either.
+    device anyway.
     """
-    return plan.recompute in ("none", "attention") and "activations" not in plan.offload and plan.compile == "none"
+    return plan.recompute in ("none", "attention") and "activations" not in plan.offload
 
 
 def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
