@@ -286,6 +286,17 @@ def saved_by_their_loop(estimate: Estimate, loop: dict[str, Any], model: CostMod
         sent = (one for one in estimate.ledger.messages if one.name == BLOCKING and not one.overlaps)
         hidden = TP_HIDDEN * sum(one.bytes / (one.bytes_per_s * model.link_share) for one in sent)
         saved += (1 - CONTENTION) * min(hidden, estimate.time.communication_s)
+    if loop.get("fused_low_bit") and estimate.plan.states in ("8-bit", "4-bit"):
+        state_bytes = 2 * int(estimate.plan.states[0]) / 8  # of both moments of an element
+        weight_bytes = 2 if estimate.plan.is_true else 4
+        count = sum(one.count for one in estimate.ledger.parameters)
+        least = count * (2 * weight_bytes + weight_bytes + 2 * state_bytes)
+        moved = sum(
+            operation.bytes_accessed.at(1) * operation.count.at(1)
+            for update in estimate.ledger.updates.values()
+            for operation in update.operations
+        )
+        saved += estimate.time.optimizer_s * max(1 - least / moved, 0.0)
     return saved
 
 
