@@ -213,7 +213,7 @@ def predict(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, An
         found |= compare_memory(row, settled)
     if "speed" in row:
         found |= compare_speed(row, estimate)
-    needed = their_peak(row, settled) + settled.margin_bytes
+    needed = their_peak(row, settled) + blocks_of_gathers(row, settled) + settled.margin_bytes
     found["predicted_fits"] = needed <= settled.limit_bytes and not settled.shortages().keys() - {"memory"}
     found["peak_of_limit"] = needed / settled.limit_bytes
     return found
@@ -311,7 +311,8 @@ def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:
     if settled.plan.devices > 1:
         beside = ("runtime", "allocator") if metric == "allocated" else ("runtime",)
         predicted = their_peak(row, settled) - sum(settled.peak.rows[name] for name in beside)
-        predicted += blocks_of_update(row, settled) if metric != "allocated" else 0.0
+        if metric != "allocated":
+            predicted += blocks_of_update(row, settled) + blocks_of_gathers(row, settled)
     else:
         ledger = as_their_loop(settled.ledger, row["loop"])
         peak = max(
@@ -351,6 +352,19 @@ def their_peak(row: dict[str, Any], settled: Estimate) -> float:
         peak += 4 * for_each - rows["gradients"]
     in_update = rows["parameters"] + rows["optimizer"] + rows["runtime"] + (before + copies) * for_each
     return max(peak + (before - 4) * for_each, in_update)
+
+
+def blocks_of_gathers(row: dict[str, Any], settled: Estimate) -> float:
+    """Bytes that torch's allocator reserves in addition if ZeRO-3 does not limit its gathers.
+
+    Then the host starts the gathers, products and reductions of all blocks before the device has done the first. The
+    allocator hands out memory when the host asks for it, so that no block takes over what another has freed in another
+    stream: the weights that are gathered for forward, those for backward, and the gradients, all of them whole.
+    """
+    if not row["loop"].get("unlimited_gathers") or settled.plan.zero != 3:
+        return 0.0
+    width = 4 if settled.plan.precision == "fp32" else 2
+    return 3.0 * width * sum(one.count for one in settled.ledger.parameters)
 
 
 def blocks_of_update(row: dict[str, Any], settled: Estimate) -> float:
