@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tightfit.optim.blockwise_quantization import BlockQuantizer, bits_of, quantization_map
+from tightfit.optim.blockwise_quantization import PART_ELEMENTS, BlockQuantizer, bits_of, quantization_map
 from tightfit.planner.tracing.live_storages import StorageTracker
 
 CPU = torch.device("cpu")
@@ -93,9 +93,10 @@ def allocated(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_temporaries_are_fp32_values_and_codes(bits: int) -> None:
-    """Each direction takes 8 bytes per element, and no int64 copy of the codes, which indexing
+    """On a GPU, each direction takes 8 bytes per element, and no int64 copy of the codes, which indexing
     would create."""
     state, blocks = torch.randn(256, 1024), BlockQuantizer(bits, CPU)
+    blocks._in_parts = False  # as on a GPU
     packed = blocks.quantize("exp_avg", state)
     for work in (lambda: blocks.dequantize("exp_avg", packed, state), lambda: blocks.quantize("exp_avg", state)):
         with StorageTracker([]) as tracker:
@@ -104,3 +105,32 @@ def test_temporaries_are_fp32_values_and_codes(bits: int) -> None:
         seen = tracker.peak().total - tracker.peak().rows["parameters"]
         for peak in (seen, allocated(work)):
             assert 8 * state.numel() <= peak <= 8.1 * state.numel()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_cpu_quantizes_in_parts(bits: int) -> None:
+    """Its temporaries are those of a part: the state is quantized in less memory than its own size."""
+    state, blocks = torch.randn(16, PART_ELEMENTS), BlockQuantizer(bits, CPU)
+    packed = blocks.quantize("exp_avg", state)
+    assert allocated(lambda: blocks.quantize("exp_avg", state)) < 4 * state.numel()
+    restored = blocks.dequantize("exp_avg", packed, state)
+    assert allocated(lambda: blocks.dequantize("exp_avg", packed, state)) < 1.6 * 4 * state.numel()
+    blocks._in_parts = False
+    whole = blocks.quantize("exp_avg", state)
+    assert all(torch.equal(packed[name], whole[name]) for name in whole)
+    assert torch.equal(restored, blocks.dequantize("exp_avg", whole, state))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_the_table_gives_the_codes_of_a_search(bits: int, signed: bool) -> None:
+    """For the midpoints between values of the map, their neighbours, all magnitudes, and not-a-numbers."""
+    blocks = BlockQuantizer(bits, CPU)
+    midpoints = blocks._midpoints[signed]
+    beside = [torch.nextafter(midpoints, torch.full_like(midpoints, far)) for far in (-2.0, 2.0)]
+    every = torch.arange(-(2**31), 2**31, 2**13 - 1, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    every = every[(every.abs() <= 1) | every.isnan()]
+    shares = torch.cat([midpoints, *beside, every, torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45])])
+    shares = shares if signed else shares[~(shares < 0)]
+    expected = torch.bucketize(shares, midpoints, right=True)
+    assert torch.equal(blocks._codes(shares, signed).long(), expected)

@@ -12,6 +12,9 @@ weight by a huge amount.
 torchao's code is not used for two more reasons: it cannot start on fake tensors, and its search for
 the nearest value allocates several int64 tensors of the state's size.
 
+On a CPU, a binary search for the code of each element takes ten times as long as everything else. So
+the code is looked up in a table (`_first_codes`), in parts that fit its caches.
+
 Example: an exp_avg of 1M fp32 elements (4 MiB) in 8 bits becomes 1 MiB of codes and 4096 fp32
 scales (16 KiB), one for each block of 256 elements.
 
@@ -21,6 +24,10 @@ Source  8 bits, dynamic map: Dettmers et al. 2022, arXiv:2110.02861. 4 bits, dyn
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
+from functools import cache
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -29,6 +36,8 @@ from torch import Tensor
 # Elements of the smallest quantized state. Smaller states would save little memory, and many belong
 # to norms and biases, whose states are the most sensitive to rounding.
 MIN_ELEMENTS = 4096
+# On a CPU, a state is quantized in parts of at least this many elements, in at most this many parts.
+PART_ELEMENTS, MOST_PARTS = 2**18, 64
 _UNSIGNED = frozenset(["exp_avg_sq", "max_exp_avg_sq"])  # second moments, which are never negative
 
 Bits = Literal[8, 4]
@@ -65,6 +74,8 @@ class BlockQuantizer:
             for signed in (True, False)
         }
         self._midpoints = {signed: (values[1:] + values[:-1]) / 2 for signed, values in self._values.items()}
+        self._in_parts = device.type == "cpu"
+        self._tables: dict[bool, tuple[Tensor, Tensor]] = {}
 
     def can_quantize(self, values: Tensor) -> bool:
         """Return whether `values` has at least 4096 elements and a number of elements that is a
@@ -79,11 +90,34 @@ class BlockQuantizer:
 
         In 4 bits, each byte of "codes" holds two codes.
         """
-        blocks = values.reshape(-1, self.size).float()
+        blocks, signed = values.reshape(-1, self.size), name not in _UNSIGNED
+        parts = [self._quantize_part(blocks[part], signed) for part in self._parts(len(blocks))]
+        codes, scale = parts[0] if len(parts) == 1 else (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return {"codes": codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2], "scale": scale}
+
+    def _parts(self, blocks: int) -> list[slice]:
+        """Return the parts in which a state is quantized, as slices of its blocks: on a CPU, parts that
+        fit its caches; on a GPU, where each part would cost launches, one part."""
+        size = max(PART_ELEMENTS // self.size, -(-blocks // MOST_PARTS)) if self._in_parts else blocks
+        return [slice(start, start + size) for start in range(0, blocks, size)]
+
+    def _quantize_part(self, blocks: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+        """Return the codes and the scales of blocks, (number of blocks, block size), both flat."""
+        blocks = blocks.float()
         scale = blocks.abs().amax(1, keepdim=True).clamp_(min=1e-12)
-        midpoints = self._midpoints[name not in _UNSIGNED]
-        codes = torch.bucketize(blocks / scale, midpoints, out_int32=True, right=True).to(torch.uint8).flatten()
-        return {"codes": codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2], "scale": scale.flatten()}
+        return self._codes((blocks / scale).view(-1), signed).to(torch.uint8), scale.flatten()
+
+    def _codes(self, shares: Tensor, signed: bool) -> Tensor:
+        """Return the codes, as integers, of the map's values that are nearest to `shares`, flat fp32
+        values in [-1, 1]. `signed` chooses the map."""
+        if not self._in_parts:
+            return torch.bucketize(shares, self._midpoints[signed], out_int32=True, right=True)
+        if signed not in self._tables:
+            codes, following = _first_codes(self.bits, signed)
+            self._tables[signed] = torch.tensor(codes, dtype=torch.uint8), torch.tensor(following, dtype=torch.float32)
+        first, midpoints = self._tables[signed]
+        upper = (shares.view(torch.int32) >> 16).bitwise_and_(0xFFFF)
+        return first.index_select(0, upper).add_(shares >= midpoints.index_select(0, upper))
 
     def dequantize(self, name: str, packed: QuantizedState, like: Tensor) -> Tensor:
         """Return the values of the quantized state `packed`, which `quantize` returned, with the
@@ -94,13 +128,56 @@ class BlockQuantizer:
     def dequantize_flat(self, name: str, codes: Tensor, scale: Tensor) -> Tensor:
         """Return the values of a quantized state as a flat fp32 tensor. `codes` and `scale` are the
         two tensors that `quantize` returned."""
+        packed, values = codes.view(len(scale), -1), self._values[name not in _UNSIGNED]
+        parts = self._parts(len(scale))
+        if len(parts) == 1:
+            return self._dequantize_part(packed, scale, values).view(-1)
+        found = torch.empty(len(scale), self.size, dtype=torch.float32, device=codes.device)
+        for part in parts:
+            found[part] = self._dequantize_part(packed[part], scale[part], values)
+        return found.view(-1)
+
+    def _dequantize_part(self, codes: Tensor, scale: Tensor, values: Tensor) -> Tensor:
+        """Return the values of blocks, (number of blocks, block size).
+
+        codes   (number of blocks, bytes of the codes of a block)
+        scale   one for each block
+        values  the map
+        """
+        codes = codes.flatten()
         if self.bits == 4:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).flatten()
         codes = codes.int()
         # index_select takes int32; indexing would make an int64 copy first
-        values = self._values[name not in _UNSIGNED].index_select(0, codes).view(-1, self.size)
+        found = values.index_select(0, codes).view(-1, self.size)
         del codes
-        return values.mul_(scale[:, None]).view(-1)
+        return found.mul_(scale[:, None])
+
+
+@cache
+def _first_codes(bits: Bits, signed: bool) -> tuple[list[int], list[float]]:
+    """Return the table from which the code of an fp32 value x in [-1, 1] follows without a search: two
+    lists of 65,536 numbers, indexed by the upper 16 bits of x. The range of all x with the same upper
+    bits is so small that it contains at most one midpoint between two values of the map.
+
+    first list   the code of the smallest x of the range
+    second list  the midpoint from which on the code is larger by 1; infinite, or outside of the range, if
+                 the range contains none
+
+    A not-a-number has the last code, as from torch.bucketize.
+    """
+    values = array("f", quantization_map(bits, signed))
+    midpoints = array("f", [array("f", [low + high])[0] / 2 for low, high in pairwise(values)])
+    edges = array("f", array("I", [upper << 16 for upper in range(1 << 16)]).tobytes())
+    first, following = [], []
+    for upper in range(1 << 16):
+        if upper & 0x7F80 == 0x7F80:  # infinite or not a number
+            code = len(midpoints)
+        else:  # a negative number with the same upper bits has up to the next larger magnitude
+            code = bisect_right(midpoints, edges[upper] if upper < 0x8000 else edges[upper + 1])
+        first.append(code)
+        following.append(midpoints[code] if code < len(midpoints) else float("inf"))
+    return first, following
 
 
 def bits_of(packed: QuantizedState, parameter: Tensor) -> Bits:
