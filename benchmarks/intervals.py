@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.intervals
 
-Reads records/prediction.json (runs on this processor, calibrated) and records/published.json (runs that others
-published), and writes src/tightfit/planner/intervals.json. Prints how often the measurements of one half of the runs
+Reads records/prediction.json (runs on this processor, calibrated), records/gpu.json (runs on a GPU) and
+records/published.json (runs that others published), and writes src/tightfit/planner/intervals.json. Prints how often the measurements of one half of the runs
 are inside the intervals that the other half gives.
 """
 
@@ -75,6 +75,22 @@ def own_runs() -> list[tuple[str, list[str], float, str]]:
     return found
 
 
+def own_gpu_runs() -> list[tuple[str, list[str], float, str]]:
+    """(quantity, classes, measured / predicted, half) of the memory that torch reserved in the runs of benchmarks/gpu.py."""
+    parts = {name: part.get("result", {}) for name, part in harness.read_record(RECORDS / "gpu.json")["parts"].items()}
+    runs = [
+        *parts["ladder"]["rungs"],
+        parts["llama"],
+        *(one.get("trained", {}) for one in parts["largest"]["ways"].values()),
+    ]
+    found = []
+    for place, run in enumerate(one for one in runs if "reserved_bytes" in one):
+        names = classes("memory", Machine.named("h100-sxm"), Plan(), run["tokens_per_s"] is not None)
+        ratio = run["reserved_bytes"] / run["predicted"]["reserved_bytes"]
+        found.append(("memory", names, ratio, "ab"[place % 2]))
+    return found
+
+
 def published_runs() -> list[tuple[str, list[str], float, str]]:
     """(quantity, classes, measured / predicted, half) of the runs that others published."""
     found = []
@@ -142,7 +158,7 @@ def coverage(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[st
 
 
 def main() -> None:
-    runs = own_runs() + published_runs()
+    runs = own_runs() + own_gpu_runs() + published_runs()
     found = table(runs)
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     for quantity, of in found.items():

@@ -37,4 +37,6 @@ def test_a_shard_of_partial_quantization_blocks_stays_in_fp32(states: Any, block
     each = {"8-bit": 1.0, "4-bit": 0.5}[states] + 4 / block  # bytes of an element, with its share of a block's scale
     assert moments["1.weight"] == pytest.approx(2 * each * 136 * 128 / 2, rel=0.01)
     assert moments["0.weight"] == pytest.approx(2 * 4 * width * 136 / 2, rel=0.01)
-    assert estimated == pytest.approx(dry_run(job(width), plan).rows["optimizer"], rel=0.01)
+    found = dry_run(job(width), plan).rows["optimizer"]
+    new_codes = each * 136 * 128 / 2  # of a state, which an update makes before the old ones are freed
+    assert 0.99 * estimated <= found <= 1.01 * (estimated + new_codes)

@@ -22,7 +22,7 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Figure, Machine
 from tightfit.models import model_config, with_fewer_blocks
-from tightfit.planner import finalists
+from tightfit.planner import finalists, intervals
 from tightfit.planner import search as searching
 from tightfit.planner.defaults import FEW_BLOCKS, complete
 from tightfit.planner.dry_run import dry_run
@@ -451,6 +451,32 @@ def test_results_list_faster_plans_that_do_not_fit() -> None:
     assert others[0].fits
     assert not others[1].fits
     assert others[1].total_s < chosen.total_s
+
+
+@pytest.mark.parametrize("worth", [100.0, 0.0])
+def test_a_plan_that_surely_fits_is_preferred(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest plan fits, and runs like it need up to three times the memory that is predicted."""
+    monkeypatch.setattr(
+        intervals, "_table", lambda: {"memory": {"gpu": {"low": 0.9, "high": 3.0, "runs": 20}}, "time": {}}
+    )
+    monkeypatch.setattr(searching, "WORTH_OF_CERTAINTY", worth)
+    job = cases.job("llama")
+    runtime = Estimator(job, GPU).estimate(tightfit.Plan()).peak.rows["runtime"]
+    whole, small = (search(job, GPU, choices=[tightfit.Plan(micro_batch=size)])[0] for size in (None, 1))
+    limit = runtime + 3 * (small.peak_bytes - runtime)
+    assert whole.peak_bytes + whole.margin_bytes < limit < whole.peak_range[1]
+    limits = tightfit.Limits(memory=int(limit))
+    pins = tightfit.Plan().content()
+    assert search(job.replace(limits=limits), GPU, pins)[0].plan == tightfit.Plan()  # with a fixed micro-batch
+    chosen, *others = search(job.replace(limits=limits), GPU, {k: v for k, v in pins.items() if k != "micro_batch"})
+    if worth:
+        assert chosen.fits_surely
+        assert chosen.plan.micro_batch_of(job.train.batch) < job.train.batch
+        assert "faster, but may not fit" in {one.plan: one.rejected_because for one in others}[tightfit.Plan()]
+    else:
+        assert chosen.fits
+        assert not chosen.fits_surely
+        assert chosen.plan == tightfit.Plan()
 
 
 class Spectrum(nn.Module):

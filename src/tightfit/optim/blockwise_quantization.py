@@ -33,6 +33,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tightfit.target_device import kind_of
+
 # Elements of the smallest quantized state. Smaller states would save little memory, and many belong
 # to norms and biases, whose states are the most sensitive to rounding.
 MIN_ELEMENTS = 4096
@@ -74,7 +76,7 @@ class BlockQuantizer:
             for signed in (True, False)
         }
         self._midpoints = {signed: (values[1:] + values[:-1]) / 2 for signed, values in self._values.items()}
-        self._in_parts = device.type == "cpu"
+        self._in_parts = kind_of(device) == "cpu"
         self._tables: dict[bool, tuple[Tensor, Tensor]] = {}
 
     def can_quantize(self, values: Tensor) -> bool:

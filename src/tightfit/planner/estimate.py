@@ -146,6 +146,11 @@ class Estimate:
         return not self.shortages()
 
     @property
+    def fits_surely(self) -> bool:
+        """Whether the plan fits even if it needs as much memory as the interval of its peak allows."""
+        return self.fits and self.peak_range[1] <= self.limit_bytes
+
+    @property
     def margin_bytes(self) -> float:
         """The safety margin: bytes of device memory that must stay free beside `peak_bytes`. They
         are 3 % of the peak without its runtime row, which is known and needs no margin."""
@@ -297,6 +302,7 @@ class Estimate:
         return {
             "plan": self.plan.content(),
             "fits": self.fits,
+            "fits_surely": self.fits_surely,
             "not_confirmed": self.not_confirmed,
             "changes_math": self.changes_math,
             "bytes_per_parameter": self.bytes_per_parameter,

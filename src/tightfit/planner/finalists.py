@@ -39,12 +39,14 @@ class DryRunResults:
     refused      the plans that the engine cannot run, each with the engine's error
     unconfirmed  the plans whose estimate fits and whose dry run failed, in the order in which they
                  were tried. A failed dry run says nothing about memory
+    uncertain    the plans that fit, but not surely, and for which a plan that surely fits was chosen
     """
 
     chosen: Estimate | None = None
     too_large: dict[Plan, Estimate] = field(default_factory=dict)
     refused: dict[Plan, InputError] = field(default_factory=dict)
     unconfirmed: dict[Plan, Estimate] = field(default_factory=dict)
+    uncertain: dict[Plan, Estimate] = field(default_factory=dict)
 
     def latest(self, one: Estimate) -> Estimate:
         """Return the newest estimate of the plan of the estimate `one`: the one after its dry run,
@@ -52,7 +54,7 @@ class DryRunResults:
         engine's reason in `rejected_because`."""
         if one.plan in self.refused:
             return replace(one, rejected_because=f"the engine refuses it: {self.refused[one.plan].found}")
-        return self.unconfirmed.get(one.plan) or self.too_large.get(one.plan, one)
+        return self.unconfirmed.get(one.plan) or self.uncertain.get(one.plan) or self.too_large.get(one.plan, one)
 
     def add(self, other: DryRunResults) -> None:
         """Add the results in `other`, of dry runs of other plans, to these results. A plan that is

@@ -42,7 +42,7 @@ from tightfit.planner.parallelism import (
 )
 from tightfit.planner.refusal import describe_shortages, does_not_fit
 from tightfit.planner.time_model import BLOCKING
-from tightfit.units import format_seconds
+from tightfit.units import format_bytes, format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
 RETURNED = 12  # number of estimates that `search` returns: the chosen plan and the closest ones
@@ -54,6 +54,9 @@ MAX_REFINED = 2  # plans with recompute: full for which fewer recomputed blocks 
 MAX_REFINED_MICRO_BATCHES = 3  # for each of them, the largest ones that fit
 # for each of these factors on the tensors' bytes, the fewest recomputed blocks that fit are found
 SPARE_FACTORS = (1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
+# a plan that surely fits is chosen before one whose interval exceeds the memory, if it is at most this much slower
+WORTH_OF_CERTAINTY = 0.03
+MOST_CERTAIN_TRIED = 2  # such plans that are dry-run
 MAX_EAGER_FACTOR = 1.4  # a plan may need this many times the memory without compile
 SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
@@ -106,11 +109,11 @@ def search(
         found, lean = _estimate_possible_plans(estimator, job, machine, pins)
     else:
         found = [estimator.estimate(plan) for plan in choices if is_legal(plan, job, machine.device)]
-    finals = DryRunResults()
-    _dry_run_fastest(finals, estimator, found)
+    finals, any_size = DryRunResults(), choices is None and "micro_batch" not in pins
+    _dry_run_fastest(finals, estimator, found, any_size)
     if finals.chosen is None and lean is not None:
         more = _fallback_estimates(estimator, lean, pins, found, finals)
-        _dry_run_fastest(finals, estimator, more)
+        _dry_run_fastest(finals, estimator, more, any_size)
         found += more
     if finals.chosen is None and not finals.unconfirmed:
         finals.add(first_that_nearly_fits(estimator, found, finals, estimator.job))
@@ -173,14 +176,55 @@ def _estimate_possible_plans(
     return found, lean
 
 
-def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate]) -> None:
+def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate], any_micro_batch: bool) -> None:
     """Dry-run the plans whose estimates fit, the fastest first, until one fits in its dry run too.
-    Add the results to `finals`.
+    Add the results to `finals`. If it does not surely fit, prefer one that does (`_prefer_certain`).
 
-    found  estimates of all plans so far; those that do not fit are skipped
+    found            estimates of all plans so far; those that do not fit are skipped
+    any_micro_batch  whether the search may choose the micro-batch
     """
     fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_by_time)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
+    if finals.chosen is not None and not finals.chosen.fits_surely:
+        found += _prefer_certain(finals, estimator, finals.chosen, fitting, any_micro_batch)
+
+
+def _prefer_certain(
+    finals: DryRunResults, estimator: Estimator, fastest: Estimate, fitting: list[Estimate], any_micro_batch: bool
+) -> list[Estimate]:
+    """Make the fastest plan that surely fits the chosen one, if it is at most 3 % slower than the
+    fastest plan, whose interval exceeds the memory. Return the estimates of the plans with smaller
+    micro-batches than the fastest, which are tried as well.
+
+    finals   the results of the dry runs so far
+    fastest  the fastest plan that fits in its dry run
+    fitting  estimates of all plans that fit without the allocator's bytes
+
+    With `compile: model`, smaller micro-batches are not tried: each would need a trace of the whole model.
+    """
+    smaller: list[Estimate] = []
+    may_shrink = any_micro_batch and fastest.plan.compile != "model"
+    size = fastest.plan.micro_batch_of(estimator.job.train.batch) // 2 if may_shrink else 0
+    while size:
+        plan = fastest.plan.replace(micro_batch=size)
+        if not is_legal(plan, estimator.job, estimator.machine.device):
+            break
+        smaller.append(estimator.estimate(plan))
+        if smaller[-1].fits_surely or not _is_worth(smaller[-1], fastest):
+            break
+        size //= 2
+    others = [one for one in (*fitting, *smaller) if one.plan != fastest.plan and _is_worth(one, fastest)]
+    certain = [one for one in sorted(others, key=_by_time) if one.fits_surely and one.plan not in finals.too_large]
+    for one in certain[:MOST_CERTAIN_TRIED]:
+        found = first_that_fits(estimator, [one], estimator.job)
+        if found.chosen is not None and found.chosen.fits_surely:
+            finals.chosen, finals.uncertain[fastest.plan] = found.chosen, fastest
+            break
+    return smaller
+
+
+def _is_worth(one: Estimate, fastest: Estimate) -> bool:
+    return one.total_s <= (1 + WORTH_OF_CERTAINTY) * fastest.total_s
 
 
 def _fallback_estimates(
@@ -705,4 +749,7 @@ def _rejection_reason(one: Estimate, chosen: Estimate) -> str:
     if one.not_confirmed:
         return f"not confirmed, its dry run failed: {one.not_confirmed}"
     slower = one.total_s / chosen.total_s - 1
+    if slower < 0 and chosen.fits_surely:
+        high = format_bytes(one.peak_range[1])
+        return f"{-slower:.1%} faster, but may not fit: of runs like it, some need up to {high}"
     return f"{slower:.0%} slower: {format_seconds(one.time.step_s)} a step"

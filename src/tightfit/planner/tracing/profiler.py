@@ -501,7 +501,7 @@ class Profiler:
         undoes = optimizer_states.keeps_undo_copies(plan, self.device)
         key = (plan.is_true, plan.precision == "fp16-true", together, batched, undoes, *fields)
         if key not in self._updates:
-            with fake_process_group(plan.tp), self._mode, FakeValues():
+            with fake_process_group(plan.tp), self._mode, FakeValues(), emulate_device(self.device):
                 model, depth = self._tensor_parallel_model(plan)
                 widen_gradients(model.parameters(), plan.master_weights)
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
@@ -538,7 +538,7 @@ class Profiler:
         scaled, clip = plan.precision.startswith("fp16"), self.job.train.clip
         key = plan.is_true, plan.master_weights, scaled, clip, plan.tp
         if key not in self._clippings:
-            with fake_process_group(plan.tp), self._mode, FakeValues():
+            with fake_process_group(plan.tp), self._mode, FakeValues(), emulate_device(self.device):
                 model, depth = self._tensor_parallel_model(plan)
                 widen_gradients(model.parameters(), plan.master_weights)
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
