@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.intervals
 
 Reads records/prediction.json (runs on this processor, calibrated), records/gpu.json (runs on a GPU) and
-records/published.json (runs that others published), and writes src/tightfit/planner/intervals.json. Prints how often the measurements of one half of the runs
-are inside the intervals that the other half gives.
+records/published.json (runs that others published), and writes src/tightfit/planner/intervals.json. Prints how often
+the measurements of one half of the runs are inside the intervals that the other half gives.
 """
 
 from __future__ import annotations
