@@ -24,6 +24,7 @@ from tightfit.machine import Figure, Machine
 from tightfit.models import model_config, with_fewer_blocks
 from tightfit.planner import finalists, intervals
 from tightfit.planner import search as searching
+from tightfit.planner.candidates import candidates
 from tightfit.planner.defaults import FEW_BLOCKS, complete
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator
@@ -86,6 +87,15 @@ def test_a_tight_limit_gives_a_leaner_plan_within_it() -> None:
     leaner = search(limited(free.peak_bytes - 2e6), GPU, {"states": "fp32"})[0]
     assert leaner.peak_bytes <= free.peak_bytes - 2e6
     assert leaner.plan != free.plan
+
+
+@pytest.mark.parametrize(("kernel", "tried"), [("sdpa", False), ("eager", True)])
+def test_attention_alone_is_recomputed_if_it_saves_scores(kernel: str, tried: bool) -> None:
+    """A fused kernel saves none."""
+    job = cases.job("llama")
+    job = job.replace(model={**job.model.content(), "attn_implementation": kernel})
+    plans = [plan for same in candidates(Estimator(job, GPU), tightfit.Plan(), {}) for plan in same]
+    assert ("attention" in {plan.recompute for plan in plans}) is tried
 
 
 def test_pins_are_kept() -> None:

@@ -66,7 +66,10 @@ def enabled(plan: Plan) -> bool:
 
 
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
-    return {"recompute": ["none", "attention", "selective", "selective-2", "every-2", "full", "sqrt"]}
+    """Return the values to try. `attention` saves next to nothing if attention is a fused kernel: its
+    output is the input of the next product, which saves it, too."""
+    core = [] if facts.fuses_attention() else ["attention"]
+    return {"recompute": ["none", *core, "selective", "selective-2", "every-2", "full", "sqrt"]}
 
 
 def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:

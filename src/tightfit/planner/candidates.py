@@ -8,12 +8,14 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, zero
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimator
+from tightfit.planner.time_model import ATTENTION, KIND
 from tightfit.rules import RULES, needed_permissions
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.method import candidates as methods_candidates
@@ -80,7 +82,8 @@ def _options(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> dict[st
     pins   plan fields that the user fixed, with their values
     """
     narrow_pays = lambda: "precision" not in pins and _narrow_parameters_pay(estimator, start)  # noqa: E731
-    facts = SearchFacts(estimator.profiler.is_complex, narrow_pays)
+    fuses_attention = lambda: "recompute" not in pins and _fuses_attention(estimator, start)  # noqa: E731
+    facts = SearchFacts(estimator.profiler.is_complex, narrow_pays, fuses_attention)
     options = methods_candidates(METHODS, start, estimator.job, facts)
     return {name: [getattr(start, name)] if name in pins else values for name, values in options.items()}
 
@@ -95,6 +98,16 @@ def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
         return True
     narrow = start.replace(precision="bf16-true", rounding=rounding_of(estimator.job))
     return estimator.estimate(narrow).time.step_s < wide.time.step_s
+
+
+def _fuses_attention(estimator: Estimator, start: Plan) -> bool:
+    """Return whether a forward with the plan `start` contains a fused attention kernel."""
+    try:
+        samples = start.micro_batch_of(estimator.job.train.batch)
+        step, _ = estimator.profiler.recorded_step(start, samples, training=False)
+    except InputError:
+        return False
+    return any(KIND.get(one.name) == ATTENTION for segment in step.segments for one in segment.timeline.operations)
 
 
 def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:

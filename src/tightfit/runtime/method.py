@@ -60,13 +60,16 @@ class Default(NamedTuple):
 class SearchFacts:
     """Facts that the search for a plan passes to a method's `candidates` and `leanest`.
 
-    is_complex   whether the model has complex parameters, which cannot be stored in fewer bits
-    narrow_pays  a function that returns whether 16-bit weights are worth trying, because the plan
-                 does not fit into memory without them or because they are estimated to be faster
+    is_complex       whether the model has complex parameters, which cannot be stored in fewer bits
+    narrow_pays      a function that returns whether 16-bit weights are worth trying, because the plan
+                     does not fit into memory without them or because they are estimated to be faster
+    fuses_attention  a function that returns whether the model's attention is a fused kernel, which
+                     does not save the scores of queries and keys for backward
     """
 
     is_complex: bool
     narrow_pays: Callable[[], bool]
+    fuses_attention: Callable[[], bool] = lambda: False
 
 
 def name_of(method: ModuleType) -> str:
