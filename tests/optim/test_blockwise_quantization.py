@@ -110,7 +110,7 @@ def test_temporaries_are_fp32_values_and_codes(bits: int) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_cpu_quantizes_in_parts(bits: int) -> None:
     """Its temporaries are those of a part: the state is quantized in less memory than its own size."""
-    state, blocks = torch.randn(16, PART_ELEMENTS), BlockQuantizer(bits, CPU)
+    state, blocks = torch.randn(40, PART_ELEMENTS), BlockQuantizer(bits, CPU)
     packed = blocks.quantize("exp_avg", state)
     assert allocated(lambda: blocks.quantize("exp_avg", state)) < 4 * state.numel()
     restored = blocks.dequantize("exp_avg", packed, state)

@@ -219,20 +219,22 @@ _FLASH_2_SM89 = AttentionKernel(
     start_backward=2.0,
     causal=0.93,
 )
-# B200 (2,250 TFLOP/s): cuDNN's forward by Dao-AILab/flash-attention pull request 2605. Its backward is
-# assumed to be near FlashAttention-4's first one (1,247 TFLOP/s, pull request 2280).
-# FlashAttention-2 by its issue 1589, width 64; width 128 is assumed
+# B200 (2,250 TFLOP/s): cuDNN at the power limit, by SimuMax (b200_bf16_ceperm.json): with a causal mask and
+# width 128, forward 981 and 1,311 TFLOP/s at 4,096 and 32,768 keys, backward 820 and 981. One call alone
+# reaches 1,428 without a mask (Dao-AILab/flash-attention pull request 2605, whose other lengths and
+# width 64 give the starts and the ratio of widths). FlashAttention-2 by its issue 1589, width 64; width
+# 128 is assumed
 _CUDNN_SM100 = AttentionKernel(
-    products=0.754,
-    forward={64: 0.515, 128: 0.74, 256: 0.60},
-    backward={64: 0.40, 128: 0.53, 256: 0.40},
+    products=0.49,
+    forward={64: 0.40, 128: 0.57, 256: 0.46},
+    backward={64: 0.355, 128: 0.47, 256: 0.355},
     start_forward=1.4,
     start_backward=2.5,
     causal=0.97,
     diagonal=1.5,
 )
 _FLASH_2_SM100 = AttentionKernel(
-    products=0.754,
+    products=0.49,
     forward={64: 0.17, 128: 0.20, 256: 0.17},
     backward={64: 0.15, 128: 0.165, 256: 0.14},
     start_forward=0.7,

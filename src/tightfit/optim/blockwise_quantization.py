@@ -39,7 +39,7 @@ from tightfit.target_device import kind_of
 # to norms and biases, whose states are the most sensitive to rounding.
 MIN_ELEMENTS = 4096
 # On a CPU, a state is quantized in parts of at least this many elements, in at most this many parts.
-PART_ELEMENTS, MOST_PARTS = 2**18, 64
+PART_ELEMENTS, MOST_PARTS = 3 * 2**14, 128
 _UNSIGNED = frozenset(["exp_avg_sq", "max_exp_avg_sq"])  # second moments, which are never negative
 
 Bits = Literal[8, 4]
