@@ -12,8 +12,8 @@ weight by a huge amount.
 torchao's code is not used for two more reasons: it cannot start on fake tensors, and its search for
 the nearest value allocates several int64 tensors of the state's size.
 
-On a CPU, a binary search for the code of each element takes ten times as long as everything else. So
-the code is looked up in a table (`_first_codes`), in parts that fit its caches.
+On a CPU, a binary search for the code of each element takes most of an update's time. A CPU therefore
+looks the code up in a table (`_first_codes`). It quantizes a state in parts that fit its caches.
 
 Example: an exp_avg of 1M fp32 elements (4 MiB) in 8 bits becomes 1 MiB of codes and 4096 fp32
 scales (16 KiB), one for each block of 256 elements.
@@ -98,8 +98,8 @@ class BlockQuantizer:
         return {"codes": codes if self.bits == 8 else (codes[::2] << 4) | codes[1::2], "scale": scale}
 
     def _parts(self, blocks: int) -> list[slice]:
-        """Return the parts in which a state is quantized, as slices of its blocks: on a CPU, parts that
-        fit its caches; on a GPU, where each part would cost launches, one part."""
+        """Return the parts in which a state is quantized, as slices of its blocks. A CPU's parts fit its
+        caches. A GPU has one part, because each part would cost launches."""
         size = max(PART_ELEMENTS // self.size, -(-blocks // MOST_PARTS)) if self._in_parts else blocks
         return [slice(start, start + size) for start in range(0, blocks, size)]
 

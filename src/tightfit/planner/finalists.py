@@ -20,7 +20,9 @@ from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
 FEW_BLOCKS = 6  # on one device, a deep model is dry-run with only this many blocks
 MORE_BLOCKS = 8  # and with this many, if the dry run with FEW_BLOCKS does not confirm the estimate
-CLOSE = 3e-3  # relative difference up to which it may be of the same share at every depth
+# up to this relative difference, a dry run of FEW_BLOCKS corrects the estimate for the full depth by
+# the same share
+CLOSE = 3e-3
 AGREEMENT = 1e-3  # relative difference up to which a dry run of FEW_BLOCKS confirms the estimate
 # an estimate may exceed its dry run by this share. The largest share that was seen is 7 %, for
 # compiled blocks with partial recomputation
@@ -260,8 +262,8 @@ def _peak_by_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> float 
     estimate for six blocks within 0.1 %, the estimate for the full depth is accepted, because every
     further block adds the same memory.
 
-    If it differs by up to 0.3 %, the estimate for the full depth is changed by the same share, which is a
-    tenth of the safety margin at most.
+    If it differs by up to 0.3 %, the estimate for the full depth is corrected by the same share. That is
+    at most a tenth of the safety margin.
 
     If it differs by more, the model is dry-run with eight blocks as well. If the dry run exceeds the
     estimate by the same bytes with six and with eight blocks, it exceeds the estimate for the full

@@ -199,6 +199,7 @@ def _prefer_certain(
     finals   the results of the dry runs so far
     fastest  the fastest plan that fits in its dry run
     fitting  estimates of all plans that fit without the allocator's bytes
+    any_micro_batch  whether the search may choose the micro-batch
 
     With `compile: model`, smaller micro-batches are not tried: each would need a trace of the whole model.
     """
@@ -224,6 +225,7 @@ def _prefer_certain(
 
 
 def _is_worth(one: Estimate, fastest: Estimate) -> bool:
+    """Return whether the plan of `one` is at most 3 % slower than the fastest plan."""
     return one.total_s <= (1 + WORTH_OF_CERTAINTY) * fastest.total_s
 
 

@@ -171,17 +171,18 @@ class SequenceParallel:
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         if not self.gathers_again or not hidden.requires_grad:
-            return self._gather_and_keep(hidden, None)
+            return self._all_gather(hidden, None)
         if torch.compiler.is_compiling():  # the compiler recomputes what a checkpoint contains, here the gather
-            return checkpoint(self._gather_and_keep, hidden, None, use_reentrant=False, preserve_rng_state=False)
+            return checkpoint(self._all_gather, hidden, None, use_reentrant=False, preserve_rng_state=False)
         kept = _SavedShard(hidden.detach(), self.length, self.group)
-        whole = self._gather_and_keep(hidden, kept)
+        whole = self._all_gather(hidden, kept)
         whole.kept = kept  # type: ignore[attr-defined]
         kept.storage = storage_id(whole)
         return whole
 
-    def _gather_and_keep(self, hidden: Tensor, kept: _SavedShard | None) -> Tensor:
-        """Return the all-gathered tensor of `hidden`, whose backward ends the life of `kept`."""
+    def _all_gather(self, hidden: Tensor, kept: _SavedShard | None) -> Tensor:
+        """Return `hidden`, all-gathered along the sequence. `kept` saves the shard for backward, and
+        its full tensor is freed after backward; None: nothing is saved in addition."""
         whole: Tensor = _AllGather.apply(hidden, self.length, self.group, kept)
         return whole
 
