@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import tightfit
 from tightfit.cost.recorded_step import CHANNELS_LAST
 from tightfit.machine import Machine
-from tightfit.methods.memory_format import channels_last_input
+from tightfit.methods.memory_format import PointwiseConv2d, use_channels_last
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.search import search
 
@@ -61,9 +61,8 @@ def test_the_same_results_in_double_precision() -> None:
     for converts in (False, True):
         torch.manual_seed(4)
         model = Net().double()
-        for module in model.modules() if converts else ():
-            if isinstance(module, nn.Conv2d):
-                module.register_forward_pre_hook(channels_last_input)
+        if converts:
+            use_channels_last(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
@@ -73,6 +72,39 @@ def test_the_same_results_in_double_precision() -> None:
         found.append(model.state_dict())
     for name, value in found[0].items():
         assert torch.allclose(found[1][name], value, rtol=1e-11, atol=1e-12), name
+
+
+@pytest.mark.parametrize(("pixels", "compiles", "product"), [(8, False, True), (9, False, False), (8, True, False)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_pointwise_convolutions_of_small_images(pixels: int, compiles: bool, product: bool, bias: bool) -> None:
+    """Up to 8 x 8 pixels, a 1 x 1 convolution is a matrix product with the same result and gradients."""
+    torch.manual_seed(1)
+    plain, other = (nn.Conv2d(6, 10, 1, bias=bias).double() for _ in range(2))
+    other.load_state_dict(plain.state_dict())
+    use_channels_last(other)
+    assert type(other) is PointwiseConv2d
+    images = torch.randn(4, 6, pixels, pixels, dtype=torch.float64)
+    found = []
+    for module in (plain, other):
+        given = images.clone().requires_grad_()
+        call = torch.compile(module, backend="aot_eager") if compiles and module is other else module
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+            made = call(given)
+        if module is other:
+            operations = {event.key for event in profiled.key_averages()}
+            assert ("aten::linear" in operations, "aten::convolution" in operations) == (product, not product)
+            assert made.is_contiguous(memory_format=torch.channels_last)
+        (made * torch.linspace(0, 1, made.numel(), dtype=made.dtype).view_as(made)).sum().backward()
+        found.append([made, given.grad, *(weight.grad for weight in module.parameters())])
+    for one, same in zip(*found, strict=True):
+        assert torch.allclose(one, same, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"kernel_size": 3}, {"stride": 2}, {"padding": 1}, {"groups": 2}])
+def test_other_convolutions_keep_their_class(options: dict[str, int]) -> None:
+    module = nn.Conv2d(6, 10, **{"kernel_size": 1, **options})
+    use_channels_last(module)
+    assert type(module) is nn.Conv2d
 
 
 def names(plan: tightfit.Plan) -> set[str]:
