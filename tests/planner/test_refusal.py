@@ -206,6 +206,39 @@ def test_each_remedy_does_what_it_says(every: bool) -> None:
     assert search(small(limit), GPU, pins)[0].fits
 
 
+@pytest.mark.parametrize("longest", [64, 128, 256, 512])
+def test_a_refusal_names_the_longest_sequence_that_fits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few lengths are tried, and each is estimated as by a new estimator."""
+    plan = tightfit.Plan(micro_batch=4)
+
+    def job(length: int, memory: float | None = None) -> tightfit.Job:
+        data = {"synthetic": "tokens", "sequence_length": length, "samples": 64}
+        return small(memory).replace(data=tightfit.Job(model=QWEN, data=data).data)
+
+    def bytes_with(length: int) -> float:
+        estimator = Estimator(job(length), GPU)
+        return needed(estimator.include_allocator(estimator.estimate(plan)))
+
+    limit = (bytes_with(longest) + bytes_with(2 * longest)) / 2
+    tried: list[int] = []
+    made = Estimator.with_data
+
+    def with_data(estimator: Estimator, **fields: Any) -> Estimator:
+        tried.append(fields["sequence_length"])
+        other = made(estimator, **fields)
+        fresh = Estimator(other.job, GPU)
+        one, alone = (each.estimate(plan) for each in (other, fresh))
+        assert (one.peak, one.time.rows, one.host) == (alone.peak, alone.time.rows, alone.host)
+        return other
+
+    monkeypatch.setattr(Estimator, "with_data", with_data)
+    with pytest.raises(DoesNotFit) as refused:
+        search(job(1024, limit), GPU, plan.content())
+    assert f"data.sequence_length: {longest}: " in str(refused.value)
+    assert len(tried) <= 3
+    assert len(set(tried)) == len(tried)
+
+
 @pytest.mark.parametrize("command", [["explain", "--machine", "a100-80gb"]])
 def test_a_refusal_is_printed_as_json_and_ends_with_3(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

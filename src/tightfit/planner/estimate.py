@@ -474,6 +474,12 @@ class Estimator:
         other.limit_bytes = job.limits.memory or machine.memory_bytes.value
         return other
 
+    def with_data(self, **fields: Any) -> Estimator:
+        """Return an estimator for the same job with other `fields` of its data, such as
+        sequence_length. The two share the model, and what was traced of its parameters."""
+        job = self.job.replace(data=self.job.data.replace(**fields))
+        return Estimator(job, self.machine, self.profiler.with_job(job))
+
     def peak_with_blocks(self, plan: Plan, count: int) -> float:
         """Return the peak bytes of a step with `plan` if the model had only `count` blocks, without
         the runtime and allocator rows."""

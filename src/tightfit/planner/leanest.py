@@ -54,10 +54,14 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     beside: dict[Any, float] = {}  # kind of plan -> the fewest bytes that such plans need beside their bound
     # kind of plan without its precision -> the fewest bytes of its activations with 16-bit numbers
     activations: dict[Any, float] = {}
+    # kind of plan without its precision -> the fewest bytes beside their bound of plans with only 16-bit
+    # numbers. Wider precisions need at least as many, because their activations and casts are not smaller
+    narrowest: dict[Any, float] = {}
     for plan in in_order:
         any_precision = plan.update_in_backward, plan.offload, plan.zero, plan.shards
         kind = plan.precision, *any_precision
         more = max(beside.get(kind, 0.0), activations.get(any_precision, 0.0))
+        more = more if plan.is_true else max(more, narrowest.get(any_precision, 0.0))
         if best is None:  # kernels are chosen only once, because each of their values needs a trace
             full = plan.replace(recompute=pins.get("recompute", "full"))
             tried = _estimates_of_kernels(estimator, full, pins)
@@ -70,6 +74,8 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
             best = best if seen is None else min(best, seen, key=_fullness)
         if seen is not None:
             beside[kind] = min(beside.get(kind, math.inf), seen.peak_bytes - bounds[plan])
+            if plan.is_true and seen.peak.phase in ("forward", "backward"):  # not that of the update's temporaries
+                narrowest[any_precision] = min(narrowest.get(any_precision, math.inf), seen.peak_bytes - bounds[plan])
             narrow = _most_bytes(seen, "activations") / (2 if seen.plan.precision in ("fp32", "tf32") else 1)
             activations[any_precision] = min(activations.get(any_precision, math.inf), narrow)
     if best is None or estimator.include_allocator(best).fits:

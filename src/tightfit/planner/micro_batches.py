@@ -124,8 +124,8 @@ def _first_place(estimator: Estimator, plans: list[Plan], found: list[Estimate])
     limit, places = estimator.limit_bytes, range(1, len(plans))
     fitting = [place for place in places if fixed + sizes[place] * per_sample <= limit]
     several = [place for place in places if sizes[place] > 1]
-    if found:  # the guess may be too small
-        return min([*fitting[:1], *several[-1:]] or [1])
+    if found and several and fixed + MIN_GROWTH * sizes[several[-1]] * per_sample <= limit:
+        return min([*fitting[:1], several[-1]])  # the guess may be too small
     return (fitting or [len(plans) - 1])[0]
 
 

@@ -242,34 +242,46 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
     """Yield (change, estimate) for the longest sequence length with which the leanest plan fits, or
     nothing if none does. `change` names the length, and `estimate` is that of the plan with it.
 
-    The lengths tried are half of the job's, a quarter and so on, down to 64 tokens. The longest one
-    that fits is found by bisection.
+    The lengths are half of the job's, a quarter and so on, down to 64 tokens. Each that is tried takes
+    a trace. So the next one is the longest that fits if memory is a linear function of the length,
+    judged by the two shortest lengths that do not fit. Before the first, the memory without any token
+    is taken to be that of parameters, gradients and optimizer states. Longer ones follow while they fit.
     """
-    job = estimator.job
+    job, limit = estimator.job, estimator.limit_bytes
     if not isinstance(job.data, DataSpec) or estimator.profiler.unit != "tokens":
-        return
-    if estimator.memory_lower_bound(least.plan) > estimator.limit_bytes:
         return
     halves = (job.data.sequence_length >> power for power in itertools.count(1))
     lengths = list(itertools.takewhile(lambda length: length >= MIN_SEQUENCE_LENGTH, halves))  # descending
-    fitting: Estimate | None = None
-    low, high = 0, len(lengths) - 1  # if the shortest length fits, the longest that fits is in here
-    while low <= high:
-        middle = high if fitting is None else (low + high) // 2
-        shorter = job.replace(data=job.data.replace(sequence_length=lengths[middle]))
-        try:
-            one = Estimator(shorter, estimator.machine)
-            result = one.include_allocator(one.estimate(least.plan))
-        except InputError:
-            return
-        if result.fits:
-            fitting, high = result, middle - 1
-        elif fitting is None:
-            return
-        else:
-            low = middle + 1
-    if fitting is not None and isinstance(fitting.job.data, DataSpec):
-        yield f"data.sequence_length: {fitting.job.data.sequence_length}", fitting
+    length, needed, fixed = job.data.sequence_length, _needed_bytes(least), estimator.memory_lower_bound(least.plan)
+    place, tried, found = 0, 0, least  # the lengths before `tried` do not fit
+    try:
+        while not found.fits:
+            if "memory" not in found.shortages():  # host memory and disk do not depend on the length
+                return
+            tried, per_token = place, (needed - fixed) / length
+            likely = (at for at in range(place, len(lengths)) if fixed + lengths[at] * per_token <= limit)
+            place = next(likely, len(lengths))
+            if place == len(lengths):
+                return
+            found = _with_length(estimator, least.plan, lengths[place])
+            slope = (needed - _needed_bytes(found)) / (length - lengths[place])
+            length, needed = lengths[place], _needed_bytes(found)
+            fixed, place = needed - slope * length, place + 1
+        for length in reversed(lengths[tried : place - 1]):
+            longer = _with_length(estimator, least.plan, length)
+            if not longer.fits:
+                break
+            found = longer
+    except InputError:
+        return
+    if isinstance(found.job.data, DataSpec):
+        yield f"data.sequence_length: {found.job.data.sequence_length}", found
+
+
+def _with_length(estimator: Estimator, plan: Plan, length: int) -> Estimate:
+    """Return the estimate of `plan` for sequences of `length` tokens, with the allocator's bytes."""
+    other = estimator.with_data(sequence_length=length)
+    return other.include_allocator(other.estimate(plan))
 
 
 def _more_devices(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:

@@ -79,6 +79,12 @@ ALL_BLOCKS_UP_TO = 16  # `try_segments` runs all blocks of a model that has at m
 REMOVED, SKIPPED, EXECUTED = range(3)  # what a trace does with blocks that repeat an earlier block
 
 
+SHARED = (  # attributes of a Profiler that are the same for any data
+    "_mode", "_models", "_tensor_parallel_models", "_repeated", "_updates", "_parameters", "_known_parameters", "_dataflow",
+    "_refused", "_segments_tried", "_segments_refused", "_clippings",
+)  # fmt: skip
+
+
 class _RepeatedBlockFailure(Exception):
     """Raised if the model failed because repeated blocks did not run. args[0] says what the next
     trace has to do with them: SKIPPED (they return their input) or EXECUTED (they run)."""
@@ -117,6 +123,15 @@ class Profiler:
         self._segments_tried = False
         self._segments_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
+
+    def with_job(self, job: Job) -> Profiler:
+        """Return a profiler of `job`, which differs from this profiler's job only in its data. Of a
+        transformers model, the two share everything that does not depend on the data: the model's
+        tensors, its parameters and their updates, and its dataflow graph."""
+        other = Profiler(job, self.device)
+        for name in SHARED if job.of_transformers else ():
+            setattr(other, name, getattr(self, name))
+        return other
 
     @cached_property
     def is_complex(self) -> bool:
@@ -371,9 +386,9 @@ class Profiler:
 
         Call this inside `_mode`, the fake tensor mode.
         """
-        if plan.compile != "none":
-            forget_compilations((self.device, plan.tp, plan.cp, plan.sequence_parallel))
         run, depth = self._build_model(plan)
+        if plan.compile != "none":  # after the model's methods, which may refuse the plan
+            forget_compilations((self.device, plan.tp, plan.cp, plan.sequence_parallel))
         run.model.train()
         widen_gradients(run.model.parameters(), wide=False)  # traces share their parameters
         for method in METHODS:
