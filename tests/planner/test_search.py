@@ -551,3 +551,21 @@ def test_a_dry_run_follows_the_rules_of_the_target_device(device: str) -> None:
         return
     with pytest.raises(InputError, match="fused SGD"):
         dry_run(job, plan, device)
+
+
+@pytest.mark.parametrize(("saving", "chosen"), [(0.9, 4096), (-9.0, None)])
+def test_the_loss_is_chosen_for_the_chosen_precision(
+    saving: float, chosen: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss that saved time with bf16-mixed has to save it with bf16-true, too."""
+
+    def choose(
+        estimator: Estimator, start: tightfit.Plan, pins: dict[str, Any]
+    ) -> tuple[tightfit.Plan, dict[str, Any]]:
+        return start.replace(precision="bf16-mixed", chunked_loss=None), {"chunked_loss": 4096}
+
+    monkeypatch.setattr(searching, "with_best_kernels", choose)
+    monkeypatch.setattr(searching, "MIN_KERNEL_SAVING", saving)
+    job = cases.job("llama").replace(allow=["bf16", "nearest-rounding"])
+    plan = search(job, Machine.named("a100-80gb"), {"compile": "none"})[0].plan
+    assert (plan.precision, plan.chunked_loss) == ("bf16-true", chosen)

@@ -29,7 +29,7 @@ from tightfit.planner.candidates import candidates, data_parallel_layouts, is_le
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import MAX_OVERESTIMATE, DryRunResults, first_that_fits, first_that_nearly_fits
-from tightfit.planner.kernels import MIN_COMPILE_SAVING, saves, with_best_kernels
+from tightfit.planner.kernels import MIN_COMPILE_SAVING, MIN_KERNEL_SAVING, saves, with_best_kernels
 from tightfit.planner.leanest import leanest, leanest_with_parallelism, offloads
 from tightfit.planner.micro_batches import MemoryBounds, largest_safe_micro_batch, search_micro_batch
 from tightfit.planner.parallelism import (
@@ -294,13 +294,28 @@ def _with_leaner_kernels(
     """
     found = estimate_candidates(estimator, start, pins)
     fastest = min((one for one in found if one.fits), key=_by_time, default=None)
-    if fastest and fastest.plan.precision != start.precision and start.compile != "none" and "compile" not in pins:
-        # compile was chosen for another precision, in which it saves more: it fuses casts of weights
-        plain = estimator.estimate(fastest.plan.replace(compile="none"))
-        if plain.fits and not saves(fastest, plain, MIN_COMPILE_SAVING):
-            return _with_leaner_kernels(estimator, start.replace(compile="none"), pins, leaner)
+    if fastest and fastest.plan.precision != start.precision:
+        # the kernels were chosen for another precision, in which they may save more
+        for fields, least in _kernels_to_reconsider(start, pins, leaner):
+            other = estimator.estimate(fastest.plan.replace(**fields))
+            if other.fits and not saves(fastest, other, least):
+                rest = {name: value for name, value in leaner.items() if name not in fields}
+                return _with_leaner_kernels(estimator, start.replace(**fields), pins, rest)
     if leaner and not (found and estimator.include_allocator(min(found, key=_by_time)).fits):
         found += estimate_candidates(estimator, start.replace(**leaner), pins)
+    return found
+
+
+def _kernels_to_reconsider(
+    start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
+) -> list[tuple[dict[str, Any], float]]:
+    """Return the kernels that cost memory or time to compile, and were chosen for what they save:
+    (plan fields without them, share of the time that they have to save)."""
+    found: list[tuple[dict[str, Any], float]] = []
+    if start.compile != "none" and "compile" not in pins:
+        found.append(({"compile": "none"}, MIN_COMPILE_SAVING))
+    if "chunked_loss" in leaner:
+        found.append(({"chunked_loss": leaner["chunked_loss"]}, MIN_KERNEL_SAVING))
     return found
 
 
