@@ -566,6 +566,7 @@ def test_the_loss_is_chosen_for_the_chosen_precision(
 
     monkeypatch.setattr(searching, "with_best_kernels", choose)
     monkeypatch.setattr(searching, "MIN_KERNEL_SAVING", saving)
-    job = cases.job("llama").replace(allow=["bf16", "nearest-rounding"])
+    train = tightfit.Train(batch=4, steps=100_000_000)  # the kernels of a chunked loss are compiled
+    job = cases.job("llama").replace(allow=["bf16", "nearest-rounding"], train=train)
     plan = search(job, Machine.named("a100-80gb"), {"compile": "none"})[0].plan
     assert (plan.precision, plan.chunked_loss) == ("bf16-true", chosen)
