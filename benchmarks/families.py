@@ -216,10 +216,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def compare(families: list[str], rounds: int, steps: int, out: Path | None) -> None:
-    """Run the contenders of each family in turns, print the table and write the record as families end."""
+    """Run the contenders of each family in turns, print the table and write the record as families end. The record
+    keeps its rows of other families."""
     from tightfit.machine import Machine
 
     rows: list[dict[str, Any]] = []
+    others = [row for row in harness.read_record(out).get("families", []) if row["family"] not in families]
     for family in families:
         harness.show_progress(f"{family}: search")
         chosen = harness.in_fresh_process(choose, family)
@@ -230,8 +232,12 @@ def compare(families: list[str], rounds: int, steps: int, out: Path | None) -> N
             return measure(family, name, plan, steps)
 
         rows.append(summarise(family, chosen, harness.interleaved(rounds, [*PLAIN, TIGHTFIT], one, line_of)))
-        harness.write_record(out, {"machine": Machine.detect().name, "families": rows})
+        harness.write_record(out, {"machine": Machine.detect().name, "families": sorted(rows + others, key=in_order)})
     show(rows)
+
+
+def in_order(row: dict[str, Any]) -> int:
+    return list(FAMILIES).index(row["family"])
 
 
 def line_of(name: str, found: dict[str, Any]) -> str:

@@ -342,7 +342,8 @@ bf16 autocast, one with bf16 weights. tightfit trains with the plan that `search
 which allows bf16 weights with nearest rounding. Times are medians of steps. The ratio is to the faster
 plain loop of the same round. Process memory is the largest resident set, beside that of the plain loop in
 the same precision. Losses are means over the last four steps, in the order of the columns. Models with
-dropout draw other masks in each contender, so their losses differ.
+dropout draw other masks in each contender, so their losses differ. `--family NAME` measures some families
+again and keeps the other rows: llama-49m and gpt2-124m were.
 
 {SOURCES["families"].cite()}
 

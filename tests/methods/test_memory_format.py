@@ -100,6 +100,30 @@ def test_pointwise_convolutions_of_small_images(pixels: int, compiles: bool, pro
         assert torch.allclose(one, same, rtol=1e-12, atol=1e-12)
 
 
+class Pointwise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3, stride=4, padding=1), nn.GELU(), nn.Conv2d(8, 16, 1), nn.GELU())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-6), ("bf16-mixed", 5e-3), ("bf16-true", 1e-2)])
+def test_training_with_pointwise_convolutions(precision: str, tolerance: float) -> None:
+    images = [(torch.randn(3, 32, 32, generator=torch.Generator().manual_seed(n)), n % 4) for n in range(16)]
+    train = tightfit.Train(batch=4, steps=4, learning_rate=1e-2, trackers=())
+    found = []
+    for memory_format in ("contiguous", "channels_last"):
+        given = tightfit.Job(model=Pointwise, data=images, train=train, loss=nn.functional.cross_entropy)
+        run = tightfit.build(given, tightfit.Plan(precision=precision, memory_format=memory_format))
+        assert len(list(tightfit.train(run))) == 4
+        found.append(torch.cat([weight.detach().float().flatten() for weight in run.model.parameters()]))
+    assert type(run.model.layers[2]) is PointwiseConv2d  # type: ignore[index, union-attr]
+    assert (found[1] - found[0]).norm() <= tolerance * found[0].norm()
+
+
 @pytest.mark.parametrize("options", [{"kernel_size": 3}, {"stride": 2}, {"padding": 1}, {"groups": 2}])
 def test_other_convolutions_keep_their_class(options: dict[str, int]) -> None:
     module = nn.Conv2d(6, 10, **{"kernel_size": 1, **options})

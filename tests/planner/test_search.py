@@ -31,7 +31,7 @@ from tightfit.planner.estimate import Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
 from tightfit.planner.time_model import CostModel
-from tightfit.planner.tracing import fake_inputs
+from tightfit.planner.tracing import fake_inputs, profiler
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
 from tightfit.report.explain import show
@@ -551,6 +551,17 @@ def test_a_dry_run_follows_the_rules_of_the_target_device(device: str) -> None:
         return
     with pytest.raises(InputError, match="fused SGD"):
         dry_run(job, plan, device)
+
+
+def test_a_refused_plan_keeps_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[object] = []
+    monkeypatch.setattr(profiler, "forget_compilations", forgotten.append)
+    estimator = Estimator(cases.job("llama"), Machine.named("h100-sxm:8"))
+    with pytest.raises(InputError, match="num_attention_heads"):
+        estimator.estimate(tightfit.Plan(tp=8, compile="block"))
+    assert not forgotten
+    estimator.estimate(tightfit.Plan(compile="block"))
+    assert forgotten
 
 
 @pytest.mark.parametrize(("saving", "chosen"), [(0.9, 4096), (-9.0, None)])

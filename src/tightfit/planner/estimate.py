@@ -476,9 +476,9 @@ class Estimator:
 
     def with_data(self, **fields: Any) -> Estimator:
         """Return an estimator for the same job with other `fields` of its data, such as
-        sequence_length. The two share the model, and what was traced of its parameters."""
+        sequence_length. Both use the same model and the same traces of the optimizer."""
         job = self.job.replace(data=self.job.data.replace(**fields))
-        return Estimator(job, self.machine, self.profiler.with_job(job))
+        return Estimator(job, self.machine, self.profiler.with_data_of(job))
 
     def peak_with_blocks(self, plan: Plan, count: int) -> float:
         """Return the peak bytes of a step with `plan` if the model had only `count` blocks, without

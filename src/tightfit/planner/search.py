@@ -309,8 +309,8 @@ def _with_leaner_kernels(
 def _kernels_to_reconsider(
     start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
 ) -> list[tuple[dict[str, Any], float]]:
-    """Return the kernels that cost memory or time to compile, and were chosen for what they save:
-    (plan fields without them, share of the time that they have to save)."""
+    """Return pairs (plan fields, share) for the kernels of `start` that take memory or compile time.
+    The plan fields select other kernels. Those of `start` have to save this share of a step's time."""
     found: list[tuple[dict[str, Any], float]] = []
     if start.compile != "none" and "compile" not in pins:
         found.append(({"compile": "none"}, MIN_COMPILE_SAVING))

@@ -124,10 +124,12 @@ class Profiler:
         self._segments_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
 
-    def with_job(self, job: Job) -> Profiler:
-        """Return a profiler of `job`, which differs from this profiler's job only in its data. Of a
-        transformers model, the two share everything that does not depend on the data: the model's
-        tensors, its parameters and their updates, and its dataflow graph."""
+    def with_data_of(self, job: Job) -> Profiler:
+        """Return a profiler of `job`, which differs from this profiler's job only in its data.
+
+        If the model is of transformers, both profilers use the same model, optimizer updates and
+        dataflow graph. None of them depends on the data.
+        """
         other = Profiler(job, self.device)
         for name in SHARED if job.of_transformers else ():
             setattr(other, name, getattr(self, name))
