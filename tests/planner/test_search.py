@@ -553,7 +553,7 @@ def test_a_dry_run_follows_the_rules_of_the_target_device(device: str) -> None:
         dry_run(job, plan, device)
 
 
-def test_a_refused_plan_keeps_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_plan_keeps_what_was_compiled(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[object] = []
     monkeypatch.setattr(profiler, "forget_compilations", forgotten.append)
     estimator = Estimator(cases.job("llama"), Machine.named("h100-sxm:8"))
