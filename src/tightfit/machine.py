@@ -314,6 +314,7 @@ class Machine(Value):
         sizes: tuple[float, float, float, float],
         causal: bool,
         alignment: int = ALIGNMENT,
+        flash: bool = True,
     ) -> float:
         """Return the rate, in FLOP/s, that a GPU achieves in a matrix product or in attention of one
         shape. Attention counts only the pairs of queries and keys that are not masked.
@@ -324,6 +325,7 @@ class Machine(Value):
                 (samples x heads, queries, keys, width of a head)
         causal  whether a causal mask hides half of the pairs
         alignment  of a product: bytes of which the beginnings of its matrices' rows are multiples
+        flash   of attention: whether FlashAttention can compute it (see `machines/shapes.py`)
 
         A measured rate is that of the calibration's shape with the same size, times the ratio of
         the two shapes' rates by `machines/shapes.py`. Without a measurement, it is the rate of
@@ -344,7 +346,8 @@ class Machine(Value):
             side = 64.0 * max(round(size / 4 ** (1 / 3) / 64), 1)
             timed = [share(1.0, *shape) for shape in ((4 * side, side, side), (side, side, 4 * side))]
             return rate * min(found / (3 / (2 / timed[0] + 1 / timed[1])), _MOST_RATIO)
-        kernel, backward = kernel_of(self.architecture, dtype, depth, self.attention_kernel), kind.endswith("backward")
+        kernel = kernel_of(self.architecture, dtype, depth, self.attention_kernel, flash)
+        backward = kind.endswith("backward")
         found = kernel.share(rows, columns, depth, causal, backward)
         name = f"causal {kind}" if causal else kind
         if f"{name}/{dtype}" not in self.rates:

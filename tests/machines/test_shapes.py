@@ -74,6 +74,16 @@ def test_torch_chooses_the_kernel_by_architecture_and_dtype() -> None:
     assert hopper.replace(architecture="").achieved_by_shape("attention", "bfloat16", (64.0, 512, 512, 64), False) > 0
 
 
+def test_attention_that_flash_cannot_compute_is_slower_without_cudnn() -> None:
+    """A mask, or values that are not as wide as the keys, take another kernel: cuDNN's where torch prefers it."""
+    for name, slower in (("a100-80gb", True), ("h100-sxm", False)):
+        machine, sizes = Machine.named(name), (64.0, 4096.0, 4096.0, 128.0)
+        fast, other = (
+            machine.achieved_by_shape("attention", "bfloat16", sizes, True, flash=flash) for flash in (True, False)
+        )
+        assert (other < 0.8 * fast) == slower
+
+
 @pytest.mark.parametrize(
     ("shape", "share"),
     [

@@ -178,6 +178,10 @@ _TABLE = {
         "_foreach_norm": ("one launch for the norms of all gradients", _LOOP),
         "_scaled_mm": ("measures the rate of float8 products", "torch.nn.functional.scaled_mm"),
         "_fused_sdp_choice": ("which attention kernel ran", "torch.profiler"),
+        "_scaled_dot_product_attention_math": (
+            "traces attention for which a GPU has no fused kernel",
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)",
+        ),
     },
     "torch.UntypedStorage": {
         "_cdata": (

@@ -3,6 +3,7 @@ operation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 scaled_mm = torch._scaled_mm
+attention_by_products: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._scaled_dot_product_attention_math
 
 
 def softmax_backward_(gradient: torch.Tensor, output: torch.Tensor) -> None:
@@ -54,6 +56,7 @@ __all__ = [
     "LOCAL_SCALAR_DENSE",
     "MPS_ATTENTION",
     "SCALED_MM",
+    "attention_by_products",
     "foreach_copy_",
     "foreach_mul_",
     "foreach_norm",

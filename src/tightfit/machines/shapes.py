@@ -307,19 +307,21 @@ PREFERS_CUDNN = ("sm_90", "sm_100", "sm_103")
 WIDEST = {FLASH_2: 256, FLASH_1: 128, CUDNN: 256}  # head
 
 
-def kernel_of(architecture: str, dtype: str, width: float, wanted: str = "") -> AttentionKernel:
+def kernel_of(architecture: str, dtype: str, width: float, wanted: str = "", flash: bool = True) -> AttentionKernel:
     """Return the attention kernel that torch chooses.
 
     architecture  such as sm_90; empty for a device that is no GPU
     dtype         torch's name, such as bfloat16
     width         of a head
     wanted        a kernel that is taken where it exists, such as flash-2; empty for torch's choice
+    flash         whether FlashAttention can compute it: it knows no masks but the causal one, and its
+                  values are as wide as its keys
     """
     if not architecture.startswith("sm_"):
         return _UNKNOWN
     known = KERNELS.get(architecture, {})
     if dtype in ("bfloat16", "float16"):
         for name in (wanted or (CUDNN if architecture in PREFERS_CUDNN else FLASH_2), FLASH_2):
-            if name in known and width <= WIDEST[name]:
+            if name in known and width <= WIDEST[name] and (flash or name == CUDNN):
                 return known[name]
     return _EFFICIENT

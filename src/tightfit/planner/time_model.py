@@ -477,8 +477,8 @@ class CostModel:
             batches, rows, columns, depth = (max(size.at(samples), 1.0) for size in operation.sizes)
             if self.any_shape and kind in (PRODUCT, BATCHED):
                 return MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
-            sizes = batches, rows, columns, depth
-            return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment)
+            sizes, flash = (batches, rows, columns, depth), "efficient" not in operation.name
+            return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment, flash)
         masked = f"causal {kind}" if causal else kind
         rate = self.machine.achieved(masked, operation.dtype, _product_size(operation, samples, flops))
         if kind in (ATTENTION, ATTENTION_BACKWARD) and operation.sizes:

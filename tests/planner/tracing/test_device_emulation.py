@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -64,6 +67,97 @@ def attention(device: str) -> list[str]:
 def test_attention_with_dropout_is_fused_on_a_cuda_device() -> None:
     assert any("flash_attention" in name for name in attention("cuda"))
     assert not any("flash_attention" in name for name in attention("cpu"))
+
+
+def operations(device: str, run: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, mixed: bool) -> list[str]:
+    """The operations of `run`, a function of a tensor, and of its backward."""
+    with emulate_device(device), FakeTensorMode():
+        values = torch.empty(4, 16, 64, dtype=dtype, requires_grad=True)
+        with (
+            Names() as names,
+            torch.autocast("cpu", torch.bfloat16 if dtype == torch.float32 else dtype, enabled=mixed),
+        ):
+            run(values).sum().backward()
+    return [name for name in names.seen if not name.startswith("prim")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dropout_is_one_kernel_with_a_narrow_mask_on_cuda(dtype: torch.dtype) -> None:
+    """at::dropout calls native_dropout for CUDA tensors only (aten/src/ATen/native/Dropout.cpp)."""
+    dropout = partial(functional.dropout, p=0.1)
+    on_cuda, on_cpu = (operations(device, dropout, dtype, False) for device in ("cuda", "cpu"))
+    assert "aten.native_dropout" in on_cuda and "aten.bernoulli_" not in on_cuda
+    assert "aten.native_dropout" not in on_cpu and "aten.bernoulli_" in on_cpu
+    for device in ("cuda", "cpu"):
+        assert not any("drop" in name for name in operations(device, partial(functional.dropout, p=0.0), dtype, False))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(("device", "dtype", "copies"), [
+    ("cuda", torch.float16, False),
+    ("cuda", torch.bfloat16, True),
+    ("cpu", torch.float16, True),
+])  # fmt: skip
+def test_a_softmax_of_fp16_needs_no_fp32_copy_on_cuda(
+    name: str, device: str, dtype: torch.dtype, copies: bool, mixed: bool
+) -> None:
+    softmax = partial(getattr(functional, name), dim=-1, dtype=torch.float32)
+    assert ("aten._to_copy" in operations(device, softmax, dtype, mixed)) == copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_under_autocast_read_16_bits_on_cuda(dtype: torch.dtype) -> None:
+    """Autocast gives a sum the dtype of its result, so its input is not copied to fp32."""
+    found = operations("cuda", lambda values: values.sum(-1), dtype, True)
+    assert found.index("aten.sum") < found.index("aten._to_copy")  # the copy is of the gradient
+
+
+def attention_kernel(
+    device: str, dtype: torch.dtype, heads: int = 8, width: int = 64, mask: torch.Tensor | None = None
+) -> str:
+    """The first operation of attention of 8 query heads, or "products" if it is no fused kernel."""
+    with emulate_device(device), FakeTensorMode(allow_non_fake_inputs=True), Names() as names:
+        query = torch.empty(2, 8, 16, 64, dtype=dtype, requires_grad=True)
+        key = torch.empty(2, heads, 16, 64, dtype=dtype, requires_grad=True)
+        value = torch.empty(2, heads, 16, width, dtype=dtype, requires_grad=True)
+        functional.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, enable_gqa=heads != 8
+        ).sum().backward()
+    kernels = [name for name in names.seen if "attention" in name]
+    return kernels[0].removeprefix("aten._scaled_dot_product_").partition("_")[0] if kernels else "products"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_kernels_are_those_of_a_gpu(dtype: torch.dtype) -> None:
+    """select_sdp_backend (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), torch 2.11 to 2.13."""
+    on_cuda, on_cpu = partial(attention_kernel, "cuda", dtype), partial(attention_kernel, "cpu", dtype)
+    assert on_cuda() == on_cpu() == "flash"
+    assert on_cuda(heads=2) == ("products" if dtype is torch.float32 else "flash")
+    assert on_cpu(heads=2) == "flash"
+    assert (on_cuda(width=32), on_cpu(width=32)) == ("efficient", "products")  # multi-head latent attention
+    assert on_cuda(width=33) == "products"  # no multiple of 16 bytes
+    learned = torch.zeros(1, 8, 16, 16, dtype=dtype, requires_grad=True)  # such as T5's relative positions
+    assert (on_cuda(mask=learned), on_cpu(mask=learned)) == ("efficient", "products")
+    visible = torch.ones(2, 1, 16, 16, dtype=torch.bool)
+    assert (on_cuda(mask=visible), on_cpu(mask=visible)) == ("efficient", "flash")
+
+
+@pytest.mark.parametrize("compile", ["none", "block"])
+def test_grouped_queries_in_fp32_need_their_scores_on_cuda(compile: str) -> None:
+    """In 16 bits, attention of grouped queries is fused and saves no scores."""
+    plan, length, found = tightfit.Plan(compile=compile), 128, []
+    for heads in (2, 4):
+        job = tightfit.Job(
+            model={**cases.SPECS["llama"], "num_key_value_heads": heads},
+            data={"synthetic": "tokens", "sequence_length": length},
+            train=tightfit.Train(batch=8, steps=2),
+        )
+        ledger = estimated_ledger(Profiler(job, "cuda"), plan, Machine.named("a100-40gb"))
+        assert ledger.peak().total == pytest.approx(dry_run(job, plan, "cuda").total, rel=0.02)
+        found.append(ledger.peak().rows["activations"])
+    scores = 4 * job.train.batch * 4 * length**2  # bytes of a block
+    assert found[0] - found[1] > 0.9 * cases.SPECS["llama"]["num_hidden_layers"] * scores
 
 
 @pytest.mark.slow

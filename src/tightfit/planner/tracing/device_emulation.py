@@ -1,15 +1,17 @@
 """Emulate the target device for fake tensors, which are CPU tensors.
 
-Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Two things
-differ from a CPU: autocast keeps other operations in fp32, and the fused attention kernel supports
-dropout. Which operations have an autocast rule on CUDA is looked up in torch: every build of torch
-contains these rules.
+Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Four things
+differ from a CPU: autocast keeps other operations in fp32, attention has other fused kernels,
+dropout is one kernel whose mask has one byte for each element, and a softmax of fp16 tensors with
+an fp32 result needs no fp32 copy of its input. Which operations have an autocast rule on CUDA is
+looked up in torch: every build of torch contains these rules.
 
 `fake_process_group` lets a single process trace what one of several ranks does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -28,7 +30,7 @@ from tightfit._torch.dispatch import (
     without_cpu_autocast_rules,
 )
 from tightfit._torch.distributed import init_fake_process_group
-from tightfit._torch.operations import schema_of
+from tightfit._torch.operations import EFFICIENT_ATTENTION, attention_by_products, schema_of
 from tightfit._torch.pytree import tree_map
 from tightfit.errors import InputError
 from tightfit.target_device import TARGET
@@ -41,10 +43,13 @@ _LOW = {
     "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "cudnn_convolution",
     "cudnn_convolution_transpose", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
 }  # fmt: skip
+# operations that run in fp32 by their `dtype` argument, so that no fp32 copy of their input is made
+_WITH_DTYPE = {"cumprod", "cumsum", "log_softmax", "softmax", "sum"}
 _WIDEST = {
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 }  # fmt: skip
+EFFICIENT_ALIGNMENT = 16  # bytes; the memory-efficient attention kernel takes heads of a multiple of it
 
 
 @contextmanager
@@ -62,18 +67,25 @@ def emulate_device(device: str) -> Iterator[None]:
 @contextmanager
 def _cuda_rules() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    overloads = _cuda_autocast_overloads()
+    aten = torch.ops.aten
+    composites: dict[OpOverload, Callable[..., Any]] = {
+        aten.scaled_dot_product_attention.default: _attention_on_cuda,
+        aten.dropout.default: _fused_dropout,
+        aten.softmax.int: partial(_softmax_of_half, aten._softmax.default),
+        aten.log_softmax.int: partial(_softmax_of_half, aten._log_softmax.default),
+    }
+    rules = _cuda_autocast_overloads()
     try:
-        for overload in overloads:
+        for overload in rules:
             library.impl(overload, _autocast_rule(overload), "AutocastCPU")
-        library.impl(attention, partial(_without_dropout, attention), "AutogradCPU")
-        for overload in (*overloads, attention):
+        for overload, kernel in composites.items():
+            library.impl(overload, partial(kernel, overload), "AutogradCPU")
+        for overload in (*rules, *composites):
             clear_dispatch_cache(overload)
         yield
     finally:
         remove_kernels(library)
-        for overload in (*overloads, attention):
+        for overload in (*rules, *composites):
             clear_dispatch_cache(overload)
 
 
@@ -94,6 +106,7 @@ def _cuda_autocast_overloads() -> tuple[OpOverload, ...]:
 
 def _autocast_rule(overload: OpOverload) -> Callable[..., Any]:
     name = schema_of(overload).name.removeprefix("aten::")
+    names = [argument.name for argument in schema_of(overload).arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if name in _LOW:
@@ -104,6 +117,9 @@ def _autocast_rule(overload: OpOverload) -> Callable[..., Any]:
         else:
             dtype = torch.float32
         with without_cpu_autocast_rules():
+            if name in _WITH_DTYPE:
+                given = dict(zip(names, args, strict=False)) | kwargs
+                return overload(given.pop("self"), **{**given, "dtype": given.get("dtype") or dtype})
             args, kwargs = tree_map(partial(_cast, dtype), (args, kwargs))
             return overload(*args, **kwargs)
 
@@ -115,20 +131,67 @@ def _cast(dtype: torch.dtype, value: Any) -> Any:
     return value.to(dtype) if narrow_or_single else value
 
 
-def _without_dropout(
+def _attention_on_cuda(
     attention: OpOverload,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-    *rest: Any,
-    **named: Any,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Any:
-    """Run `attention` (torch's scaled_dot_product_attention) with the CPU kernel and without
-    dropout, and return its output. The CPU kernel is fused only without dropout, while CUDA's fused
-    kernel draws the dropout mask inside the kernel, so that no memory is needed for the mask."""
-    return attention.decompose(query, key, value, attn_mask, 0.0, *rest, **named)
+    """Run `attention` (torch's scaled_dot_product_attention) with the kind of kernel that torch
+    chooses on a GPU of compute capability 8.0 or higher, and return its output.
+
+    Three cases differ from a CPU (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp):
+
+    - In fp32, no fused kernel knows grouped queries: the scores are computed by products.
+    - FlashAttention knows no masks, and its values are as wide as its keys. Otherwise, as in
+      multi-head latent attention, it is the memory-efficient kernel, which also computes the
+      gradient of a mask.
+    - Fused kernels draw the dropout mask inside, so that it takes no memory. The CPU's is fused only
+      without dropout, so it runs without.
+    """
+    if enable_gqa and query.shape[1] != key.shape[1] and query.dtype is torch.float32:
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        return attention_by_products(*given, scale=scale, enable_gqa=True)[0]
+    widths = query.shape[-1], value.shape[-1]
+    aligned = all(width * query.element_size() % EFFICIENT_ALIGNMENT == 0 for width in widths)
+    if query.dim() == 4 and not enable_gqa and (attn_mask is not None or widths[0] != widths[1]) and aligned:
+        pairs = (*query.shape[:-1], key.shape[-2])
+        bias = None if attn_mask is None else _additive(attn_mask, query.dtype).expand(pairs)
+        return EFFICIENT_ATTENTION.default(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
+    return attention.decompose(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added to scores of type `dtype`. A mask of booleans is True where a key is
+    visible."""
+    if mask.dtype is not torch.bool:
+        return mask
+    visible, hidden = (torch.scalar_tensor(value, dtype=dtype, device=mask.device) for value in (0.0, -math.inf))
+    return torch.where(mask, visible, hidden)
+
+
+def _fused_dropout(dropout: OpOverload, value: Tensor, p: float, train: bool) -> Any:
+    """Run `dropout` (torch's dropout) as CUDA's kernel does, and return its output. The kernel saves
+    a mask of one byte for each element; a CPU saves a tensor of the input's type."""
+    if train and 0 < p < 1 and value.numel() > 0:
+        return torch.native_dropout(value, p, train)[0]
+    return dropout.decompose(value, p, train)
+
+
+def _softmax_of_half(
+    kernel: OpOverload, softmax: OpOverload, value: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Any:
+    """Run `softmax` (torch's softmax or log_softmax) as on CUDA, and return its output. On CUDA, `kernel`
+    reads fp16 and writes fp32; on a CPU, the input is copied to fp32 first."""
+    if value.dtype is torch.float16 and dtype is torch.float32:
+        return kernel(value, dim, True)
+    return softmax.decompose(value, dim, dtype)
 
 
 @contextmanager
