@@ -73,7 +73,8 @@ _KINDS = {
     ),
     "reduction": (
         "aten.sum", "aten.mean", "aten.amax", "aten.max", "aten.var", "aten.var_mean", "aten.any", "aten.all", "aten.cumsum",
-        "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.native_batch_norm_backward",
+        "aten.native_layer_norm", "aten.native_layer_norm_backward", "aten._fused_rms_norm", "aten._fused_rms_norm_backward",
+        "aten.native_batch_norm_backward",
         "aten.batch_norm_backward", "aten.native_group_norm",
         "aten.native_group_norm_backward", "aten.max_pool2d_with_indices_backward",
         "aten.avg_pool2d", "aten.avg_pool2d_backward", "aten.mean_backward", "aten._foreach_norm",

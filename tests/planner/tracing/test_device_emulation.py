@@ -86,8 +86,10 @@ def test_dropout_is_one_kernel_with_a_narrow_mask_on_cuda(dtype: torch.dtype) ->
     """at::dropout calls native_dropout for CUDA tensors only (aten/src/ATen/native/Dropout.cpp)."""
     dropout = partial(functional.dropout, p=0.1)
     on_cuda, on_cpu = (operations(device, dropout, dtype, False) for device in ("cuda", "cpu"))
-    assert "aten.native_dropout" in on_cuda and "aten.bernoulli_" not in on_cuda
-    assert "aten.native_dropout" not in on_cpu and "aten.bernoulli_" in on_cpu
+    assert "aten.native_dropout" in on_cuda
+    assert "aten.bernoulli_" not in on_cuda
+    assert "aten.native_dropout" not in on_cpu
+    assert "aten.bernoulli_" in on_cpu
     for device in ("cuda", "cpu"):
         assert not any("drop" in name for name in operations(device, partial(functional.dropout, p=0.0), dtype, False))
 
@@ -111,6 +113,38 @@ def test_sums_under_autocast_read_16_bits_on_cuda(dtype: torch.dtype) -> None:
     """Autocast gives a sum the dtype of its result, so its input is not copied to fp32."""
     found = operations("cuda", lambda values: values.sum(-1), dtype, True)
     assert found.index("aten.sum") < found.index("aten._to_copy")  # the copy is of the gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_one_kernel_on_cuda(dtype: torch.dtype) -> None:
+    norm = partial(functional.rms_norm, normalized_shape=(64,))
+    assert [name for name in operations("cuda", norm, dtype, False) if "norm" in name or "rsqrt" in name] == [
+        "aten._fused_rms_norm",
+        "aten._fused_rms_norm_backward",
+    ]
+    assert "aten.rsqrt" in operations("cpu", norm, dtype, False)  # and nothing of the GPU's is left
+
+
+@pytest.mark.parametrize("compile", ["none", "model"])
+def test_a_norm_saves_its_input_alone_on_cuda(compile: str) -> None:
+    """A CPU saves more: the input in fp32 and the normalised values."""
+
+    class Norms(torch.nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(*(torch.nn.RMSNorm(64) for _ in range(4)), torch.nn.Linear(64, 4))
+
+    job = tightfit.Job(
+        model=Norms,
+        data=[(torch.zeros(64), number % 4) for number in range(4096)],
+        train=tightfit.Train(batch=4096, steps=1),
+        allow=["bf16"],
+    )
+    plan = tightfit.Plan(precision="bf16-true", rounding="kahan", compile=compile)
+    ledger = estimated_ledger(Profiler(job, "cuda"), plan, Machine.named("a100-40gb"))
+    assert ledger.peak().total == pytest.approx(dry_run(job, plan, "cuda").total, rel=0.02)
+    values = 2 * 4096 * 64  # bytes of the values between two layers
+    # the inputs of five layers, the batch in fp32, and small tensors
+    assert max(rows["activations"] for _, _, rows in ledger.instants()) < 7.5 * values
 
 
 def attention_kernel(

@@ -74,18 +74,20 @@ def _cuda_rules() -> Iterator[None]:
         aten.softmax.int: partial(_softmax_of_half, aten._softmax.default),
         aten.log_softmax.int: partial(_softmax_of_half, aten._log_softmax.default),
     }
-    rules = _cuda_autocast_overloads()
+    norm, rules = aten._fused_rms_norm.default, _cuda_autocast_overloads()
     try:
         for overload in rules:
             library.impl(overload, _autocast_rule(overload), "AutocastCPU")
         for overload, kernel in composites.items():
             library.impl(overload, partial(kernel, overload), "AutogradCPU")
-        for overload in (*rules, *composites):
+        # an operation with a kernel of its device is not decomposed before autograd
+        library.impl(norm, norm.decompose, "CPU")
+        for overload in (*rules, *composites, norm):
             clear_dispatch_cache(overload)
         yield
     finally:
         remove_kernels(library)
-        for overload in (*rules, *composites):
+        for overload in (*rules, *composites, norm):
             clear_dispatch_cache(overload)
 
 
