@@ -23,17 +23,20 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.nccl import communicator_bytes
@@ -58,7 +61,7 @@ FOLDER = Path(__file__).parent / "published"
 FRAMEWORKS = "frameworks.yaml"
 ALLOW = ["bf16", "fp16", "tf32", "float8", "8-bit-states", "4-bit-states", "bf16-states", "offload"]
 ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is compared
-FUSED_SOFTMAX = "fused_softmax"
+FUSED_SOFTMAX, PACKED = "fused_softmax", "packed_attention"
 # TransformerEngine's tensor parallelism: products begin with the shard that a device has, so that gathers are hidden;
 # sums are sent in 4 parts, of which the last is not
 TP_HIDDEN = (1 + 3 / 4) / 2
@@ -81,6 +84,8 @@ def read_rows(group: str = "", half: str = "both") -> list[dict[str, Any]]:
             same = frameworks[row["framework"]]
             row["plan"] = plan_of(same, row["plan"])
             row["loop"] = {**same.get("loop", {}), **row.get("loop", {})}
+            if row["loop"].get("split_by_cost") and row["plan"].get("pp", 1) > 1:
+                row["plan"].setdefault("split", split_by_cost(row["model"], row["plan"]["pp"]))
             if half in ("both", row["half"]):
                 rows.append(row)
     return rows
@@ -94,6 +99,23 @@ def plan_of(framework: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     if plan.get("zero", 0) < 2:
         plan.pop("gradient_sync", None)  # gradients are not sharded
     return plan
+
+
+def split_by_cost(model: dict[str, Any], stages: int) -> list[int]:
+    """The blocks of each pipeline stage as nanotron splits a Llama: in order, a stage takes blocks until the parameters
+    of the blocks and the head so far exceed its share. A stage without a block takes one of the stage before it, because
+    a plan cannot say that."""
+    width = model["hidden_size"]
+    block, count = 4 * width**2 + 3 * width * model["intermediate_size"], model["num_hidden_layers"]
+    share = (count * block + width * model["vocab_size"]) / stages
+    split, stage = [0] * stages, 0
+    for number in range(1, count + 1):
+        split[stage] += 1
+        stage += number * block > share * (stage + 1)
+    for stage in range(stages - 1, 0, -1):
+        missing = max(1 - split[stage], 0)
+        split[stage], split[stage - 1] = split[stage] + missing, split[stage - 1] - missing
+    return split
 
 
 def available(fields: dict[str, Any]) -> dict[str, Any]:
@@ -111,16 +133,20 @@ def job_of(row: dict[str, Any]) -> Job:
     loss = NARROW_LOSS if row["loop"].get("narrow_loss") else None
     model = row["model"]
     if row["loop"].get("fused_softmax") and model.get("attn_implementation") == "eager":
-        register_fused_softmax()
+        register_attentions()
         model = {**model, "attn_implementation": FUSED_SOFTMAX}
+    if row["loop"].get("packed_attention"):
+        register_attentions()
+        model = {**model, "attn_implementation": PACKED}
     return Job(model=model, data=row["data"], loss=loss, allow=ALLOW, train=train)
 
 
 @cache
-def register_fused_softmax() -> None:
-    """Make `fused_softmax_attention` an attention of transformers, by the name FUSED_SOFTMAX."""
-    AttentionInterface.register(FUSED_SOFTMAX, fused_softmax_attention)
-    AttentionMaskInterface.register(FUSED_SOFTMAX, lambda *_, **__: None)
+def register_attentions() -> None:
+    """Make the attention of other frameworks one of transformers, by the names FUSED_SOFTMAX and PACKED."""
+    for name, attention in ((FUSED_SOFTMAX, fused_softmax_attention), (PACKED, packed_attention)):
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, lambda *_, **__: None)
 
 
 def fused_softmax_attention(
@@ -132,6 +158,32 @@ def fused_softmax_attention(
     scores = torch.matmul(query * (scaling or query.shape[-1] ** -0.5), key.transpose(-1, -2))
     weights = functional.dropout(functional.softmax(scores, dim=-1), dropout, module.training)
     return torch.matmul(weights, value).transpose(1, 2), None
+
+
+def packed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """nanotron's attention of as many key heads as query heads, for a trace: the query is a part of one tensor, with keys
+    and values, which stays in memory for it; the keys and values that are saved are copies."""
+    first = torch.stack((query, key, value))[0]
+    pairs = torch.stack((key, value))
+    output = functional.scaled_dot_product_attention(first, pairs[0], pairs[1], is_causal=True, scale=scaling)
+    return output.transpose(1, 2), None
+
+
+@contextmanager
+def their_norms(row: dict[str, Any]) -> Iterator[None]:
+    """Inside it, Llama's norms are one kernel that saves its input, if those of the row's framework are."""
+    if not row["loop"].get("fused_norms"):
+        yield
+        return
+
+    def forward(norm: LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
+        return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    with patch.object(LlamaRMSNorm, "forward", forward):
+        yield
 
 
 def narrow_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -195,7 +247,8 @@ def compare(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, An
     begun = time.process_time()
     found = {name: row.get(name) for name in ("id", "group", "half", "framework", "machine")} | {"ran": row.get("fits")}
     try:
-        found |= predict(row, profilers)
+        with their_norms(row):
+            found |= predict(row, profilers)
     except Exception as error:  # whatever it is, it is reported in the place of the row
         found["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     return {**found, "cpu_s": time.process_time() - begun}
@@ -350,8 +403,22 @@ def their_peak(row: dict[str, Any], settled: Estimate) -> float:
     if row["loop"].get("keeps_gradients"):
         for_each = rows["parameters"] / 2
         peak += 4 * for_each - rows["gradients"]
+    peak += gathered_inputs(row, settled)
     in_update = rows["parameters"] + rows["optimizer"] + rows["runtime"] + (before + copies) * for_each
     return max(peak + (before - 4) * for_each, in_update)
+
+
+def gathered_inputs(row: dict[str, Any], settled: Estimate) -> float:
+    """Bytes of the inputs of attention and of the feed-forward layer that sequence parallelism has gathered, in all blocks
+    and micro-batches whose activations are in memory at once, if their loop keeps them for backward. tightfit gathers
+    them again."""
+    plan = settled.plan
+    if not row["loop"].get("keeps_gathered_inputs") or not plan.sequence_parallel or settled.peak.phase == "optimizer":
+        return 0.0
+    model, stage = row["model"], 0 if settled.ledger.rank_program is None else settled.ledger.rank_program.pipeline_rank
+    blocks = plan.split[stage] if plan.split else model["num_hidden_layers"] / plan.pp
+    tokens = plan.micro_batch_of(row["batch"]) * row["data"]["sequence_length"]
+    return 2 * 2 * tokens * model["hidden_size"] * (1 - 1 / plan.tp) * blocks * (plan.pp - stage)
 
 
 def blocks_of_gathers(row: dict[str, Any], settled: Estimate) -> float:
@@ -380,7 +447,10 @@ def blocks_of_update(row: dict[str, Any], settled: Estimate) -> float:
     count = settled.peak.rows["parameters"] / 2
     gathered = 2 * count / max(count // bucket, 1) if plan.zero else 0.0
     if plan.precision == "fp16-true":
-        return 2 * min(bucket, count) + gathered
+        whole = row["loop"].get(
+            "reduce_buffers", 0
+        )  # are allocated at their full size, however few gradients there are
+        return (2 * bucket * whole or 2 * min(bucket, count)) + gathered
     return max(4 * min(bucket, count), gathered)  # gradients in fp32, whose bucket is free again before the weights'
 
 

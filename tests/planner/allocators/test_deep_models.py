@@ -51,8 +51,8 @@ def test_a_few_blocks_predict_the_bytes_of_all(
 ) -> None:
     """As if a model were deep from 64 blocks on."""
     monkeypatch.setattr(deep_models, "SIMULATED_BLOCKS", 64)
-    ledger = estimator(name, 120).estimate(tightfit.Plan(**fields)).ledger
-    for taken in (expandable, peak_heap_bytes):
+    for taken, machine in ((expandable, GPU), (peak_heap_bytes, Machine.detect())):
+        ledger = estimator(name, 120, machine).estimate(tightfit.Plan(**fields)).ledger
         seen: list[int] = []
 
         def played(one: Ledger, taken: Any = taken, seen: list[int] = seen) -> float:
