@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.profiler import profile
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tightfit
 from benchmarks import published
@@ -84,3 +86,96 @@ def test_a_fused_update_of_narrow_states_is_faster() -> None:
     assert 0.5 * narrow.time.optimizer_s < saved < narrow.time.optimizer_s
     same = Estimator(job, machine).estimate(tightfit.Plan())
     assert published.saved_by_their_loop(same, {"fused_low_bit": True}, CostModel(machine)) == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "width", "stages", "split"),
+    [
+        (16, 2048, 2, [11, 5]),  # the head costs as much as four blocks: 10 of 20 are no more than half
+        (3, 64, 1, [3]),
+        (24, 2048, 8, [4, 3, 3, 4, 3, 3, 3, 1]),  # its last stage has the head alone, which a plan cannot say
+    ],
+)
+def test_nanotron_splits_blocks_by_cost(blocks: int, width: int, stages: int, split: list[int]) -> None:
+    """build_model (nanotron/models/base.py) on the models of its published runs."""
+    vocabulary, inner = (50272, 4096) if blocks == 24 else (131072, 8192)
+    model = {
+        "num_hidden_layers": blocks,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+    }
+    assert published.split_by_cost(model, stages) == split
+
+
+def test_every_pipeline_of_nanotron_has_its_split() -> None:
+    rows = [row for row in published.read_rows("nanotron") if row["plan"].get("pp", 1) > 1]
+    assert rows
+    for row in rows:
+        assert len(row["plan"]["split"]) == row["plan"]["pp"]
+        assert sum(row["plan"]["split"]) == row["model"]["num_hidden_layers"]
+
+
+def test_packed_attention_is_attention_that_saves_more() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    found, _ = published.packed_attention(nn.Identity(), *tensors, None, scaling=0.3)
+    expected = nn.functional.scaled_dot_product_attention(*tensors, is_causal=True, scale=0.3).transpose(1, 2)
+    assert torch.allclose(found, expected)
+    llama = {**cases.SPECS["llama"], "num_key_value_heads": 4}
+    saved = []
+    for loop in ({}, {"nanotron_blocks": True}):
+        row = {"model": llama, "data": {"synthetic": "tokens", "sequence_length": 64}, "optimizer": "adamw", "batch": 8}
+        saved.append(
+            Estimator(published.job_of({**row, "loop": loop}), GPUS).estimate(Plan()).ledger.peaks()["forward"]
+        )
+    one = 4 * 8 * 64 * llama["hidden_size"]  # bytes of the queries of a block
+    # keys, values and the output once more
+    assert saved[1] - saved[0] == pytest.approx(3 * one * llama["num_hidden_layers"], rel=0.1)
+
+
+def test_llama_s_norms_are_nanotron_s_for_its_rows_alone() -> None:
+    norm, values = LlamaRMSNorm(8), torch.randn(4, 8)
+    expected = norm(values)
+    for loop, one in (({}, False), ({"nanotron_blocks": True}, True), ({}, False)):
+        with published.their_norms({"loop": loop}), profile() as seen:
+            assert torch.allclose(norm(values), expected)
+        assert any(event.name == "aten::rms_norm" for event in seen.events()) == one
+
+
+def test_gathered_inputs_of_all_blocks_in_flight() -> None:
+    row = {
+        "model": {"hidden_size": 64, "num_hidden_layers": 5},
+        "batch": 8,
+        "data": {"sequence_length": 32},
+        "loop": {"keeps_gathered_inputs": True},
+    }
+    plan = Plan(precision="bf16-true", master_weights=True, tp=2, sequence_parallel=True, micro_batch=2)
+    settled = estimate(plan)
+    found = published.gathered_inputs(row, settled)
+    # in each block two inputs of 2 x 32 tokens x 64 numbers of two bytes, of which a device had half
+    assert found == (0 if settled.peak.phase == "optimizer" else 5 * 2 * 2 * 2 * 32 * 64 / 2)
+    assert published.gathered_inputs({**row, "loop": {}}, settled) == 0
+
+
+def test_reduce_buffers_have_the_size_of_a_bucket() -> None:
+    plan = Plan(precision="fp16-true", master_weights=True, zero=2, dp_shard=8, loss_scale=128.0)
+    settled = Estimator(cases.job("llama"), GPUS).estimate(plan)
+    count = settled.peak.rows["parameters"] / 2
+    few, full = (
+        published.blocks_of_update({"loop": {"bucket": 10**6, **more}}, settled) for more in ({}, {"reduce_buffers": 2})
+    )
+    assert (few, full) == (2 * count + 2 * count, 2 * 2 * 10**6 + 2 * count)
+
+
+def test_gradients_that_are_kept_count_once() -> None:
+    """Those of earlier micro-batches are in memory in any case."""
+    row = {"memory": {"allocated": "1 GB"}, "loop": {"zeroes_before_backward": True}}
+    machine = Machine.named("a100-80gb")
+    for micro_batch, more in ((8, True), (2, False)):
+        settled = estimate(Plan(micro_batch=micro_batch), machine)
+        late, early = (
+            published.compare_memory({**row, "loop": loop}, settled)["predicted_bytes"] for loop in (row["loop"], {})
+        )
+        assert 0 <= late - early <= settled.ledger.gradient_bytes()
+        assert (late > early) == more
