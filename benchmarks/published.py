@@ -23,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
@@ -34,6 +34,7 @@ from unittest.mock import patch
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, all_reduce
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -45,6 +46,7 @@ from tightfit.job import Job, Train
 from tightfit.machine import CALIBRATED_WIDTH, Figure, Machine
 from tightfit.machines.names import find_named
 from tightfit.models.objective import IGNORED, Objective, next_token_targets
+from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator
@@ -61,7 +63,7 @@ FOLDER = Path(__file__).parent / "published"
 FRAMEWORKS = "frameworks.yaml"
 ALLOW = ["bf16", "fp16", "tf32", "float8", "8-bit-states", "4-bit-states", "bf16-states", "offload"]
 ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is compared
-FUSED_SOFTMAX, PACKED = "fused_softmax", "packed_attention"
+FUSED_SOFTMAX, PACKED = "megatron_attention", "nanotron_attention"
 # TransformerEngine's tensor parallelism: products begin with the shard that a device has, so that gathers are hidden;
 # sums are sent in 4 parts, of which the last is not
 TP_HIDDEN = (1 + 3 / 4) / 2
@@ -179,16 +181,23 @@ def packed_attention(
 
 
 @contextmanager
-def their_norms(row: dict[str, Any]) -> Iterator[None]:
-    """Inside it, Llama's norms are one kernel that saves its input, if the row's blocks are nanotron's."""
-    if not row["loop"].get("nanotron_blocks"):
-        yield
-        return
+def their_blocks(row: dict[str, Any]) -> Iterator[None]:
+    """Inside it, traces are of blocks as the row's framework writes them: nanotron's norms are one kernel that saves its
+    input, and Megatron's tensor parallelism reduces in place, where tightfit reduces a copy."""
 
-    def forward(norm: LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
-        return functional.rms_norm(hidden_states, norm.weight.shape, norm.weight, norm.variance_epsilon)
+    def norm(module: LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
+        return functional.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
 
-    with patch.object(LlamaRMSNorm, "forward", forward):
+    def reduced(tensor: Tensor, group: ProcessGroup) -> Tensor:
+        total = tensor.contiguous()
+        all_reduce(total.detach(), group=group)
+        return total.view_as(total)
+
+    with ExitStack() as patches:
+        if row["loop"].get("nanotron_blocks"):
+            patches.enter_context(patch.object(LlamaRMSNorm, "forward", norm))
+        if row["loop"].get("fused_softmax"):
+            patches.enter_context(patch.object(sharder, "all_reduced", reduced))
         yield
 
 
@@ -253,7 +262,7 @@ def compare(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, An
     begun = time.process_time()
     found = {name: row.get(name) for name in ("id", "group", "half", "framework", "machine")} | {"ran": row.get("fits")}
     try:
-        with their_norms(row):
+        with their_blocks(row):
             found |= predict(row, profilers)
     except Exception as error:  # whatever it is, it is reported in the place of the row
         found["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -13,10 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import tightfit
 from benchmarks import published
 from tests.planner import cases
+from tightfit.distributed.collectives import all_reduced
 from tightfit.machine import Machine
+from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.time_model import CostModel
+from tightfit.planner.tracing import profiler
 
 GPUS = Machine.named("h100-sxm:8")
 
@@ -138,7 +141,7 @@ def test_llama_s_norms_are_nanotron_s_for_its_rows_alone() -> None:
     norm, values = LlamaRMSNorm(8), torch.randn(4, 8)
     expected = norm(values)
     for loop, one in (({}, False), ({"nanotron_blocks": True}, True), ({}, False)):
-        with published.their_norms({"loop": loop}), profile() as seen:
+        with published.their_blocks({"loop": loop}), profile() as seen:
             assert torch.allclose(norm(values), expected)
         assert any(event.name == "aten::rms_norm" for event in seen.events()) == one
 
@@ -179,3 +182,19 @@ def test_gradients_that_are_kept_count_once() -> None:
         )
         assert 0 <= late - early <= settled.ledger.gradient_bytes()
         assert (late > early) == more
+
+
+def test_megatron_reduces_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tightfit reduces a copy of each product."""
+    monkeypatch.setattr(profiler, "cached", lambda key, make: make())
+    copies = []
+    for loop in ({}, {"fused_softmax": True}):
+        row = {"model": {**cases.SPECS["llama"], "attn_implementation": "sdpa"}, "optimizer": "adamw", "batch": 8}
+        asked = {**row, "data": {"synthetic": "tokens", "sequence_length": 32}, "loop": loop}
+        with published.their_blocks(asked):
+            ledger = Estimator(published.job_of(asked), GPUS).estimate(Plan(tp=2)).ledger
+        made = [one for segment in ledger.training for one in segment.timeline.operations if one.name == "aten.clone"]
+        copies.append(sum(one.count.at(1) for one in made))
+    # for each block two products are reduced in forward, and two gradients in backward
+    assert copies[0] - copies[1] >= 4 * cases.SPECS["llama"]["num_hidden_layers"]
+    assert sharder.all_reduced is all_reduced
