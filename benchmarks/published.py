@@ -39,6 +39,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tightfit.cost.entries import Message
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.nccl import communicator_bytes
 from tightfit.errors import InputError
@@ -49,7 +50,7 @@ from tightfit.models.objective import IGNORED, Objective, next_token_targets
 from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate, Estimator, estimated_ledger
 from tightfit.planner.time_model import BLOCKING, CONTENTION, CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
@@ -201,9 +202,23 @@ def their_blocks(row: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+class Kept(torch.autograd.Function):
+    """Returns its input, which stays in memory until backward has computed the gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.save_for_backward(values)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 def narrow_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The sum of a language model's cross entropy in the type of its logits, which tightfit computes in fp32."""
-    logits = model(input_ids=batch["input_ids"]).logits.flatten(0, -2)
+    """The sum of a language model's cross entropy in the type of its logits, which tightfit computes in fp32. The logits are
+    a variable of the training loop, so they are in memory during backward."""
+    logits = Kept.apply(model(input_ids=batch["input_ids"]).logits.flatten(0, -2))
     return functional.cross_entropy(logits, next_token_targets(batch).flatten(), reduction="sum")
 
 
@@ -278,7 +293,8 @@ def predict(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, An
     settled = settled_of(job, machine, traces, plan)
     found: dict[str, Any] = {"devices": plan.devices, **features(row, plan)}
     if "memory" in row:
-        found |= compare_memory(row, settled)
+        logged = on_first_rank(settled, traces) if row["loop"].get("logs_first_rank") and plan.pp > 1 else settled
+        found |= compare_memory(row, logged)
     if "speed" in row:
         found |= compare_speed(row, estimate)
     needed = their_peak(row, settled) + blocks_of_gathers(row, settled) + settled.margin_bytes
@@ -307,6 +323,13 @@ def settled_of(job: Job, machine: Machine, traces: Profiler, plan: Plan) -> Esti
         job = job.replace(train=job.train.replace(batch=most))
     estimator = estimator_of(job, machine, traces)
     return estimator.include_allocator(estimator.estimate(plan))
+
+
+def on_first_rank(settled: Estimate, traces: Profiler) -> Estimate:
+    """A pipeline's estimate with the tensors of its first rank in the place of those of its busiest."""
+    ledger = estimated_ledger(traces, settled.plan, settled.machine, 0)
+    ledger = replace(ledger, fixed={**ledger.fixed, "runtime": settled.ledger.fixed["runtime"]})
+    return replace(settled, ledger=ledger, peak=ledger.peak())
 
 
 def features(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
@@ -350,6 +373,11 @@ def compare_speed(row: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
 def saved_by_their_loop(estimate: Estimate, loop: dict[str, Any], model: CostModel) -> float:
     """Seconds of a step that a framework's loop does not take, and tightfit's does."""
     saved = model.gradient_sums_s(estimate.ledger) if loop.get("fused_sums") else 0.0
+    if loop.get("late_reduction"):
+        ledger = estimate.ledger
+        late = replace(ledger, messages=tuple(without_overlap(one) for one in ledger.messages))
+        shown, whole = (model.exposed_communication_s(one, estimate.time) for one in (ledger, late))
+        saved -= whole - shown
     if loop.get("tp_overlap"):
         sent = (one for one in estimate.ledger.messages if one.name == BLOCKING and not one.overlaps)
         hidden = TP_HIDDEN * sum(one.bytes / (one.bytes_per_s * model.link_share) for one in sent)
@@ -366,6 +394,12 @@ def saved_by_their_loop(estimate: Estimate, loop: dict[str, Any], model: CostMod
         )
         saved += estimate.time.optimizer_s * max(1 - least / moved, 0.0)
     return saved
+
+
+def without_overlap(message: Message) -> Message:
+    """A message of ZeRO-0 to ZeRO-2 as it is if nothing else runs at the time; others unchanged."""
+    is_gather = message.name == "parameters" and not message.at_start
+    return message if message.during or is_gather else replace(message, overlaps=False)
 
 
 def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:

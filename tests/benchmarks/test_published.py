@@ -198,3 +198,19 @@ def test_megatron_reduces_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     # for each block two products are reduced in forward, and two gradients in backward
     assert copies[0] - copies[1] >= 4 * cases.SPECS["llama"]["num_hidden_layers"]
     assert sharder.all_reduced is all_reduced
+
+
+def test_a_late_reduction_overlaps_with_nothing() -> None:
+    model = CostModel(GPUS)
+    for plan in (Plan(dp_replicate=8), Plan(dp_shard=8, zero=1)):
+        parallel = estimate(plan)
+        sent = sum(one.bytes / (one.bytes_per_s * model.link_share) + one.latency_s for one in parallel.ledger.messages)
+        lost = -published.saved_by_their_loop(parallel, {"late_reduction": True}, model)
+        assert lost > 0
+        assert parallel.time.communication_s + lost == pytest.approx(sent)
+    alone = estimate(Plan(), Machine.named("h100-sxm"))
+    assert published.saved_by_their_loop(alone, {"late_reduction": True}, model) == 0
+    gathered = estimate(Plan(dp_shard=8, zero=3))  # whose gathers overlap as before
+    messages = [one for one in gathered.ledger.messages if one.name == "parameters"]
+    assert messages
+    assert [published.without_overlap(one) for one in messages] == messages

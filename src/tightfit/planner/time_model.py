@@ -212,7 +212,7 @@ class CostModel:
             sent[message.name] = seconds + self._message_s(message), count + 1.0
         messages = (("sent", name, *both) for name, both in sent.items())
         table = tuple(sorted((*time.rows, *messages), key=lambda row: -row[2]))
-        return replace(time, communication_s=self._exposed_communication_s(ledger, time), rows=table)
+        return replace(time, communication_s=self.exposed_communication_s(ledger, time), rows=table)
 
     def _rows_of_updates(self, updates: dict[str, Update]) -> dict[str, tuple[float, float]]:
         """Return the time of the updates of all parameters, as `_rows_of` does."""
@@ -243,7 +243,7 @@ class CostModel:
         size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
         return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
 
-    def _exposed_communication_s(self, ledger: Ledger, time: Time) -> float:
+    def exposed_communication_s(self, ledger: Ledger, time: Time) -> float:
         """Return the seconds of a step's communication that are exposed: no computation overlaps
         with them.
 
