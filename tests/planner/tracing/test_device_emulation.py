@@ -115,6 +115,13 @@ def test_sums_under_autocast_read_16_bits_on_cuda(dtype: torch.dtype) -> None:
     assert found.index("aten.sum") < found.index("aten._to_copy")  # the copy is of the gradient
 
 
+def test_autocast_leaves_sums_of_integers_alone() -> None:
+    with emulate_device("cuda"), FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.int64, torch.bool):
+            assert torch.zeros(4, 8, dtype=dtype).sum(-1).dtype is torch.int64
+            assert torch.zeros(4, 8, dtype=dtype).cumsum(-1).dtype is torch.int64
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rms_norm_is_one_kernel_on_cuda(dtype: torch.dtype) -> None:
     norm = partial(functional.rms_norm, normalized_shape=(64,))

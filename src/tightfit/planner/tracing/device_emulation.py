@@ -1,10 +1,11 @@
 """Emulate the target device for fake tensors, which are CPU tensors.
 
-Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Four things
+Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Five things
 differ from a CPU: autocast keeps other operations in fp32, attention has other fused kernels,
-dropout is one kernel whose mask has one byte for each element, and a softmax of fp16 tensors with
-an fp32 result needs no fp32 copy of its input. Which operations have an autocast rule on CUDA is
-looked up in torch: every build of torch contains these rules.
+dropout is one kernel whose mask has one byte for each element, RMSNorm is one kernel that saves its
+input, and a softmax of fp16 tensors with an fp32 result needs no fp32 copy of its input. Which
+operations have an autocast rule on CUDA is looked up in torch: every build of torch contains these
+rules.
 
 `fake_process_group` lets a single process trace what one of several ranks does.
 """
@@ -119,7 +120,7 @@ def _autocast_rule(overload: OpOverload) -> Callable[..., Any]:
         else:
             dtype = torch.float32
         with without_cpu_autocast_rules():
-            if name in _WITH_DTYPE:
+            if name in _WITH_DTYPE and _is_cast(args[0]):
                 given = dict(zip(names, args, strict=False)) | kwargs
                 return overload(given.pop("self"), **{**given, "dtype": given.get("dtype") or dtype})
             args, kwargs = tree_map(partial(_cast, dtype), (args, kwargs))
@@ -129,8 +130,12 @@ def _autocast_rule(overload: OpOverload) -> Callable[..., Any]:
 
 
 def _cast(dtype: torch.dtype, value: Any) -> Any:
-    narrow_or_single = isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return value.to(dtype) if narrow_or_single else value
+    return value.to(dtype) if _is_cast(value) else value
+
+
+def _is_cast(value: Any) -> bool:
+    """Return whether autocast changes the dtype of `value`: whether it is a tensor of floats of 16 or 32 bits."""
+    return isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _attention_on_cuda(
