@@ -64,7 +64,7 @@ FOLDER = Path(__file__).parent / "published"
 FRAMEWORKS = "frameworks.yaml"
 ALLOW = ["bf16", "fp16", "tf32", "float8", "8-bit-states", "4-bit-states", "bf16-states", "offload"]
 ANY_MACHINE = "a100-80gb"  # for rows that state none, whose memory alone is compared
-FUSED_SOFTMAX, PACKED = "megatron_attention", "nanotron_attention"
+FUSED_SOFTMAX, PACKED, COPIED = "megatron_attention", "nanotron_attention", "torchvision_attention"
 # TransformerEngine's tensor parallelism: products begin with the shard that a device has, so that gathers are hidden;
 # sums are sent in 4 parts, of which the last is not
 TP_HIDDEN = (1 + 3 / 4) / 2
@@ -138,9 +138,10 @@ def job_of(row: dict[str, Any]) -> Job:
     if row["loop"].get("fused_softmax") and model.get("attn_implementation") == "eager":
         register_attentions()
         model = {**model, "attn_implementation": FUSED_SOFTMAX}
-    if row["loop"].get("nanotron_blocks"):
-        register_attentions()
-        model = {**model, "attn_implementation": PACKED}
+    for flag, attention in (("nanotron_blocks", PACKED), ("copied_attention", COPIED)):
+        if row["loop"].get(flag) and "attn_implementation" not in model:
+            register_attentions()
+            model = {**model, "attn_implementation": attention}
     if row["loop"].get("fused_norms"):
         model = {
             **model,
@@ -151,8 +152,9 @@ def job_of(row: dict[str, Any]) -> Job:
 
 @cache
 def register_attentions() -> None:
-    """Make the attention of other frameworks one of transformers, by the names FUSED_SOFTMAX and PACKED."""
-    for name, attention in ((FUSED_SOFTMAX, fused_softmax_attention), (PACKED, packed_attention)):
+    """Make the attention of other frameworks one of transformers, by the names FUSED_SOFTMAX, PACKED and COPIED."""
+    known = {FUSED_SOFTMAX: fused_softmax_attention, PACKED: packed_attention, COPIED: copied_attention}
+    for name, attention in known.items():
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, lambda *_, **__: None)
 
@@ -179,6 +181,15 @@ def packed_attention(
     pairs = torch.stack((key, value))
     output = functional.scaled_dot_product_attention(first, pairs[0], pairs[1], is_causal=True, scale=scaling)
     return output.transpose(1, 2), None
+
+
+def copied_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of torch.nn.MultiheadAttention, for a trace: it copies the output, to put the sequence first."""
+    output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    return output.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
 
 
 @contextmanager

@@ -137,6 +137,21 @@ def test_packed_attention_is_attention_that_saves_more() -> None:
     assert saved[1] - saved[0] == pytest.approx(3 * one * llama["num_hidden_layers"], rel=0.1)
 
 
+def test_copied_attention_is_attention_that_saves_its_output_twice() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(3)]
+    found, _ = published.copied_attention(nn.Identity(), *tensors, None, scaling=0.3)
+    assert torch.allclose(found, nn.functional.scaled_dot_product_attention(*tensors, scale=0.3).transpose(1, 2))
+    saved = []
+    for loop in ({}, {"copied_attention": True}):
+        row = {"model": cases.SPECS["vit"], "data": {"synthetic": "images"}, "optimizer": "adamw", "batch": 64}
+        saved.append(
+            Estimator(published.job_of({**row, "loop": loop}), GPUS).estimate(Plan()).ledger.peaks()["forward"]
+        )
+    one = 4 * 64 * 17 * cases.SPECS["vit"]["hidden_size"]  # bytes of a block's output
+    assert saved[1] - saved[0] == pytest.approx(one * cases.SPECS["vit"]["num_hidden_layers"], rel=0.1)
+
+
 def test_llama_s_norms_are_nanotron_s_for_its_rows_alone() -> None:
     norm, values = LlamaRMSNorm(8), torch.randn(4, 8)
     expected = norm(values)
