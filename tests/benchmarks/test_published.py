@@ -137,7 +137,7 @@ def test_packed_attention_is_attention_that_saves_more() -> None:
     assert saved[1] - saved[0] == pytest.approx(3 * one * llama["num_hidden_layers"], rel=0.1)
 
 
-def test_copied_attention_is_attention_that_saves_its_output_twice() -> None:
+def test_copied_attention_saves_its_output_twice() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(3)]
     found, _ = published.copied_attention(nn.Identity(), *tensors, None, scaling=0.3)

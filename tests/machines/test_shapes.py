@@ -74,7 +74,7 @@ def test_torch_chooses_the_kernel_by_architecture_and_dtype() -> None:
     assert hopper.replace(architecture="").achieved_by_shape("attention", "bfloat16", (64.0, 512, 512, 64), False) > 0
 
 
-def test_attention_that_flash_cannot_compute_is_slower_without_cudnn() -> None:
+def test_attention_without_flash_is_slower_unless_cudnn_runs() -> None:
     """A mask, or values that are not as wide as the keys, take another kernel: cuDNN's where torch prefers it."""
     for name, slower in (("a100-80gb", True), ("h100-sxm", False)):
         machine, sizes = Machine.named(name), (64.0, 4096.0, 4096.0, 128.0)

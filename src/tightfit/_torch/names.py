@@ -157,6 +157,9 @@ _TABLE = {
         "_scaled_dot_product_flash_attention_backward": ("its backward", _FLEX),
         "_scaled_dot_product_flash_attention_for_cpu": ("the same on a CPU", _FLEX),
         "_scaled_dot_product_flash_attention_for_cpu_backward": ("its backward", _FLEX),
+        "_softmax": ("a softmax of fp16 with an fp32 result, as on a GPU", "copy the input to fp32 first"),
+        "_log_softmax": ("the same of log_softmax", "copy the input to fp32 first"),
+        "_fused_rms_norm": ("traces a GPU's RMSNorm as one kernel", "let it be decomposed: it then saves more"),
         "_softmax_backward_data": (
             "a softmax's gradient in place, in blocked attention",
             "two operations: subtract, multiply",

@@ -21,6 +21,9 @@ EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention
 EFFICIENT_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward
 CUDNN_ATTENTION = _ATEN._scaled_dot_product_cudnn_attention
 MPS_ATTENTION = _ATEN._scaled_dot_product_attention_math_for_mps
+SOFTMAX = _ATEN._softmax
+LOG_SOFTMAX = _ATEN._log_softmax
+FUSED_RMS_NORM = _ATEN._fused_rms_norm
 _SOFTMAX_BACKWARD = _ATEN._softmax_backward_data
 
 # one call for many tensors
@@ -52,10 +55,13 @@ __all__ = [
     "EFFICIENT_ATTENTION_BACKWARD",
     "FLASH_ATTENTION",
     "FLASH_ATTENTION_BACKWARD",
+    "FUSED_RMS_NORM",
     "GROUPED_MM",
     "LOCAL_SCALAR_DENSE",
+    "LOG_SOFTMAX",
     "MPS_ATTENTION",
     "SCALED_MM",
+    "SOFTMAX",
     "attention_by_products",
     "foreach_copy_",
     "foreach_mul_",

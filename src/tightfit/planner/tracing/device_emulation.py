@@ -31,7 +31,14 @@ from tightfit._torch.dispatch import (
     without_cpu_autocast_rules,
 )
 from tightfit._torch.distributed import init_fake_process_group
-from tightfit._torch.operations import EFFICIENT_ATTENTION, attention_by_products, schema_of
+from tightfit._torch.operations import (
+    EFFICIENT_ATTENTION,
+    FUSED_RMS_NORM,
+    LOG_SOFTMAX,
+    SOFTMAX,
+    attention_by_products,
+    schema_of,
+)
 from tightfit._torch.pytree import tree_map
 from tightfit.errors import InputError
 from tightfit.target_device import TARGET
@@ -72,10 +79,10 @@ def _cuda_rules() -> Iterator[None]:
     composites: dict[OpOverload, Callable[..., Any]] = {
         aten.scaled_dot_product_attention.default: _attention_on_cuda,
         aten.dropout.default: _fused_dropout,
-        aten.softmax.int: partial(_softmax_of_half, aten._softmax.default),
-        aten.log_softmax.int: partial(_softmax_of_half, aten._log_softmax.default),
+        aten.softmax.int: partial(_softmax_of_half, SOFTMAX.default),
+        aten.log_softmax.int: partial(_softmax_of_half, LOG_SOFTMAX.default),
     }
-    norm, rules = aten._fused_rms_norm.default, _cuda_autocast_overloads()
+    norm, rules = FUSED_RMS_NORM.default, _cuda_autocast_overloads()
     try:
         for overload in rules:
             library.impl(overload, _autocast_rule(overload), "AutocastCPU")
