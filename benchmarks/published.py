@@ -463,9 +463,20 @@ def their_peak(row: dict[str, Any], settled: Estimate) -> float:
     if row["loop"].get("keeps_gradients"):
         for_each = rows["parameters"] / 2
         peak += 4 * for_each - rows["gradients"]
-    peak += gathered_inputs(row, settled)
+    peak += gathered_inputs(row, settled) - (largest_cast(settled.ledger) if before == 2 else 0.0)
     in_update = rows["parameters"] + rows["optimizer"] + rows["runtime"] + (before + copies) * for_each
     return max(peak + (before - 4) * for_each, in_update)
+
+
+def largest_cast(ledger: Ledger) -> float:
+    """Bytes by which the peak falls if a gradient is summed in its 16 bits: tightfit makes an fp32 copy of it, which is
+    large for an embedding."""
+    copied = 4 * max(one.count for one in ledger.parameters)
+    peaks = [
+        (sum(rows.values()), phase == "backward" and rows["temporaries"] >= 1.4 * copied)
+        for phase, _, rows in ledger.instants()
+    ]
+    return max(total for total, _ in peaks) - max(total - copied * has_copy for total, has_copy in peaks)
 
 
 def gathered_inputs(row: dict[str, Any], settled: Estimate) -> float:

@@ -229,3 +229,18 @@ def test_a_late_reduction_overlaps_with_nothing() -> None:
     messages = [one for one in gathered.ledger.messages if one.name == "parameters"]
     assert messages
     assert [published.without_overlap(one) for one in messages] == messages
+
+
+def test_the_fp32_copy_of_an_embedding_s_gradient_is_left_out() -> None:
+    """Where the peak is in backward and holds the copy; an optimizer's peak is as high without it."""
+    plan = Plan(precision="fp16-true", master_weights=True, loss_scale=128.0)
+    model = {**cases.SPECS["llama"], "vocab_size": 32000, "tie_word_embeddings": True}
+    job = cases.job("llama").replace(model=model, allow=["fp16"])
+    machine = Machine.named("a100-80gb")
+    ledger = Estimator(job, machine).estimate(plan).ledger
+    copied = 4 * 32000 * model["hidden_size"]
+    assert 0 <= published.largest_cast(ledger) <= copied
+    before = ledger.peak().total - published.largest_cast(ledger)
+    assert all(
+        sum(rows.values()) - copied * (phase == "backward") <= before + 1 for phase, _, rows in ledger.instants()
+    )
