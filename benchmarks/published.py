@@ -135,18 +135,13 @@ def job_of(row: dict[str, Any]) -> Job:
     train = Train(optimizer=row["optimizer"], batch=row["batch"], steps=1000, **given)
     loss = NARROW_LOSS if row["loop"].get("narrow_loss") else None
     model = row["model"]
-    if row["loop"].get("fused_softmax") and model.get("attn_implementation") == "eager":
+    if row["loop"].get("megatron_blocks") and model.get("attn_implementation") == "eager":
         register_attentions()
         model = {**model, "attn_implementation": FUSED_SOFTMAX}
     for flag, attention in (("nanotron_blocks", PACKED), ("copied_attention", COPIED)):
         if row["loop"].get(flag) and "attn_implementation" not in model:
             register_attentions()
             model = {**model, "attn_implementation": attention}
-    if row["loop"].get("fused_norms"):
-        model = {
-            **model,
-            "norms": "fused",
-        }  # a key that the model ignores: its traces are kept apart from others' on disk
     return Job(model=model, data=row["data"], loss=loss, allow=ALLOW, train=train)
 
 
@@ -174,9 +169,8 @@ def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     scaling: float | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """nanotron's attention of as many key heads as query heads, for a trace: the query is a part of one tensor, with keys
-    and values, which stays in memory for it; the keys and values that are saved are copies, and so is the output, which
-    has another layout."""
+    """nanotron's attention of as many key heads as query heads, for a trace. The query is a part of one tensor with the
+    keys and values, so all of that tensor stays in memory. Copies of the keys, the values and the output are saved, too."""
     first = torch.stack((query, key, value))[0]
     pairs = torch.stack((key, value))
     output = functional.scaled_dot_product_attention(first, pairs[0], pairs[1], is_causal=True, scale=scaling)
@@ -194,8 +188,8 @@ def copied_attention(
 
 @contextmanager
 def their_blocks(row: dict[str, Any]) -> Iterator[None]:
-    """Inside it, traces are of blocks as the row's framework writes them: nanotron's norms are one kernel that saves its
-    input, and Megatron's tensor parallelism reduces in place, where tightfit reduces a copy."""
+    """Inside it, traces are of blocks as the row's framework writes them. nanotron's norms are one kernel, which saves its
+    input. Megatron's tensor parallelism reduces in place; tightfit's reduces a copy."""
 
     def norm(module: LlamaRMSNorm, hidden_states: Tensor) -> Tensor:
         return functional.rms_norm(hidden_states, module.weight.shape, module.weight, module.variance_epsilon)
@@ -208,7 +202,7 @@ def their_blocks(row: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as patches:
         if row["loop"].get("nanotron_blocks"):
             patches.enter_context(patch.object(LlamaRMSNorm, "forward", norm))
-        if row["loop"].get("fused_softmax"):
+        if row["loop"].get("megatron_blocks"):
             patches.enter_context(patch.object(sharder, "all_reduced", reduced))
         yield
 
@@ -408,7 +402,7 @@ def saved_by_their_loop(estimate: Estimate, loop: dict[str, Any], model: CostMod
 
 
 def without_overlap(message: Message) -> Message:
-    """A message of ZeRO-0 to ZeRO-2 as it is if nothing else runs at the time; others unchanged."""
+    """The message, without overlap with computation. ZeRO-3's gathers and copies to the host are returned unchanged."""
     is_gather = message.name == "parameters" and not message.at_start
     return message if message.during or is_gather else replace(message, overlaps=False)
 
@@ -469,8 +463,8 @@ def their_peak(row: dict[str, Any], settled: Estimate) -> float:
 
 
 def largest_cast(ledger: Ledger) -> float:
-    """Bytes by which the peak falls if a gradient is summed in its 16 bits: tightfit makes an fp32 copy of it, which is
-    large for an embedding."""
+    """Bytes by which the peak falls if gradients are summed in 16 bits. tightfit makes an fp32 copy of each, and that of an
+    embedding is large."""
     copied = 4 * max(one.count for one in ledger.parameters)
     peaks = [
         (sum(rows.values()), phase == "backward" and rows["temporaries"] >= 1.4 * copied)
@@ -480,9 +474,8 @@ def largest_cast(ledger: Ledger) -> float:
 
 
 def gathered_inputs(row: dict[str, Any], settled: Estimate) -> float:
-    """Bytes of the inputs of attention and of the feed-forward layer that sequence parallelism has gathered, in all blocks
-    and micro-batches whose activations are in memory at once, if their loop keeps them for backward. tightfit gathers
-    them again."""
+    """Bytes of the gathered inputs of attention and of the feed-forward layer, if their loop keeps them for backward. They
+    count for all blocks and micro-batches whose activations are in memory at once. tightfit gathers them again."""
     plan = settled.plan
     if not row["loop"].get("keeps_gathered_inputs") or not plan.sequence_parallel or settled.peak.phase == "optimizer":
         return 0.0
@@ -518,9 +511,8 @@ def blocks_of_update(row: dict[str, Any], settled: Estimate) -> float:
     count = settled.peak.rows["parameters"] / 2
     gathered = 2 * count / max(count // bucket, 1) if plan.zero else 0.0
     if plan.precision == "fp16-true":
-        whole = row["loop"].get(
-            "reduce_buffers", 0
-        )  # are allocated at their full size, however few gradients there are
+        # such buffers have the size of a bucket, however few gradients there are
+        whole = row["loop"].get("reduce_buffers", 0)
         return (2 * bucket * whole or 2 * min(bucket, count)) + gathered
     return max(4 * min(bucket, count), gathered)  # gradients in fp32, whose bucket is free again before the weights'
 

@@ -1,11 +1,14 @@
 """Emulate the target device for fake tensors, which are CPU tensors.
 
 Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Five things
-differ from a CPU: autocast keeps other operations in fp32, attention has other fused kernels,
-dropout is one kernel whose mask has one byte for each element, RMSNorm is one kernel that saves its
-input, and a softmax of fp16 tensors with an fp32 result needs no fp32 copy of its input. Which
-operations have an autocast rule on CUDA is looked up in torch: every build of torch contains these
-rules.
+differ from a CPU:
+
+- Autocast keeps other operations in fp32. Which of them have a rule on CUDA is looked up in torch:
+  every build of torch contains these rules.
+- Attention has other fused kernels.
+- Dropout is one kernel, whose mask has one byte for each element.
+- RMSNorm is one kernel, which saves its input.
+- A softmax of fp16 tensors with an fp32 result makes no fp32 copy of its input.
 
 `fake_process_group` lets a single process trace what one of several ranks does.
 """
