@@ -107,11 +107,6 @@ RULES = (
         "use precision: bf16-mixed or bf16-true, or float8: none",
     ),
     Rule(
-        "float8 scales whole layers, and tensor parallelism shards them",
-        lambda plan, job, device: plan.float8 == "none" or plan.tp == 1,
-        "use tp: 1, or float8: none",
-    ),
-    Rule(
         "tensor parallelism and float8 replace plain linear layers, and model.lora puts adapters around them",
         lambda plan, job, device: (plan.tp == 1 and plan.float8 == "none") or not _has_lora(job),
         "use tp: 1 and float8: none; zero: 3 and pp also divide a model with adapters",

@@ -67,6 +67,7 @@ SEVERAL: tuple[tuple[dict[str, Any], int], ...] = (
     ({**STEPS_APART, "zero": 3, "dp_shard": 2, "offload": ["gradients", "parameters"]}, 3),
     ({"tp": 2}, 0),
     ({"tp": 2, "sequence_parallel": True}, 1),
+    ({"tp": 2, "precision": "bf16-mixed", "float8": "tensorwise"}, 1),
     ({"tp": 2, "sequence_parallel": True, "zero": 3, "dp_shard": 2, **ALL_OFFLOADED}, 1),
     ({**STEPS_APART, "zero": 3, "dp_shard": 2, **ALL_OFFLOADED}, 3),
     ({"cp": 2}, 0),

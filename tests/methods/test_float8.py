@@ -124,15 +124,33 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
         ),
         ("llama", {"cp": 2}, {}),
         ("llama", {"pp": 2, "micro_batch": 4}, {"micro_batch": 4}),
+        *(
+            (name, {"tp": 2, **more}, {name: value for name, value in more.items() if name != "sequence_parallel"})
+            for name in ("llama", "gpt2")
+            for more in ({}, {"sequence_parallel": True}, {"float8": "rowwise"})
+        ),
+        ("bert", {"tp": 2}, {}),
+        ("vit", {"tp": 2}, {}),
+        ("llama", {"tp": 2, "sequence_parallel": True, "recompute": "full"}, {}),
+        ("llama", {"tp": 2, "sequence_parallel": True, "compile": "block"}, {}),
+        pytest.param(
+            "llama",
+            {"tp": 2, "sequence_parallel": True, "zero": 3, "dp_shard": 2},
+            {"micro_batch": cases.BATCH // 2},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("llama", {"tp": 2, "pp": 2, "micro_batch": 4}, {"micro_batch": 4}, marks=pytest.mark.slow),
+        pytest.param("llama", {"tp": 2, "cp": 2}, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_two_devices_train_like_one(name: str, fields: dict[str, Any], alone: dict[str, Any]) -> None:
+def test_devices_train_like_one(name: str, fields: dict[str, Any], alone: dict[str, Any]) -> None:
     """One device multiplies as much at once as each of two, because a scale covers one product;
-    sequences are the exception."""
-    found = together(2, "tests.methods.test_float8:trained", name, {**TENSORWISE, **fields})
+    shards of sequences and of layers are the exceptions."""
+    count = tightfit.Plan(**TENSORWISE).replace(**fields).devices
+    found = together(count, "tests.methods.test_float8:trained", name, {**TENSORWISE, **fields})
     losses, weights = trained(name, {**TENSORWISE, **alone})
-    bound = BOUND["tensorwise"] if "cp" in fields else 3e-3
+    bound = BOUND[fields.get("float8", "tensorwise")] if "cp" in fields or "tp" in fields else 3e-3
     for other_losses, other_weights in found:
         assert cases.distance(other_weights, weights) <= bound
         assert other_losses == pytest.approx(losses, rel=bound)
@@ -170,6 +188,7 @@ def test_linear_layers_of_blocks_are_replaced() -> None:
     before = dict(net.named_parameters())
     assert float8.convert(net, "rowwise", net.blocks) == 3
     kinds = {name: type(layer).__name__ for name, layer in net.named_modules() if isinstance(layer, nn.Linear)}
+    assert float8.convert(Net(), "rowwise", net.blocks, shards=4) == 0  # 8 of 32 features for each device
     assert {name for name, kind in kinds.items() if kind == "Float8Linear"} == {f"blocks.{n}.plain" for n in range(3)}
     after = dict(net.named_parameters())
     assert after.keys() == before.keys()
@@ -217,7 +236,6 @@ def test_fsdp_gathers_a_float8_conv1d_as_autocast_casts_it() -> None:
         (TENSORWISE, "cpu", "float8: none"),
         ({"float8": "tensorwise"}, "cuda", "bf16-mixed or bf16-true"),
         ({"float8": "rowwise", "precision": "fp16-mixed"}, "cuda", "bf16-mixed or bf16-true"),
-        ({**TENSORWISE, "tp": 2}, "cuda", "tp: 1"),
         ({**TENSORWISE, "pp": 2, "schedule": "zero-bubble"}, "cuda", "schedule: 1f1b"),
         (TENSORWISE, "cuda", ""),
     ],
@@ -297,12 +315,16 @@ def large() -> Estimator:
 PREDICTED: list[dict[str, Any]] = [
     {"float8": "rowwise", "recompute": "selective"},
     {"compile": "block"},
+    {"tp": 2, "sequence_parallel": True},
 ]
 ALSO_PREDICTED: list[dict[str, Any]] = [
     {},
     {"precision": "bf16-true"},
     {"recompute": "full"},
     {"compile": "block", "float8": "rowwise", "recompute": "selective"},
+    {"tp": 2},
+    {"tp": 2, "float8": "rowwise", "recompute": "full"},
+    {"tp": 2, "sequence_parallel": True, "compile": "block"},
 ]
 
 
@@ -329,6 +351,7 @@ def test_the_products_of_blocks_are_traced_in_eight_bits(large: Estimator) -> No
     plan = plan.replace(float8="tensorwise")
     assert products(large, plan) == ["float8"] * (3 * layers * blocks)
     assert _layers_in_float8(large.estimate(plan)) == "; 14 linear layers multiply in float8"
+    assert products(large, plan.replace(tp=2)) == products(large, plan)
 
 
 def test_float8_products_reach_the_measured_rate() -> None:
@@ -370,7 +393,8 @@ def test_search_tries_float8_only_where_allowed(large: Estimator) -> None:
     plan, job, other = tightfit.Plan(**MIXED), large.job, Machine.named("a100-80gb")
     assert [one.float8 for one in in_float8(large, plan, {})] == ["tensorwise", "rowwise"]
     assert in_float8(large, plan, {"float8": "none"}) == []
-    assert in_float8(large, plan.replace(tp=2), {}) == []
+    assert [one.tp for one in in_float8(large, plan.replace(tp=2), {})] == [2, 2]
+    assert in_float8(large, plan.replace(pp=2, schedule="zero-bubble"), {}) == []
     assert in_float8(large, tightfit.Plan(), {}) == []
     assert in_float8(large.with_job(job.replace(allow=["bf16"]), large.machine), plan, {}) == []
     assert in_float8(large.with_job(job, other), plan, {}) == []

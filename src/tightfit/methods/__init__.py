@@ -45,8 +45,8 @@ METHODS: tuple[ModuleType, ...] = (
     dropout,           # replaces dropout layers, before anything wraps a block
     memory_format,     # converts the inputs of convolutions, before anything wraps a block
     context_parallel,  # replaces attention; after the data, which it shards; before the loss
-    tensor_parallel,   # shards modules, before anything wraps or replaces them
-    float8,            # replaces linear layers while they are plain, before anything wraps a block
+    float8,            # replaces linear layers while they are plain, before anything shards or wraps them
+    tensor_parallel,   # shards modules, before anything wraps them
     loss,              # replaces the head's matrix product before anything wraps it
     recompute,         # wraps blocks; before compile, so that the recomputation is compiled too
     compile,           # compiles the loss and the recomputation; runs under autocast

@@ -11,7 +11,7 @@ Costs   both factors of each product are read once to find their largest value, 
 When    layers of some thousand features and thousands of tokens, with torch.compile, which fuses
         each cast into one or two kernels. In small layers, the casts take more time than the
         products save. Search uses float8 if it predicts that float8 is faster.
-Order   before anything wraps a block or a layer, because only plain linear layers are replaced.
+Order   before anything shards or wraps a layer, because only plain linear layers are replaced.
 Source  torchao's float8 training (README of torchao/float8; `convert_to_float8_training`, the
         recipes tensorwise and rowwise); Micikevicius et al. 2022, "FP8 formats for deep learning",
         arXiv:2209.05433.
@@ -20,6 +20,10 @@ It replaces the trained linear layers in the model's repeated blocks, if their i
 features are multiples of 16, as the hardware requires. These are `nn.Linear` and transformers'
 `Conv1D`, the linear layer of GPT-2. It never replaces the output head, embeddings, or a layer with
 hooks or a wrapped forward. Parameters keep their names and shapes.
+
+With tensor parallelism, each device scales and casts its own shards of weights and activations. A
+scale then covers a shard rather than a whole tensor, which is at least as precise. The features
+must be multiples of 16 times the number of devices.
 """
 
 from __future__ import annotations
@@ -88,11 +92,11 @@ def apply(run: Run, plan: Plan) -> Run:
     elif kind_of(run.device) != "cuda" and not EMULATE:
         raise InputError(f"plan: float8={plan.float8}", "a CPU has no 8-bit matrix units", "use float8: none")
     blocks = [block for _, block in find_blocks(run.model, run.job.blocks_name)]
-    if not convert(run.model, plan.float8, blocks, EMULATE, needs_padding(run.job, plan)):
+    if not convert(run.model, plan.float8, blocks, EMULATE, needs_padding(run.job, plan), plan.tp):
         raise InputError(
             f"plan: float8={plan.float8}",
             f"{type(run.model).__name__} has no plain nn.Linear or Conv1D in its repeated blocks that "
-            f"is trained and whose input and output features are multiples of {MULTIPLE}",
+            f"is trained and whose input and output features are multiples of {MULTIPLE * plan.tp}",
             "use float8: none, or name the list of blocks in the job (model: {..., blocks: encoder.layers})",
         )
     return run
@@ -113,7 +117,14 @@ def is_installed() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
-def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate: bool = False, pad: bool = True) -> int:
+def convert(
+    model: nn.Module,
+    recipe: str,
+    blocks: Iterable[nn.Module],
+    emulate: bool = False,
+    pad: bool = True,
+    shards: int = 1,
+) -> int:
     """Replace the linear layers of `blocks` inside `model` by layers that multiply in float8:
     nn.Linear by torchao's Float8Linear, and transformers' Conv1D by the same products of its
     transposed weight. Return the number of replaced layers. Layers that float8 does not support are
@@ -124,11 +135,12 @@ def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate:
              numbers on devices without 8-bit matrix units
     pad      whether the layers pad the number of tokens to a multiple of 16, which the product for
              the weight's gradient needs
+    shards   number of devices over which tensor parallelism will shard the layers
 
     Raises InputError if torchao is not installed.
     """
     layers: dict[int, Any] = {
-        id(layer): layer for block in blocks for layer in block.modules() if _can_be_replaced(layer)
+        id(layer): layer for block in blocks for layer in block.modules() if _can_be_replaced(layer, shards)
     }
     if not layers:
         return 0
@@ -148,11 +160,11 @@ def convert(model: nn.Module, recipe: str, blocks: Iterable[nn.Module], emulate:
     return len(layers)
 
 
-def _can_be_replaced(layer: Any) -> bool:
+def _can_be_replaced(layer: Any, shards: int) -> bool:
     if not (type(layer) is nn.Linear or _is_conv1d(layer)):
         return False
     return bool(
-        all(size % MULTIPLE == 0 for size in layer.weight.shape)
+        all(size % (MULTIPLE * shards) == 0 for size in layer.weight.shape)
         and layer.weight.requires_grad  # torchao always computes the gradient of a weight
         and not has_hooks(layer)
         and "forward" not in vars(layer)

@@ -155,3 +155,9 @@ def _is_block(module: nn.Module) -> bool:
 
 def _parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is transformers' Conv1D, the linear layer of GPT-2, also if it
+    multiplies in float8. Its weight has shape (input features, output features)."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)

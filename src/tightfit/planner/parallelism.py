@@ -115,8 +115,6 @@ def parallelism_fields(
         fields["attention"] = "sdpa"
     if "compile" not in pins and start.compile == "model":
         fields["compile"] = "block"
-    if "tp" in sizes and "float8" not in pins:
-        fields["float8"] = "none"  # float8 does not support sharded layers
     if "pp" in sizes:
         fields |= {"pp": sizes["pp"]} | balanced_split(estimator, start.replace(**fields), pins, sizes["pp"])
     return fields | data_parallel_degrees(estimator.machine, {**pins, **fields})

@@ -20,6 +20,7 @@ from tightfit.cost.entries import Parameter, ShardedParameters
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.models import find_blocks
+from tightfit.models.blocks import is_conv1d
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
@@ -159,13 +160,8 @@ def split_by_autocast(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module
     """
     own = [module for module in block.modules() if next(module.parameters(recurse=False), None) is not None]
     kinds = (nn.Linear, Convolution)
-    products = [module for module in own if isinstance(module, kinds) or _is_conv1d(module)]
+    products = [module for module in own if isinstance(module, kinds) or is_conv1d(module)]
     return products, [module for module in own if module not in products]
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is transformers' Conv1D, also if it multiplies in float8."""
-    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
 __all__ = [

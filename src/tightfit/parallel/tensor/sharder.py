@@ -27,6 +27,7 @@ from tightfit.distributed.collectives import all_gather, all_reduced
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import ParameterSharding, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
+from tightfit.models.blocks import is_conv1d
 from tightfit.models.objective import Batch, Objective
 from tightfit.parallel.tensor.sequence_parallel import SequenceParallel, transform_input
 from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy
@@ -88,7 +89,7 @@ class Sharder:
             module.embedding_dim = module.weight.shape[1]
             return
         weight = getattr(module, "weight", None)
-        is_linear, is_transposed = isinstance(module, nn.Linear), type(module).__name__ == "Conv1D"
+        is_linear, is_transposed = isinstance(module, nn.Linear), is_conv1d(module)
         if style == "heads" or not isinstance(weight, nn.Parameter) or not (is_linear or is_transposed):
             raise InputError(
                 f"plan: tp, table: {name}: {style}",

@@ -395,14 +395,14 @@ class Profiler:
         widen_gradients(run.model.parameters(), wide=False)  # traces share their parameters
         for method in METHODS:
             is_traced = recompute.changes_trace(plan) if method is recompute else traced_fields([method])
-            if is_traced and method.enabled(plan):
+            if is_traced and method is not float8 and method.enabled(plan):
                 run = method.apply(run, plan)
         return run, depth
 
     def _build_model(self, plan: Plan) -> tuple[Run, BlockMap]:
-        """Build the job's model; with tensor or context parallelism, the part of rank 0. Return
-        (run, BlockMap). The run has no data and no optimizer. The BlockMap says which blocks the
-        model lacks because each of them repeats another block.
+        """Build the job's model, with 8-bit products if the plan has them; with tensor or context
+        parallelism, the part of rank 0. Return (run, BlockMap). The run has no data and no optimizer.
+        The BlockMap says which blocks the model lacks because each of them repeats another block.
 
         Call this inside `_mode`, the fake tensor mode.
         """
@@ -422,7 +422,7 @@ class Profiler:
         )
         if plan.tp * plan.cp > 1:
             run = replace(run, mesh=make_mesh(Plan(tp=plan.tp, cp=plan.cp), processor))
-        for method in (context_parallel, tensor_parallel):
+        for method in (context_parallel, float8, tensor_parallel):
             if method.enabled(plan):
                 run = method.apply(run, plan)
         return run, depth
@@ -470,7 +470,7 @@ class Profiler:
         """
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._tensor_parallel_models:
-            run, depth = self._build_model(plan.replace(cp=1, sequence_parallel=False, compile="none"))
+            run, depth = self._build_model(plan.replace(cp=1, sequence_parallel=False, compile="none", float8="none"))
             self._tensor_parallel_models[key] = run.model, depth
         return self._tensor_parallel_models[key]
 
