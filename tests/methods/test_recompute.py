@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
 from tightfit.errors import InputError
+from tightfit.machine import Machine
 from tightfit.methods.recompute import recomputed_blocks
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimator
@@ -461,3 +462,24 @@ def test_a_block_that_differs_when_recomputed_is_refused() -> None:
     run = tightfit.build(job, tightfit.Plan(recompute="full"))
     with pytest.raises(InputError, match=r"plan: recompute=full: a block's recomputation differs from its forward"):
         next(tightfit.train(run))
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective-2"])
+def test_compiled_blocks_are_compiled_in_both_forwards(recompute: str) -> None:
+    """The estimate's first forward of a recomputed block runs the kernels of a compiled block, not those of
+    an evaluation, which is not compiled."""
+    job = tightfit.Job(
+        model={"architecture": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 128},
+        data={"synthetic": "tokens", "sequence_length": 32},
+        train=tightfit.Train(batch=4, steps=10),
+    )
+    estimator = Estimator(job, Machine.named("a100-80gb"))
+
+    def forwards(plan: tightfit.Plan) -> list[list[str]]:
+        blocks = [one for one in estimator.estimate(plan).ledger.training if one.block is not None]
+        return [[operation.name for operation in one.timeline.operations] for one in blocks if one.phase == "forward"]
+
+    plain, compiled = forwards(tightfit.Plan()), forwards(tightfit.Plan(compile="block"))
+    assert forwards(tightfit.Plan(compile="block", recompute=recompute)) == compiled
+    assert not any("compiled" in names for names in forwards(tightfit.Plan(recompute=recompute)))
+    assert all("compiled" in names and len(names) < len(other) for names, other in zip(compiled, plain, strict=True))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,6 +94,38 @@ def test_pooling_in_a_generated_kernel_is_counted() -> None:
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(3), nn.Flatten(), nn.Linear(16, 2))
         torch.compile(model, backend=fake_backend())(torch.zeros(2, 3, 8, 8)).sum().backward()
     assert kernels.seen["compiled pooling"] == 4 * 9 * 2 * 4 * 2 * 2  # nine values for each output
+
+
+class Rotary(nn.Module):
+    """Rotates pairs of numbers, as complex numbers: Llama's own rotary embedding."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(2 * values.unflatten(-1, (-1, 2)))
+        angles = torch.polar(torch.ones(4), torch.arange(4.0))
+        return torch.view_as_real(pairs * angles).flatten(-2) + 1
+
+
+def test_complex_numbers_have_kernels_of_their_own() -> None:
+    """The code generator leaves their operations to torch's kernels; those around it are fused."""
+
+    class Multiplications(_Kernels):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mul.Tensor:
+                self.seen[str(found.dtype)] += 1
+            return found
+
+    torch._dynamo.reset()
+    with FakeTensorMode(), Multiplications() as kernels:
+        torch.compile(Rotary(), backend=fake_backend())(torch.zeros(16, 8))
+    assert kernels.seen["torch.complex64"] == 1
+    assert kernels.seen["torch.float32"] == 0  # 2 * values is in a generated kernel
+    assert kernels.seen["compiled"] > 2 * 2 * 4 * 16 * 8  # two kernels that read and write
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*complex operators")  # torch's own: it may be slower than without compile
+        code = run_and_get_code(torch.compile(Rotary()), torch.zeros(16, 8))[1]
+    assert "aten.mul" in code[0]
+    torch._dynamo.reset()
 
 
 def test_kernel_functions_take_time_if_measured() -> None:

@@ -86,7 +86,8 @@ def with_recomputation(
                together
     selective  0: recompute everything. 1: save the results of all products. 2: save those of every
                second product with weights, and of all other products. See methods/recompute.py
-    compiled   whether compiled kernels recompute what they need, without time spent in Python
+    compiled   whether blocks are compiled: then the first forward runs the kernels of training, as
+               an evaluation is not compiled, and no time is spent in Python
     """
     edit = _RecomputationEdit(training, inference, segments, selective, compiled)
     for segment in segments:
@@ -247,6 +248,8 @@ class _RecomputationEdit:
             kept |= _saved_products(before, self.selective)
         left = [handed_on.get(buffer, buffer) for buffer in before.allocated if buffer in kept]
         first = _forward_leaving(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
+        if self.compiled:
+            first = replace(first, operations=before.operations)
         if self.selective:  # each later call casts the weights again
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
             first = Timeline(tuple((copy, 1) for copy in anew)).then(first).then(_freeing(anew))

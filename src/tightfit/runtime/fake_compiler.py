@@ -182,9 +182,13 @@ def _replace(
 
 
 def _is_fused(node: fx.Node) -> bool:
+    """Return whether a generated kernel may compute a node together with others. No kernel is
+    generated for complex numbers."""
     target = node.target
     if not isinstance(target, OpOverload):
         return target is not None and getattr(target, "__name__", "") == "getitem"
+    if any(tensor.is_complex() for one in (node, *node.all_input_nodes) for tensor in tensors_in(one.meta.get("val"))):
+        return False
     return any(tag in target.tags for tag in _FUSED_TAGS) or str(target).rsplit(".", 1)[0] in _FUSED_NAMES
 
 
