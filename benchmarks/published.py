@@ -68,13 +68,17 @@ FUSED_SOFTMAX, PACKED, COPIED = "megatron_attention", "nanotron_attention", "tor
 # TransformerEngine's tensor parallelism: products begin with the shard that a device has, so that gathers are hidden;
 # sums are sent in 4 parts, of which the last is not
 TP_HIDDEN = (1 + 3 / 4) / 2
+# bytes that TransformerEngine's casts to float8 move, as a share of torchao's. TransformerEngine reads a factor for its
+# largest value, reads it again and writes it in both layouts, once: 6 bytes for each number. torchao casts again in
+# backward: 10 for an input, 8 for a gradient, 10 for a weight, which TransformerEngine casts once for all micro-batches
+TE_CASTS = 6 / (10 + 8 + 10) * 2
 LEAST_RUNS = 3  # of a machine and framework, for a factor on their speed
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def read_rows(group: str = "", half: str = "both") -> list[dict[str, Any]]:
+def read_rows(group: str = "", half: str = "all") -> list[dict[str, Any]]:
     """The rows of a group (of all, if it is "") that are in a half, with what the file and the framework say under them."""
     frameworks = yaml.safe_load((FOLDER / FRAMEWORKS).read_text())
     rows = []
@@ -89,7 +93,7 @@ def read_rows(group: str = "", half: str = "both") -> list[dict[str, Any]]:
             row["loop"] = {**same.get("loop", {}), **row.get("loop", {})}
             if row["loop"].get("split_by_cost") and row["plan"].get("pp", 1) > 1:
                 row["plan"].setdefault("split", split_by_cost(row["model"], row["plan"]["pp"]))
-            if half in ("both", row["half"]):
+            if half in ("all", row["half"]):
                 rows.append(row)
     return rows
 
@@ -294,14 +298,15 @@ def predict(row: dict[str, Any], profilers: dict[str, Profiler]) -> dict[str, An
     check(plan, job, machine.device)
     traces = profilers.setdefault(model_of(row), Profiler(job, machine.device))
     fused = plan.replace(compile="block") if row["loop"].get("fused_kernels") else plan
-    estimate = estimator_of(job, machine, traces).estimate(fused)
+    estimator = estimator_of(job, machine, traces)
+    estimate, wider = estimator.estimate(fused), estimator.estimate(fused.replace(float8="none"))
     settled = settled_of(job, machine, traces, plan)
     found: dict[str, Any] = {"devices": plan.devices, **features(row, plan)}
     if "memory" in row:
         logged = on_first_rank(settled, traces) if row["loop"].get("logs_first_rank") and plan.pp > 1 else settled
         found |= compare_memory(row, logged)
     if "speed" in row:
-        found |= compare_speed(row, estimate)
+        found |= compare_speed(row, estimate, wider)
     needed = their_peak(row, settled) + blocks_of_gathers(row, settled) + settled.margin_bytes
     found["predicted_fits"] = needed <= settled.limit_bytes and not settled.shortages().keys() - {"memory"}
     found["peak_of_limit"] = needed / settled.limit_bytes
@@ -353,8 +358,9 @@ def features(row: dict[str, Any], plan: Plan) -> dict[str, Any]:
     }
 
 
-def compare_speed(row: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
-    """Published and predicted speed of all devices, in tokens or samples a second, and the predicted step's parts."""
+def compare_speed(row: dict[str, Any], estimate: Estimate, wider: Estimate) -> dict[str, Any]:
+    """Published and predicted speed of all devices, in tokens or samples a second, and the predicted step's parts. wider:
+    the estimate without float8."""
     ((unit, value),) = row["speed"].items()
     tokens = row["batch"] * row["data"].get("sequence_length", 1)
     amount = row["batch"] if unit == "samples_per_s" else tokens
@@ -365,7 +371,7 @@ def compare_speed(row: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
         "tokens_per_s_per_device": lambda: value * estimate.plan.devices,
     }[unit]()
     time = estimate.time
-    saved_s = saved_by_their_loop(estimate, row["loop"], CostModel(machine_of(row)))
+    saved_s = saved_by_their_loop(estimate, wider, row["loop"], CostModel(machine_of(row)))
     parts = ("compute_s", "memory_s", "launch_s", "optimizer_s", "communication_s", "bubble_s")
     return {
         "published_speed": published,
@@ -375,14 +381,16 @@ def compare_speed(row: dict[str, Any], estimate: Estimate) -> dict[str, Any]:
     }
 
 
-def saved_by_their_loop(estimate: Estimate, loop: dict[str, Any], model: CostModel) -> float:
-    """Seconds of a step that a framework's loop does not take, and tightfit's does."""
+def saved_by_their_loop(estimate: Estimate, wider: Estimate, loop: dict[str, Any], model: CostModel) -> float:
+    """Seconds of a step that a framework's loop does not take, and tightfit's does. wider: the same without float8."""
     saved = model.gradient_sums_s(estimate.ledger) if loop.get("fused_sums") else 0.0
-    if loop.get("late_reduction"):
+    if loop.keys() & {"late_reduction", "narrow_reduction", "overlapped_gathers"}:
         ledger = estimate.ledger
-        late = replace(ledger, messages=tuple(without_overlap(one) for one in ledger.messages))
-        shown, whole = (model.exposed_communication_s(one, estimate.time) for one in (ledger, late))
+        theirs = replace(ledger, messages=tuple(as_they_send(one, loop) for one in ledger.messages))
+        shown, whole = (model.exposed_communication_s(one, estimate.time) for one in (ledger, theirs))
         saved -= whole - shown
+    if loop.get("te_float8") and estimate.plan.float8 != "none":
+        saved += (1 - TE_CASTS) * (estimate.time.memory_s - wider.time.memory_s)
     if loop.get("tp_overlap"):
         sent = (one for one in estimate.ledger.messages if one.name == BLOCKING and not one.overlaps)
         hidden = TP_HIDDEN * sum(one.bytes / (one.bytes_per_s * model.link_share) for one in sent)
@@ -401,10 +409,17 @@ def saved_by_their_loop(estimate: Estimate, loop: dict[str, Any], model: CostMod
     return saved
 
 
-def without_overlap(message: Message) -> Message:
-    """The message, without overlap with computation. ZeRO-3's gathers and copies to the host are returned unchanged."""
+def as_they_send(message: Message, loop: dict[str, Any]) -> Message:
+    """The message as a framework's loop sends it: without overlap with computation, gradients in 16 bits in place of 32, or
+    with overlap. ZeRO-3's gathers and copies to the host keep the overlap that they have."""
+    if message.name == "gradients" and loop.get("narrow_reduction"):
+        message = replace(message, bytes=message.bytes / 2)
+    if message.name == "parameters" and loop.get("overlapped_gathers"):
+        return replace(message, overlaps=True)
     is_gather = message.name == "parameters" and not message.at_start
-    return message if message.during or is_gather else replace(message, overlaps=False)
+    if message.during or is_gather or not loop.get("late_reduction"):
+        return message
+    return replace(message, overlaps=False)
 
 
 def compare_memory(row: dict[str, Any], settled: Estimate) -> dict[str, Any]:
@@ -641,7 +656,7 @@ def line_of_summary(group: str, one: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = harness.make_parser(__doc__, only="rows whose id begins so")
-    parser.add_argument("--half", choices=("a", "b", "both"), default="both", help="which rows of each group")
+    parser.add_argument("--half", choices=("a", "b", "c", "all"), default="all", help="which rows of each group")
     parser.add_argument("--group", default="", help="a file of benchmarks/published, without .yaml")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     arguments = parser.parse_args()
@@ -650,7 +665,7 @@ def main() -> None:
     rows = []
     for row in predicted_rows(given, arguments.jobs):
         rows.append(row)
-        if row["half"] == "a":
+        if row["half"] == "a" or arguments.half == "c":
             print(line_of(row), flush=True)
     rows.sort(key=lambda row: order[row["id"]])
     factors = add_calibrated(rows)

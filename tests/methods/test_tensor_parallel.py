@@ -314,3 +314,43 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
 def test_models_that_cannot_be_sharded_are_refused(model: Any, fields: dict[str, Any], words: str) -> None:
     for said in together(2, HERE + "refusal", model, fields):
         assert words in said
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": cases.LLAMA["vocab_size"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16,
+    "pad_token_id": None,
+}
+NORMED = {**SMALL, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {  # whose tables have styles that Llama's has not
+    "qwen3": NORMED,  # norms of each head
+    "gemma3_text": {**NORMED, "sliding_window": 8},
+    "exaone4": SMALL,
+    "phi3": SMALL,  # fused products
+    "glm4": {**NORMED, "partial_rotary_factor": 0.5},
+    "olmo2": SMALL,  # norms of all heads together
+    "olmo3": SMALL,
+    "gpt_neox": {name: value for name, value in SMALL.items() if name != "num_key_value_heads"},
+    "gptj": {"vocab_size": cases.LLAMA["vocab_size"], "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "rotary_dim": 4},
+}
+IN_PART = {"phi3", "olmo2", "olmo3"}  # some of their activations are whole on each device
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_with_other_tables_train_like_one_device(name: str, sequences: bool) -> None:
+    model = {"architecture": name, **FAMILIES[name]}
+    fields = {"tp": 2, "sequence_parallel": sequences}
+    if sequences and name in IN_PART:
+        with pytest.raises(InputError, match="sequence parallelism"):
+            together(2, HERE + "trained", model, fields)
+        return
+    expected = trained(model, {})
+    for losses, weights in together(2, HERE + "trained", model, fields):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 2e-6

@@ -19,10 +19,13 @@ Source  Shoeybi et al. 2019, arXiv:1909.08053 (Megatron-LM); the tables of trans
         configurations, for the models that have one.
 
 A table maps patterns of module names, in which * matches any part, to a style of sharding: colwise,
-rowwise, qkv (colwise, for three matrices side by side), heads (an embedding whose columns are
-attention heads), colwise_gather_output (every device gets the full output), or whole (not sharded).
-A language model's output head is sharded by vocabulary if the table does not have it, or has it as
-colwise. Every device creates the full parameters from the same seed and then keeps its shard.
+rowwise, qkv and gate_up (colwise, for three or two matrices side by side), heads (an embedding whose
+columns are attention heads), colwise_gather_output (every device gets the full output),
+rowwise_split_input (every device has the full input, and takes its part), whole (not sharded), or
+replicated_with_grad_allreduce (not sharded, but used on sharded activations, such as a norm of each
+head: the devices' gradients are summed). A language model's output head is sharded by vocabulary if
+the table does not have it, or has it as colwise; so is its input embedding (embedding_rowwise in the
+tables of transformers). Every device creates the full parameters from the same seed and then keeps its shard.
 Together, the devices thus train the same values as one device.
 
 Example: an MLP of 1,024 -> 4,096 -> 1,024 features with tp=4. Each device has 1,024 columns of the
@@ -47,7 +50,7 @@ from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.lora import has_adapters
 from tightfit.parallel.tensor.sequence_parallel import SequenceParallel
-from tightfit.parallel.tensor.sharder import GATHER_OUTPUT, Sharder
+from tightfit.parallel.tensor.sharder import GATHER_OUTPUT, PIECES, SPLIT_INPUT, Sharder
 from tightfit.plan import Plan
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.run import Run, refuse_hooks
@@ -84,9 +87,28 @@ TABLES: dict[str, dict[str, str]] = {
         "*.wi_1": "colwise",
         "*.wo": "rowwise",
     },
+    "phi3": {
+        "*.self_attn.qkv_proj": GATHER_OUTPUT,
+        "*.self_attn.o_proj": SPLIT_INPUT,
+        "*.mlp.gate_up_proj": "gate_up",
+        "*.mlp.down_proj": "rowwise",
+    },
+    **dict.fromkeys(
+        ("glm", "glm4"),
+        {
+            "*.self_attn.q_proj": "colwise",
+            "*.self_attn.k_proj": "colwise",
+            "*.self_attn.v_proj": "colwise",
+            "*.self_attn.o_proj": "rowwise",
+            "*.mlp.gate_up_proj": "gate_up",
+            "*.mlp.down_proj": "rowwise",
+        },
+    ),
 }
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
-STYLES = ("colwise", "rowwise", "qkv", "heads", GATHER_OUTPUT, "whole")
+REPLICATED = "replicated_with_grad_allreduce"
+STYLES = ("colwise", "rowwise", *PIECES, "heads", GATHER_OUTPUT, SPLIT_INPUT, "whole", REPLICATED, "embedding_rowwise")
+UNSHARDED = (None, "whole", REPLICATED, "embedding_rowwise")  # by the sharder; the vocabulary's modules are no part of it
 
 
 def enabled(plan: Plan) -> bool:
@@ -145,10 +167,12 @@ def apply(run: Run, plan: Plan) -> Run:
     sequences = _sequences(run, plan) if plan.sequence_parallel else None
     sharder = Sharder(run.model, run.mesh, sequences, blocks=None if plan.compile == "none" else _blocks(run))
     head, objective = _vocabulary_head(run, plan, table), run.objective
-    found = 0
+    found, partly = 0, list[nn.Module]()  # partly: modules that are not sharded, and used on sharded activations
     for name, module in list(run.model.named_modules()):
         style = _style(table, name)
-        if style not in (None, "whole") and module is not head:
+        if style == REPLICATED:
+            partly.append(module)
+        if style is not None and style not in UNSHARDED and module is not head:
             sharder.shard_module(name, module, style)
             found += 1
     if not found:
@@ -160,7 +184,10 @@ def apply(run: Run, plan: Plan) -> Run:
     if head is not None:
         objective = sharder.shard_vocabulary(run.model, head, objective)
     slices = sharder.shardings()
-    shared = sequences.partial_gradients(run.model, set(slices)) if sequences is not None else frozenset()
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    shared = frozenset(names[parameter] for module in partly for parameter in module.parameters())
+    if sequences is not None:
+        shared |= sequences.partial_gradients(run.model, set(slices), shared)
     return replace(
         run, objective=objective, loss_sum=partial(objective.total, run.model), tp_shards=slices, tp_replicated=shared
     )

@@ -92,12 +92,14 @@ class SequenceParallel:
         """
         return _ReduceScatter.apply(product, self.group)
 
-    def partial_gradients(self, model: nn.Module, sharded: set[str]) -> frozenset[str]:
+    def partial_gradients(self, model: nn.Module, sharded: set[str], replicated: frozenset[str]) -> frozenset[str]:
         """Return the names of the parameters in blocks whose gradients need an all-reduce over tp.
         These are the parameters that tp does not shard: each device computes their gradients from
         its own positions only.
 
-        sharded  names of the parameters that tp shards
+        sharded     names of the parameters that tp shards
+        replicated  names of those whose gradients are parts of a sum without sequence parallelism,
+                    too
 
         Raises InputError if a module whose input is all-gathered contains a parameter that tp does
         not shard, other than the bias of a row-parallel module.
@@ -105,7 +107,7 @@ class SequenceParallel:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         found = {names[id(p)] for _, block in self.blocks for p in block.parameters() if id(p) in names} - sharded
         for region in self.regions:
-            inside = {names[id(p)] for p in region.parameters()} & found - _reduced_biases(region, names)
+            inside = {names[id(p)] for p in region.parameters()} & found - _reduced_biases(region, names) - replicated
             if inside:
                 raise InputError(
                     "plan: sequence_parallel",

@@ -33,6 +33,8 @@ from tightfit.parallel.tensor.sequence_parallel import SequenceParallel, transfo
 from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 GATHER_OUTPUT = "colwise_gather_output"
+SPLIT_INPUT = "rowwise_split_input"
+PIECES = {"qkv": 3, "gate_up": 2}  # style -> number of matrices that a column-parallel weight fuses
 
 
 class Sharder:
@@ -78,8 +80,10 @@ class Sharder:
         name   the module's name in the model
         style  "colwise": by output features. "rowwise": by input features. "colwise_gather_output":
                by output features, which are then all-gathered, so that every device gets the full
-               output. "qkv": as "colwise", for a weight that fuses three matrices. "heads": an
-               embedding that has a column for each head, sharded by columns
+               output. "rowwise_split_input": by input features, of which each device takes its own
+               from an input that every device has in full. "qkv", "gate_up": as "colwise", for a
+               weight that fuses three or two matrices. "heads": an embedding that has a column for
+               each head, sharded by columns
 
         Raises InputError if this style cannot shard the module, or if tp does not divide the number
         of features.
@@ -97,8 +101,9 @@ class Sharder:
                 "give this style to nn.Linear modules only",
             )
         columns, rows = (0, 1) if is_linear else (1, 0)
-        pieces = 3 if style == "qkv" else 1
-        dim = rows if style == "rowwise" else columns
+        pieces = PIECES.get(style, 1)
+        sums = style in ("rowwise", SPLIT_INPUT)
+        dim = rows if sums else columns
         if weight.shape[dim] % (self.size * pieces):
             raise InputError(
                 f"plan: tp={self.size}",
@@ -106,14 +111,19 @@ class Sharder:
                 "use a smaller tp",
             )
         gathers = style == GATHER_OUTPUT
-        if gathers and (len(self.owners[weight]) > 1 or self._is_sequence_parallel(module)):
+        shared = gathers and len(self.owners[weight]) > 1
+        if shared or (style in (GATHER_OUTPUT, SPLIT_INPUT) and self._is_sequence_parallel(module)):
             raise InputError(
                 f"plan: tp, table: {name}: {style}",
                 f"{name} shares its weight with another module, or is in a block with sequence parallelism",
                 f"leave {name} out of the table, or give it the style whole",
             )
         self._shard_parameter(module, "weight", dim, pieces)
-        if style == "rowwise":
+        if sums:
+            if style == SPLIT_INPUT:
+                module.register_forward_pre_hook(
+                    lambda module, inputs: (_SplitToRegion.apply(inputs[0], self.group), *inputs[1:])
+                )
             self._reduce_output(module)
         else:
             if module.bias is not None:
@@ -389,6 +399,14 @@ def _restore_rng(states: tuple[Tensor, Tensor | None]) -> None:
         torch.cuda.set_rng_state(states[1])
 
 
+def _gathered(columns: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-gather the columns (last dimension) of all devices, and return them side by side."""
+    parts = columns.new_empty(dist.get_world_size(group), *columns.shape)
+    parts[dist.get_rank(group)] = columns
+    all_gather(parts, group)
+    return torch.cat(parts.unbind(), -1)
+
+
 class _CopyToRegion(torch.autograd.Function):
     """Forward: return the input. Backward: all-reduce (sum) the gradient over tp. This is
     Megatron's f.
@@ -418,6 +436,21 @@ class _ReduceFromRegion(torch.autograd.Function):
         return gradients[0], None
 
 
+class _SplitToRegion(torch.autograd.Function):
+    """Forward: return this device's columns (last dimension) of an input that is the same on all
+    devices. Backward: all-gather the columns of the gradient over tp.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.chunk(dist.get_world_size(group), -1)[dist.get_rank(group)].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _gathered(gradients[0], ctx.group), None
+
+
 class _GatherFromRegion(torch.autograd.Function):
     """Forward: all-gather the columns (last dimension) over tp. Backward: return this device's
     columns of the gradient, which is the same on all devices.
@@ -426,10 +459,7 @@ class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, columns: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group, ctx.width = group, columns.shape[-1]
-        parts = columns.new_empty(dist.get_world_size(group), *columns.shape)
-        parts[dist.get_rank(group)] = columns
-        all_gather(parts, group)
-        return torch.cat(parts.unbind(), -1)
+        return _gathered(columns, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
