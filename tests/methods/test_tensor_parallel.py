@@ -338,16 +338,26 @@ FAMILIES: dict[str, dict[str, Any]] = {  # whose tables have styles that Llama's
     "gpt_neox": {name: value for name, value in SMALL.items() if name != "num_key_value_heads"},
     "gptj": {"vocab_size": cases.LLAMA["vocab_size"], "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "rotary_dim": 4},
 }
-IN_PART = {"phi3", "olmo2", "olmo3"}  # some of their activations are whole on each device
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**SMALL, "num_local_experts": 4},
+    "qwen3_moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **{**SMALL, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+        **{"first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1, "kv_lora_rank": 16},
+        **{"q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    },
+}
+IN_PART = {"phi3", "olmo2", "olmo3", *EXPERTS}  # some of their activations are whole on each device
 
 
 @pytest.mark.parametrize("sequences", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 def test_models_with_other_tables_train_like_one_device(name: str, sequences: bool) -> None:
-    model = {"architecture": name, **FAMILIES[name]}
+    model = {"architecture": name, **{**FAMILIES, **EXPERTS}[name]}
     fields = {"tp": 2, "sequence_parallel": sequences}
     if sequences and name in IN_PART:
-        with pytest.raises(InputError, match="sequence parallelism"):
+        with pytest.raises(InputError, match=r"sequence.parallel"):
             together(2, HERE + "trained", model, fields)
         return
     expected = trained(model, {})

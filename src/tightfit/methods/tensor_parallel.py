@@ -23,7 +23,8 @@ rowwise, qkv and gate_up (colwise, for three or two matrices side by side), head
 columns are attention heads), colwise_gather_output (every device gets the full output),
 rowwise_split_input (every device has the full input, and takes its part), whole (not sharded), or
 replicated_with_grad_allreduce (not sharded, but used on sharded activations, such as a norm of each
-head: the devices' gradients are summed). A language model's output head is sharded by vocabulary if
+head: the devices' gradients are summed). The experts of a mixture have the style moe_tp_experts, and
+their stacked weights packed_colwise (two matrices side by side), colwise or rowwise. A language model's output head is sharded by vocabulary if
 the table does not have it, or has it as colwise; so is its input embedding (embedding_rowwise in the
 tables of transformers). Every device creates the full parameters from the same seed and then keeps its shard.
 Together, the devices thus train the same values as one device.
@@ -107,7 +108,11 @@ TABLES: dict[str, dict[str, str]] = {
 }
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
 REPLICATED = "replicated_with_grad_allreduce"
-STYLES = ("colwise", "rowwise", *PIECES, "heads", GATHER_OUTPUT, SPLIT_INPUT, "whole", REPLICATED, "embedding_rowwise")
+EXPERTS = "moe_tp_experts"
+STYLES = (
+    "colwise", "rowwise", *PIECES, "heads", GATHER_OUTPUT, SPLIT_INPUT, "whole", REPLICATED, "embedding_rowwise",
+    EXPERTS, "packed_colwise",
+)  # fmt: skip
 UNSHARDED = (None, "whole", REPLICATED, "embedding_rowwise")  # by the sharder; the vocabulary's modules are no part of it
 
 
@@ -172,7 +177,11 @@ def apply(run: Run, plan: Plan) -> Run:
         style = _style(table, name)
         if style == REPLICATED:
             partly.append(module)
-        if style is not None and style not in UNSHARDED and module is not head:
+        if style == EXPERTS:
+            own = {key: _style(table, f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
+            sharder.shard_experts(name, module, {key: found for key, found in own.items() if found is not None})
+            found += 1
+        elif style is not None and style not in UNSHARDED and module is not head:
             sharder.shard_module(name, module, style)
             found += 1
     if not found:

@@ -34,6 +34,7 @@ from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_en
 
 GATHER_OUTPUT = "colwise_gather_output"
 SPLIT_INPUT = "rowwise_split_input"
+EXPERT_DIMS = {"packed_colwise": 1, "colwise": 1, "rowwise": 2}  # style -> dimension of the stacked weights that it shards
 PIECES = {"qkv": 3, "gate_up": 2}  # style -> number of matrices that a column-parallel weight fuses
 
 
@@ -134,6 +135,52 @@ class Sharder:
             else:
                 self._copy_input(name, module)
         self._set_sizes(name, module, style, is_transposed)
+
+    def shard_experts(self, name: str, experts: nn.Module, styles: dict[str, str]) -> None:
+        """Shard all experts of a mixture, whose weights are stacked: each device has a part of the
+        hidden features of every expert. The outputs are all-reduced.
+
+        name     the name of the module `experts` in the model. Its forward gets the tokens, the
+                 numbers of the experts of each token, and their weights
+        styles   name of a parameter of `experts` -> how it is sharded. "packed_colwise" and
+                 "colwise": (experts, output features, input features) by output features, which are
+                 two matrices side by side or one. "rowwise": by input features
+
+        Raises InputError with sequence parallelism, for other styles, or if tp does not divide the
+        number of features.
+        """
+        if self._is_sequence_parallel(experts):
+            raise InputError(
+                "plan: sequence_parallel", f"{name} shards the experts of a mixture", "use sequence_parallel: false"
+            )
+        for key, style in styles.items():
+            weight, pieces = getattr(experts, key), 2 if style == "packed_colwise" else 1
+            if style not in EXPERT_DIMS or weight.dim() != 3:
+                raise InputError(
+                    f"plan: tp, table: {name}.{key}: {style}",
+                    f"{name}.{key} has shape {tuple(weight.shape)}, and this style cannot shard it",
+                    f"use one of {', '.join(EXPERT_DIMS)}, for weights of shape (experts, outputs, inputs)",
+                )
+            size = weight.shape[EXPERT_DIMS[style]]
+            if size % (self.size * pieces):
+                raise InputError(
+                    f"plan: tp={self.size}",
+                    f"{name}.{key} has {size} features, which cannot be divided into {self.size * pieces} equal shards",
+                    "use a smaller tp",
+                )
+            self._shard_parameter(experts, key, EXPERT_DIMS[style], pieces)
+
+        def copied(module: nn.Module, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            def copy(value: Any) -> Any:
+                differentiable = isinstance(value, Tensor) and value.is_floating_point()
+                return _CopyToRegion.apply(value, self.group) if differentiable else value
+
+            return tuple(map(copy, inputs)), {key: copy(value) for key, value in named.items()}
+
+        experts.register_forward_pre_hook(self.rng_tracker.enter)
+        experts.register_forward_pre_hook(copied, with_kwargs=True)
+        experts.register_forward_hook(self.rng_tracker.leave)
+        experts.register_forward_hook(lambda module, inputs, output: _ReduceFromRegion.apply(output, self.group))
 
     def _set_sizes(self, name: str, module: Any, style: str, is_transposed: bool) -> None:
         """Change the attributes in which the sharded module and its parent store sizes, such as
