@@ -336,11 +336,24 @@ FAMILIES: dict[str, dict[str, Any]] = {  # whose tables have styles that Llama's
     "olmo2": SMALL,  # norms of all heads together
     "olmo3": SMALL,
     "gpt_neox": {name: value for name, value in SMALL.items() if name != "num_key_value_heads"},
-    "gptj": {"vocab_size": cases.LLAMA["vocab_size"], "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "rotary_dim": 4},
+    "gptj": {
+        "vocab_size": cases.LLAMA["vocab_size"],
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 16,
+        "rotary_dim": 4,
+    },
 }
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, "num_local_experts": 4},
-    "qwen3_moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [0]},
+    "qwen3_moe": {
+        **SMALL,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
     "olmoe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {
         **{**SMALL, "num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},

@@ -113,7 +113,12 @@ STYLES = (
     "colwise", "rowwise", *PIECES, "heads", GATHER_OUTPUT, SPLIT_INPUT, "whole", REPLICATED, "embedding_rowwise",
     EXPERTS, "packed_colwise",
 )  # fmt: skip
-UNSHARDED = (None, "whole", REPLICATED, "embedding_rowwise")  # by the sharder; the vocabulary's modules are no part of it
+UNSHARDED = (
+    None,
+    "whole",
+    REPLICATED,
+    "embedding_rowwise",
+)  # by the sharder; the vocabulary's modules are no part of it
 
 
 def enabled(plan: Plan) -> bool:

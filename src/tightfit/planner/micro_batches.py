@@ -131,11 +131,18 @@ def _first_place(estimator: Estimator, plans: list[Plan], found: list[Estimate])
 
 def _is_too_slow(estimator: Estimator, plan: Plan, best_s: float) -> bool:
     """Return whether `plan` and the same plan with smaller micro-batches take longer than `best_s`
-    seconds a step, because `plan` would take longer even without recomputation."""
+    seconds a step, because `plan` would take longer even without recomputation.
+
+    On a part of the model or of the sequence, each micro-batch would need a trace that takes seconds.
+    So a lower bound for all micro-batches is computed from one sample.
+    """
     if best_s == float("inf") or plan.compile == "model":
         return False
-    fastest = estimator.estimate(plan.replace(recompute="none", update_in_backward=False))
-    return fastest.time.step_s >= TIME_TOLERANCE * best_s
+    fastest = plan.replace(recompute="none", update_in_backward=False)
+    if plan.tp * plan.cp > 1:
+        one = fastest.replace(micro_batch=1 if plan.share_of(estimator.job.train.batch) > 1 else None)
+        return estimator.step_lower_bound_s(one) >= TIME_TOLERANCE * best_s
+    return estimator.estimate(fastest).time.step_s >= TIME_TOLERANCE * best_s
 
 
 def _may_fit_by_extrapolation(seen: list[Estimate], plan: Plan) -> bool:

@@ -63,6 +63,9 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     each combination of degrees to try. The smallest bound comes first, but combinations with cp
     come last.
 
+    Tensor parallelism is left out for a mixture of experts. Each device would multiply by a part of
+    every expert, so its products would be small, and their results would have to be all-reduced.
+
     start  the plan to which the degrees are added
     pins   plan fields that the user fixed: they are not varied
 
@@ -80,7 +83,10 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     sample_s = estimator.bound_model.segments_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
     bounds = []
+    has_experts = any("experts" in one.name.split(".") for one in estimator.profiler.parameters(start))
     for sizes in parallelism_candidates(machine, pins):
+        if has_experts and "tp" in sizes:
+            continue
         plan = start.replace(**sizes)
         devices = plan.tp * plan.pp * plan.cp
         if count // devices > job.train.batch:

@@ -710,8 +710,9 @@ def _estimate_degrees_and_schedule(
 def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
     """Return estimates of plans with the parallelism and the precision of `start`.
 
-    If no plan of the search has fitted so far (`best_s` is infinite), and none of these plans fits
-    either, try them with bf16 parameters (bf16-true) as well.
+    If none of these plans fits, try them with bf16 parameters (bf16-true) as well. With tensor or
+    context parallelism, which need traces of their own for that, they are tried only if no plan of
+    the search has fitted so far (`best_s` is infinite).
 
     pins    plan fields that the user fixed: they are not varied
     best_s  seconds of a step that a plan has to beat; infinite if no plan has fitted so far
@@ -719,7 +720,8 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
     if "precision" in pins or estimator.profiler.is_complex:
         return _candidates_that_may_fit(estimator, start, pins, best_s)
     found = _candidates_that_may_fit(estimator, start, {**pins, "precision": start.precision}, best_s)
-    if start.precision == "bf16-mixed" and math.isinf(best_s) and not any(one.fits for one in found):
+    worth = math.isinf(best_s) or start.tp * start.cp == 1
+    if start.precision == "bf16-mixed" and worth and not any(one.fits for one in found):
         start = start.replace(precision="bf16-true")
         found += _candidates_that_may_fit(estimator, start, {**pins, "precision": "bf16-true"}, best_s)
     return found

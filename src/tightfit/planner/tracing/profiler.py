@@ -242,9 +242,10 @@ class Profiler:
         gathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
         layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
         gathered = planning.uses_fully_shard(plan, self.device)
-        narrow = gathered and (planning.gather_dtype(plan) is not None or plan.master_weights)
+        narrow = gathered and planning.gather_dtype(plan) is not None
         again = plan.recompute if training and recompute.changes_trace(plan) else "none"
-        plan = plan.replace(precision=kind)
+        # gathered weights have gradients of their own type, which are widened after they are reduced
+        plan = plan.replace(precision=kind, master_weights=plan.master_weights and training and not gathered)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
         filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
         key = operations, filled, again, training, micro_batch < whole, layout, narrow
