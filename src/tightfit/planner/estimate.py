@@ -28,6 +28,7 @@ from tightfit.machine import Machine
 from tightfit.methods import METHODS, float8, microbatch
 from tightfit.methods.compile import pays_to_compile
 from tightfit.models.nf4 import element_count
+from tightfit.parallel.fsdp.planning import least_unsharded_bytes
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.deep_models import extrapolate_layers
@@ -593,7 +594,8 @@ class Estimator:
         micro-batch and recompute.
 
         The bound is the bytes of parameters, optimizer states and gradients, sharded and offloaded
-        as in the plan, plus the runtime row.
+        as in the plan, plus the runtime row; with ZeRO-3, also plus what is not sharded while the
+        largest block computes.
         """
         after = plan.replace(update_in_backward=False)  # has the same optimizer states, and shares their trace
         updates, parameters = self.profiler.updates(after), self.profiler.parameters(plan)
@@ -608,7 +610,9 @@ class Estimator:
             for row, size in (("states", states), ("parameters", weights), ("gradients", there))
         )
         whole = weights + states + there / (plan.shards if plan.zero >= 2 else 1)
-        return self.runtime_bytes_of(plan) + whole / plan.pp
+        gathers = plan.zero == 3 and plan.shards > 1 and plan.pp == 1 and "parameters" not in plan.offload
+        unsharded = least_unsharded_bytes(parameters, plan) if gathers else 0.0
+        return self.runtime_bytes_of(plan) + whole / plan.pp + unsharded
 
     @cached_property
     def _runtime_after_tracing(self) -> float:

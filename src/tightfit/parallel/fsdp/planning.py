@@ -24,6 +24,8 @@ from tightfit.models.blocks import is_conv1d
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
+BLOCK_NAME = r"(.*?\.\d+)\."  # matches the name of a block's parameter; group 1 is the block's name
+
 
 def low_precision_names(ledger: Ledger) -> set[str]:
     """Return the names of the parameters that are gathered in a narrower dtype than they are stored
@@ -58,6 +60,31 @@ def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
     return parameter.bytes / 2 if _wildcard_name(parameter.name) in narrow else parameter.bytes
 
 
+def least_unsharded_bytes(parameters: Iterable[Parameter], plan: Plan) -> float:
+    """Return a lower bound on the bytes that are not sharded while the largest block computes its
+    backward, whatever the micro-batch: the parameters of this block and of the next one, its
+    gradients and those of the block before it, which are being reduced, and the parameters outside of
+    blocks. Return 0 for a model of fewer than two blocks.
+
+    In mixed precision, all matrices are taken to be gathered in 16 bits.
+    """
+    blocks: Counter[str] = Counter()
+    gradients: Counter[str] = Counter()
+    rest = 0.0
+    halved = gather_dtype(plan) is not None
+    for parameter in parameters:
+        if parameter.buffer:
+            continue
+        found = re.match(BLOCK_NAME, parameter.name)
+        if found is None:
+            rest += parameter.bytes
+            continue
+        size = parameter.bytes / 2 if halved and len(parameter.shape) > 1 else parameter.bytes
+        blocks[found.group(1)] += math.ceil(2 * size)
+        gradients[found.group(1)] += math.ceil(size + parameter.gradient_bytes) if parameter.trainable else 0
+    return max(blocks.values()) + max(gradients.values()) + rest if len(blocks) > 1 else 0.0
+
+
 def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedParameters:
     """Return the ledger's entry for sharded parameters: the bytes of the largest block, and the
     bytes of all parameters outside of blocks.
@@ -75,7 +102,7 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
     for parameter in ledger.parameters:
         if parameter.buffer:
             continue
-        found = re.match(r"(.*?\.\d+)\.", parameter.name)
+        found = re.match(BLOCK_NAME, parameter.name)
         if found is None:
             rest += parameter.bytes
             rest_sums += max(4 * parameter.count, parameter.bytes)
@@ -168,6 +195,7 @@ __all__ = [
     "check_shardable",
     "gather_dtype",
     "gathered_bytes",
+    "least_unsharded_bytes",
     "low_precision_names",
     "model_blocks",
     "sharded_parameters",
