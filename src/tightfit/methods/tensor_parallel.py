@@ -24,10 +24,12 @@ columns are attention heads), colwise_gather_output (every device gets the full 
 rowwise_split_input (every device has the full input, and takes its part), whole (not sharded), or
 replicated_with_grad_allreduce (not sharded, but used on sharded activations, such as a norm of each
 head: the devices' gradients are summed). The experts of a mixture have the style moe_tp_experts, and
-their stacked weights packed_colwise (two matrices side by side), colwise or rowwise. A language model's output head is sharded by vocabulary if
-the table does not have it, or has it as colwise; so is its input embedding (embedding_rowwise in the
-tables of transformers). Every device creates the full parameters from the same seed and then keeps its shard.
-Together, the devices thus train the same values as one device.
+their stacked weights packed_colwise (two matrices side by side), colwise or rowwise.
+
+A language model's output head is sharded by vocabulary if the table does not have it, or has it as
+colwise; so is its input embedding (embedding_rowwise in the tables of transformers). Every device
+creates the full parameters from the same seed and then keeps its shard. Together, the devices thus
+train the same values as one device.
 
 Example: an MLP of 1,024 -> 4,096 -> 1,024 features with tp=4. Each device has 1,024 columns of the
 first matrix and the corresponding 1,024 rows of the second. Each computes a partial output of 1,024
@@ -94,18 +96,16 @@ TABLES: dict[str, dict[str, str]] = {
         "*.mlp.gate_up_proj": "gate_up",
         "*.mlp.down_proj": "rowwise",
     },
-    **dict.fromkeys(
-        ("glm", "glm4"),
-        {
-            "*.self_attn.q_proj": "colwise",
-            "*.self_attn.k_proj": "colwise",
-            "*.self_attn.v_proj": "colwise",
-            "*.self_attn.o_proj": "rowwise",
-            "*.mlp.gate_up_proj": "gate_up",
-            "*.mlp.down_proj": "rowwise",
-        },
-    ),
+    "glm4": {
+        "*.self_attn.q_proj": "colwise",
+        "*.self_attn.k_proj": "colwise",
+        "*.self_attn.v_proj": "colwise",
+        "*.self_attn.o_proj": "rowwise",
+        "*.mlp.gate_up_proj": "gate_up",
+        "*.mlp.down_proj": "rowwise",
+    },
 }
+TABLES["glm"] = TABLES["glm4"]
 _HEADS = ("num_attention_heads", "num_key_value_heads", "n_head", "num_heads")
 REPLICATED = "replicated_with_grad_allreduce"
 EXPERTS = "moe_tp_experts"

@@ -101,7 +101,9 @@ def _narrow_parameters_pay(estimator: Estimator, start: Plan) -> bool:
 
 
 def _fuses_attention(estimator: Estimator, start: Plan) -> bool:
-    """Return whether a forward with the plan `start` contains a fused attention kernel."""
+    """Return whether a forward with the plan `start` contains a fused attention kernel. The forward is
+    that of an evaluation without tensor parallelism, which does not choose the kernel."""
+    start = start.replace(compile="none", tp=1, sequence_parallel=False)
     try:
         samples = start.micro_batch_of(estimator.job.train.batch)
         step, _ = estimator.profiler.recorded_step(start, samples, training=False)

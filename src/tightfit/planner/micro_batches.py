@@ -86,8 +86,8 @@ def search_micro_batch(
             return found
     if bounds is not None:
         most = bounds.largest_micro_batch(plans)
-        far_too_large = far_too_large and most == plans[0].micro_batch_of(batch)
         plans = [plan for plan in plans if plan.micro_batch_of(batch) <= most]
+        far_too_large = bool(plans) and estimator.is_far_too_large(plans[0])
         if not plans or _is_too_slow(estimator, plans[0], best_s):
             return found
     if far_too_large and len(plans) == 1 and plans[0].recompute != "full":
@@ -105,6 +105,8 @@ def search_micro_batch(
         if fitting < len(plans) and _is_surely_too_large(estimator, plans[place], found[-1]):
             too_large, place = place, (place + fitting) // 2
             continue
+        if plans[place].recompute != "full" and estimator.is_far_too_large(plans[place]):
+            break
         found.append(estimator.estimate(plans[place]))
         too_large, fitting = (too_large, place) if found[-1].fits else (place, fitting)
         place = (too_large + fitting) // 2
@@ -133,15 +135,17 @@ def _is_too_slow(estimator: Estimator, plan: Plan, best_s: float) -> bool:
     """Return whether `plan` and the same plan with smaller micro-batches take longer than `best_s`
     seconds a step, because `plan` would take longer even without recomputation.
 
-    On a part of the model or of the sequence, each micro-batch would need a trace that takes seconds.
-    So a lower bound for all micro-batches is computed from one sample.
+    With tensor or context parallelism, each micro-batch would need a trace that takes seconds. So a
+    lower bound for all micro-batches is computed from one sample. If `plan` itself has one sample,
+    its own trace is there, and another one would not pay.
     """
     if best_s == float("inf") or plan.compile == "model":
         return False
     fastest = plan.replace(recompute="none", update_in_backward=False)
     if plan.tp * plan.cp > 1:
         one = fastest.replace(micro_batch=1 if plan.share_of(estimator.job.train.batch) > 1 else None)
-        return estimator.step_lower_bound_s(one) >= TIME_TOLERANCE * best_s
+        several = plan.micro_batch_of(estimator.job.train.batch) > 1
+        return several and estimator.step_lower_bound_s(one) >= TIME_TOLERANCE * best_s
     return estimator.estimate(fastest).time.step_s >= TIME_TOLERANCE * best_s
 
 

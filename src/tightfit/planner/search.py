@@ -30,7 +30,7 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.finalists import MAX_OVERESTIMATE, DryRunResults, first_that_fits, first_that_nearly_fits
 from tightfit.planner.kernels import MIN_COMPILE_SAVING, MIN_KERNEL_SAVING, saves, with_best_kernels
-from tightfit.planner.leanest import leanest, leanest_with_parallelism, offloads
+from tightfit.planner.leanest import leanest, leanest_with_parallelism, offloads, surely_exceeds_memory
 from tightfit.planner.micro_batches import MemoryBounds, largest_safe_micro_batch, search_micro_batch
 from tightfit.planner.parallelism import (
     balanced_split,
@@ -689,7 +689,7 @@ def _estimate_degrees_and_schedule(
 ) -> list[Estimate]:
     """Return estimates of plans with the given degrees of parallelism and the pipeline schedule of
     `start`. The list is empty if a step would take longer than `best_s` seconds even with unlimited
-    memory.
+    memory, or, once a plan has fitted, if none of these surely does.
 
     pins   plan fields that the user fixed: they are not varied
     sizes  the degrees as plan fields, such as {"tp": 2, "pp": 4}
@@ -700,6 +700,8 @@ def _estimate_degrees_and_schedule(
     start = start.replace(**fields)
     pins = {**pins, **{name: fields[name] for name in ("tp", "cp", "pp") if name in fields}}
     if math.isfinite(best_s):
+        if surely_exceeds_memory(estimator, start, pins):
+            return []
         share = start.share_of(estimator.job.train.batch)
         if estimator.step_lower_bound_s(start.replace(micro_batch=1 if share > 1 else None)) > best_s:
             return []
@@ -729,7 +731,7 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
 
 def _candidates_that_may_fit(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
     """Return what `estimate_candidates` returns, or only the estimate of the leanest plan if even
-    this plan is too large by more than 10 %.
+    this plan is too large by more than 10 %. The list is empty if it surely is.
 
     The leanest plan is first estimated without compile, whose trace is faster. Then it has to be too
     large by more than 40 %.
@@ -739,9 +741,10 @@ def _candidates_that_may_fit(estimator: Estimator, start: Plan, pins: dict[str, 
     tried: list[Estimate] = []
     for mode, factor in factors.items():
         least = leanest_with_parallelism(estimator, start.replace(compile=mode), pins)
-        if least is not None:
-            tried.append(least)
-        if least is not None and least.peak_bytes > factor * least.limit_bytes:
+        if least is None:
+            return tried
+        tried.append(least)
+        if least.peak_bytes > factor * least.limit_bytes:
             return tried
     return tried + estimate_candidates(estimator, start, pins, best_s)
 
