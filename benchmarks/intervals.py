@@ -142,16 +142,18 @@ def table(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[str, 
 
 
 def coverage(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[str, Any]]:
-    """How many measurements of each half are inside the intervals that the other half gives, by quantity and source."""
+    """How many measurements of each half are inside the intervals that the other half gives, by quantity and source; and
+    how many of part c are inside the intervals of both halves."""
     found: dict[str, dict[str, Any]] = {}
-    for half in "ab":
-        known = table([run for run in runs if run[3] != half])
+    for half in "abc":
+        known = table([run for run in runs if run[3] not in (half, "c")])
         for quantity, names, ratio, _ in (run for run in runs if run[3] == half):
             name = next((name for name in names if name in known[quantity]), None)
             if name is None:
                 continue
             row = known[quantity][name]
-            count = found.setdefault(f"{quantity}, {names[-1]}", {"runs": 0, "inside": 0})
+            part = ", part c" if half == "c" else ""
+            count = found.setdefault(f"{quantity}, {names[-1]}{part}", {"runs": 0, "inside": 0})
             count["runs"] += 1
             count["inside"] += min(row["low"], 1.0) <= ratio <= max(row["high"], 1.0)
     return {name: {**count, "share": count["inside"] / count["runs"]} for name, count in found.items()}
@@ -159,7 +161,7 @@ def coverage(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[st
 
 def main() -> None:
     runs = own_runs() + own_gpu_runs() + published_runs()
-    found = table(runs)
+    found = table([run for run in runs if run[3] != "c"])
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     for quantity, of in found.items():
         for name, row in of.items():

@@ -5,7 +5,8 @@
 
 The runs are facts in benchmarks/published/, one file for each group of sources. Rows of a group alternate between
 half a and half b. Only rows of half a are printed: whoever improves a prediction looks at these, and half b says whether
-the improvement holds for runs that nobody looked at.
+the improvement holds for runs that nobody looked at. Groups that were added later are part c: no prediction was changed
+because of them. `--half c` prints its rows.
 
 Nothing is fitted to a row. Speed is compared in two ways: as predicted from the device's published figures, and after
 one factor on speed for each (machine, framework), the median of its runs, which is what is known of neither. The

@@ -483,7 +483,7 @@ def published() -> str:
     record = read("published")
     columns = ["group", "runs", "memory", "speed", "speed, one factor", "ran", "out of memory"]
     halves = "\n\n".join(
-        f"Half {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()}"
+        f"{'Part' if half == 'c' else 'Half'} {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()}"
         for half, groups in record["summary"].items()
     )
     shown = [row for row in record["rows"] if row["half"] == "a" and "error" not in row]
@@ -496,7 +496,8 @@ is known of a framework's loop (gradients zeroed before backward, an optimizer t
 by one) is taken into account. Nothing is fitted to a run.
 
 Runs of a group alternate between two halves. Whoever improves a prediction looks at half a; half b says
-whether the improvement holds for other runs. Each cell says how many runs are compared, the median and the
+whether the improvement holds for other runs. Part c was added after the predictions were finished, and no
+prediction was changed because of it. Each cell says how many runs are compared, the median and the
 worst error, and in parentheses the signed median. Speed is compared as predicted from the devices'
 published figures, and after one factor for each pair of machine and framework, the median of its runs
 (pairs of fewer than three runs are left out). The last two columns say how many of the runs that ran are
@@ -792,7 +793,7 @@ def readme_table() -> str:
     pairs = read("prediction")["pairs"]
     memory, time = (median_and_worst(errors(pairs, what)) for what in ("memory, estimated", "step time"))
     summary = read("published")["summary"]
-    unseen = summary[max(summary)]["all"]  # half b, if the record has it
+    unseen, newest = summary["b"]["all"], summary["c"]["all"]
     memories, speeds = unseen["memory"], unseen["speed, calibrated"]
     jobs = read("choice")["jobs"]
     fastest = sum(job["slower"] <= 0 for job in jobs)
@@ -831,11 +832,12 @@ def readme_table() -> str:
         ),
         (
             "many GPUs",
-            f"Runs that others published (half {max(summary)}). Memory of {memories['rows']} runs:"
+            f"Runs that others published (half b). Memory of {memories['rows']} runs:"
             f" median error {percent(memories['median'])}, worst {percent(memories['worst'])}. Speed of"
             f" {speeds['rows']} runs on up to {max(row.get('devices', 1) for row in read('published')['rows']):,} GPUs,"
             f" after one factor for each machine and framework: {percent(speeds['median'])},"
-            f" {percent(speeds['worst'])}.",
+            f" {percent(speeds['worst'])}. {newest['rows']} more runs, added later, that no change was made for:"
+            f" {percent(newest['memory']['median'])} and {percent(newest['speed, calibrated']['median'])}.",
             "published",
         ),
         (

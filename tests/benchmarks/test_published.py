@@ -77,8 +77,8 @@ def test_unlimited_gathers_hold_weights_twice_and_gradients(precision: Any, widt
 
 def test_overlapped_tensor_parallelism_hides_communication() -> None:
     parallel, model = estimate(Plan(tp=2, dp_replicate=4)), CostModel(GPUS)
-    assert published.saved_by_their_loop(parallel, {}, model) == 0
-    saved = published.saved_by_their_loop(parallel, {"tp_overlap": True}, model)
+    assert published.saved_by_their_loop(parallel, parallel, {}, model) == 0
+    saved = published.saved_by_their_loop(parallel, parallel, {"tp_overlap": True}, model)
     assert 0 < saved < parallel.time.communication_s
 
 
@@ -87,10 +87,10 @@ def test_a_fused_update_of_narrow_states_is_faster() -> None:
     wide = {**cases.SPECS["llama"], "hidden_size": 128, "intermediate_size": 256}  # large enough to be in 8 bits
     machine = Machine.named("h100-sxm")
     narrow = Estimator(job.replace(model=wide), machine).estimate(tightfit.Plan(states="8-bit"))
-    saved = published.saved_by_their_loop(narrow, {"fused_low_bit": True}, CostModel(machine))
+    saved = published.saved_by_their_loop(narrow, narrow, {"fused_low_bit": True}, CostModel(machine))
     assert 0.5 * narrow.time.optimizer_s < saved < narrow.time.optimizer_s
     same = Estimator(job, machine).estimate(tightfit.Plan())
-    assert published.saved_by_their_loop(same, {"fused_low_bit": True}, CostModel(machine)) == 0
+    assert published.saved_by_their_loop(same, same, {"fused_low_bit": True}, CostModel(machine)) == 0
 
 
 @pytest.mark.parametrize(
@@ -226,15 +226,37 @@ def test_a_late_reduction_overlaps_with_nothing() -> None:
     for plan in (Plan(dp_replicate=8), Plan(dp_shard=8, zero=1)):
         parallel = estimate(plan)
         sent = sum(one.bytes / (one.bytes_per_s * model.link_share) + one.latency_s for one in parallel.ledger.messages)
-        lost = -published.saved_by_their_loop(parallel, {"late_reduction": True}, model)
+        lost = -published.saved_by_their_loop(parallel, parallel, {"late_reduction": True}, model)
         assert lost > 0
         assert parallel.time.communication_s + lost == pytest.approx(sent)
     alone = estimate(Plan(), Machine.named("h100-sxm"))
-    assert published.saved_by_their_loop(alone, {"late_reduction": True}, model) == 0
+    assert published.saved_by_their_loop(alone, alone, {"late_reduction": True}, model) == 0
     gathered = estimate(Plan(dp_shard=8, zero=3))  # whose gathers overlap as before
     messages = [one for one in gathered.ledger.messages if one.name == "parameters"]
     assert messages
-    assert [published.without_overlap(one) for one in messages] == messages
+    assert [published.as_they_send(one, {"late_reduction": True}) for one in messages] == messages
+
+
+def test_narrow_reductions_send_half_of_the_gradients() -> None:
+    sharded = estimate(Plan(dp_shard=8, zero=1))
+    sent = {one.name: one for one in sharded.ledger.messages}
+    loop = {"narrow_reduction": True, "overlapped_gathers": True}
+    theirs = {name: published.as_they_send(one, loop) for name, one in sent.items()}
+    assert theirs["gradients"].bytes == sent["gradients"].bytes / 2
+    assert theirs["parameters"] == replace(sent["parameters"], overlaps=True)
+    late = published.as_they_send(sent["gradients"], {**loop, "late_reduction": True})
+    assert (late.bytes, late.overlaps) == (sent["gradients"].bytes / 2, False)
+
+
+def test_transformer_engine_saves_a_part_of_the_casts() -> None:
+    fields = {"precision": "bf16-mixed", "compile": "block"}
+    wide, narrow = (
+        estimate(Plan(**fields, float8=recipe), Machine.named("h100-sxm")) for recipe in ("none", "tensorwise")
+    )
+    model = CostModel(GPUS)
+    saved = published.saved_by_their_loop(narrow, wide, {"te_float8": True}, model)
+    assert saved == pytest.approx((1 - published.TE_CASTS) * (narrow.time.memory_s - wide.time.memory_s))
+    assert published.saved_by_their_loop(wide, wide, {"te_float8": True}, model) == 0
 
 
 def test_the_fp32_copy_of_an_embedding_s_gradient_is_left_out() -> None:

@@ -1,0 +1,111 @@
+"""Lower bounds on memory, by which a search skips plans before it traces them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tightfit
+from tests.contract import cases
+from tightfit.machine import Machine
+from tightfit.parallel.fsdp.planning import least_unsharded_bytes
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.leanest import leanest_with_parallelism, surely_exceeds_memory
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    model = {**cases.LLAMA, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    job = tightfit.Job(
+        model={**model, "num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64},
+        data={"synthetic": "tokens", "sequence_length": 64},
+        train=tightfit.Train(batch=64, steps=1000),
+        allow=["bf16"],
+    )
+    return Estimator(job, Machine.named("h100-sxm:8"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"precision": "bf16-mixed"},
+        {"precision": "bf16-true", "rounding": "kahan"},
+        {"precision": "bf16-true", "master_weights": True},
+        {"precision": "bf16-mixed", "gradient_sync": "step"},
+        {"precision": "bf16-mixed", "tp": 2, "dp_shard": 4},
+    ],
+    ids=str,
+)
+def test_a_step_needs_at_least_the_bound(estimator: Estimator, fields: dict[str, Any]) -> None:
+    """With ZeRO-3, whole blocks are a part of it."""
+    plan = tightfit.Plan(**{"zero": 3, "dp_shard": 8, "micro_batch": 1, "recompute": "full", **fields})
+    one = estimator.estimate(plan)
+    bound = estimator.memory_lower_bound(plan)
+    unsharded = least_unsharded_bytes(one.ledger.parameters, plan)
+    block = sum(parameter.bytes for parameter in one.ledger.parameters if ".layers.0." in parameter.name)
+    assert unsharded > block
+    assert bound - unsharded < bound <= one.peak.total
+
+
+def test_a_pipeline_s_bound_has_no_whole_blocks(estimator: Estimator) -> None:
+    plan = tightfit.Plan(zero=3, dp_shard=4, pp=2, micro_batch=1)
+    assert estimator.memory_lower_bound(plan) <= estimator.estimate(plan).peak.total
+
+
+def test_offloaded_parameters_are_not_counted(estimator: Estimator) -> None:
+    plan = tightfit.Plan(zero=3, dp_shard=8, micro_batch=1)
+    away = plan.replace(offload=("states", "gradients", "parameters"))
+    assert estimator.memory_lower_bound(away) < estimator.memory_lower_bound(plan)
+    assert estimator.memory_lower_bound(away) <= estimator.estimate(away).peak.total
+
+
+def test_tensor_parallelism_divides_activations_at_best(estimator: Estimator) -> None:
+    fresh = Estimator(estimator.job, estimator.machine, estimator.profiler)
+    plan = tightfit.Plan(precision="bf16-mixed", dp_replicate=8, micro_batch=8)
+    sharded = plan.replace(tp=4, dp_replicate=2, sequence_parallel=True)
+    assert fresh.bytes_per_sample(sharded) == 0
+    fresh.estimate(plan)
+    assert fresh.bytes_per_sample(sharded) == fresh.bytes_per_sample(plan) / 4 > 0
+    assert not fresh.is_far_too_large(sharded)
+    fresh.limit_bytes = (fresh.memory_lower_bound(sharded) + 8 * fresh.bytes_per_sample(sharded)) / 1.4
+    assert fresh.is_far_too_large(sharded)  # by more than 1.3 times
+    assert not fresh.is_far_too_large(plan.replace(micro_batch=2))
+    found = fresh.estimate(sharded)
+    assert found.peak.total - fresh.memory_lower_bound(sharded) >= 8 * fresh.bytes_per_sample(plan) / 4
+
+
+def test_degrees_whose_states_exceed_the_memory_are_skipped(estimator: Estimator) -> None:
+    fresh = Estimator(estimator.job, estimator.machine, estimator.profiler)
+    start, pins = tightfit.Plan(precision="bf16-mixed", tp=2, dp_replicate=4), {"tp": 2, "precision": "bf16-mixed"}
+    assert not surely_exceeds_memory(fresh, start, pins)
+    assert leanest_with_parallelism(fresh, start, pins) is not None
+    fresh.limit_bytes = fresh.runtime_bytes_of(start)
+    assert surely_exceeds_memory(fresh, start, pins)
+    assert leanest_with_parallelism(fresh, start, pins) is None
+
+
+def test_search_tries_no_tensor_parallelism_for_a_mixture_of_experts() -> None:
+    from tightfit.planner.parallelism import by_lower_bound
+
+    sizes: dict[str, Any] = {
+        **{
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+        },
+        **{"num_key_value_heads": 4, "max_position_embeddings": 16},
+    }
+    degrees = {}
+    for name, more in (("llama", {}), ("mixtral", {"num_local_experts": 4})):
+        job = tightfit.Job(
+            model={"architecture": name, **sizes, **more},
+            data={"synthetic": "tokens", "sequence_length": 16},
+            train=tightfit.Train(batch=8, steps=100),
+        )
+        found = by_lower_bound(Estimator(job, Machine.named("h100-sxm:8")), tightfit.Plan(), {})
+        degrees[name] = {field for _, one in found for field in one}
+    assert degrees == {"llama": {"tp", "pp", "cp"}, "mixtral": {"pp", "cp"}}
