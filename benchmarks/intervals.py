@@ -143,7 +143,7 @@ def table(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[str, 
 
 def coverage(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[str, Any]]:
     """How many measurements of each half are inside the intervals that the other half gives, by quantity and source; and
-    how many of part c are inside the intervals of both halves."""
+    how many of part c, which was added later, are inside the intervals that both halves give."""
     found: dict[str, dict[str, Any]] = {}
     for half in "abc":
         known = table([run for run in runs if run[3] not in (half, "c")])
@@ -161,7 +161,7 @@ def coverage(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[st
 
 def main() -> None:
     runs = own_runs() + own_gpu_runs() + published_runs()
-    found = table([run for run in runs if run[3] != "c"])
+    found = table([run for run in runs if run[3] != "c"])  # part c is kept to check them
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     for quantity, of in found.items():
         for name, row in of.items():

@@ -483,7 +483,8 @@ def published() -> str:
     record = read("published")
     columns = ["group", "runs", "memory", "speed", "speed, one factor", "ran", "out of memory"]
     halves = "\n\n".join(
-        f"{'Part' if half == 'c' else 'Half'} {half}:\n\n{table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()}"
+        f"{'Part' if half == 'c' else 'Half'} {half}:\n\n"
+        + table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()
         for half, groups in record["summary"].items()
     )
     shown = [row for row in record["rows"] if row["half"] == "a" and "error" not in row]
