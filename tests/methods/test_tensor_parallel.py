@@ -377,3 +377,30 @@ def test_models_with_other_tables_train_like_one_device(name: str, sequences: bo
     for losses, weights in together(2, HERE + "trained", model, fields):
         assert losses == pytest.approx(expected[0], rel=2e-6)
         assert cases.distance(weights, expected[1]) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "mixtral"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"recompute": "full"},
+        *(
+            pytest.param(fields, marks=pytest.mark.slow)
+            for fields in (
+                {"compile": "block"},
+                {"zero": 3, "dp_shard": 2},
+                {"pp": 2, "micro_batch": 2},
+                {"chunked_loss": 5},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_other_tables_compose_with_other_methods(name: str, fields: dict[str, Any]) -> None:
+    model = {"architecture": name, **{**FAMILIES, **EXPERTS}[name]}
+    alone = {"micro_batch": 2} if fields.keys() & {"pp", "dp_shard"} else {}
+    expected = trained(model, alone)
+    plan = tightfit.Plan(tp=2).replace(**fields)
+    for losses, weights in together(plan.devices, HERE + "trained", model, {"tp": 2, **fields}):
+        assert losses == pytest.approx(expected[0], rel=1e-5)
+        assert cases.distance(weights, expected[1]) < 1e-5

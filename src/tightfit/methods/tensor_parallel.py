@@ -113,12 +113,8 @@ STYLES = (
     "colwise", "rowwise", *PIECES, "heads", GATHER_OUTPUT, SPLIT_INPUT, "whole", REPLICATED, "embedding_rowwise",
     EXPERTS, "packed_colwise",
 )  # fmt: skip
-UNSHARDED = (
-    None,
-    "whole",
-    REPLICATED,
-    "embedding_rowwise",
-)  # by the sharder; the vocabulary's modules are no part of it
+# the sharder gets no modules of these styles; the vocabulary's are sharded together with the head
+UNSHARDED = ("whole", REPLICATED, "embedding_rowwise")
 
 
 def enabled(plan: Plan) -> bool:
@@ -184,7 +180,7 @@ def apply(run: Run, plan: Plan) -> Run:
             partly.append(module)
         if style == EXPERTS:
             own = {key: _style(table, f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
-            sharder.shard_experts(name, module, {key: found for key, found in own.items() if found is not None})
+            sharder.shard_experts(name, module, {key: one for key, one in own.items() if one is not None})
             found += 1
         elif style is not None and style not in UNSHARDED and module is not head:
             sharder.shard_module(name, module, style)
@@ -273,7 +269,7 @@ def sharding_table(run: Run) -> dict[str, str]:
         return TABLES[kind]
     given = getattr(config, "base_model_tp_plan", None) or {}
     others = sorted({style for style in given.values() if style not in STYLES})
-    if given and not others:
+    if set(given.values()) - set(UNSHARDED) and not others:
         return {f"*{pattern}": style for pattern, style in given.items()}
     found = f"{kind or type(run.model).__name__} has no table of modules to shard"
     if others:

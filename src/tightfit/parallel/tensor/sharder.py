@@ -34,12 +34,9 @@ from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_en
 
 GATHER_OUTPUT = "colwise_gather_output"
 SPLIT_INPUT = "rowwise_split_input"
-EXPERT_DIMS = {
-    "packed_colwise": 1,
-    "colwise": 1,
-    "rowwise": 2,
-}  # style -> dimension of the stacked weights that it shards
 PIECES = {"qkv": 3, "gate_up": 2}  # style -> number of matrices that a column-parallel weight fuses
+# style -> the dimension that it shards of the stacked weights of experts
+EXPERT_DIMS = {"packed_colwise": 1, "colwise": 1, "rowwise": 2}
 
 
 class Sharder:
