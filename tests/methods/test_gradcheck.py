@@ -216,6 +216,13 @@ def columns_gathered() -> None:
     assert gradcheck(output, (random(3, 4),))
 
 
+def columns_divided() -> None:
+    group, rank = group_of({"tp": 2}, "tp")
+    assert gradcheck(
+        lambda x: Everyones.apply(sharder._SplitToRegion.apply(x, group) * (rank + 2), group), (random(3, 4),)
+    )
+
+
 def positions_divided() -> None:
     """Of 5 positions one device has 3, and the other 2 and a copy of the last: what becomes of that copy does not count."""
     group, rank = group_of({"tp": 2}, "tp")
@@ -289,6 +296,7 @@ TOGETHER: dict[str, Callable[[], None]] = {
     "tightfit.parallel.tensor.sharder._CopyToRegion": copied,
     "tightfit.parallel.tensor.sharder._ReduceFromRegion": summed,
     "tightfit.parallel.tensor.sharder._GatherFromRegion": columns_gathered,
+    "tightfit.parallel.tensor.sharder._SplitToRegion": columns_divided,
     "tightfit.parallel.tensor.sequence_parallel._ScatterToSequence": positions_divided,
     "tightfit.parallel.tensor.sequence_parallel._GatherFromSequence": positions_joined,
     "tightfit.parallel.tensor.sequence_parallel._AllGather": positions_gathered,
