@@ -86,7 +86,7 @@ def test_degrees_whose_states_exceed_the_memory_are_skipped(estimator: Estimator
     assert leanest_with_parallelism(fresh, start, pins) is None
 
 
-def test_search_tries_no_tensor_parallelism_for_a_mixture_of_experts() -> None:
+def test_search_does_not_divide_experts() -> None:
     from tightfit.planner.parallelism import by_lower_bound
 
     sizes: dict[str, Any] = {
