@@ -8,10 +8,12 @@ import pytest
 
 import tightfit
 from tests.contract import cases
+from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
 from tightfit.planner.estimate import Estimator
-from tightfit.planner.leanest import leanest_with_parallelism, surely_exceeds_memory
+from tightfit.planner.leanest import surely_exceeds_memory
+from tightfit.planner.search import search
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +78,19 @@ def test_tensor_parallelism_divides_activations_at_best(estimator: Estimator) ->
     assert found.peak.total - fresh.memory_lower_bound(sharded) >= 8 * fresh.bytes_per_sample(plan) / 4
 
 
-def test_degrees_whose_states_exceed_the_memory_are_skipped(estimator: Estimator) -> None:
+def test_degrees_whose_states_exceed_the_memory_are_recognized(estimator: Estimator) -> None:
     fresh = Estimator(estimator.job, estimator.machine, estimator.profiler)
     start, pins = tightfit.Plan(precision="bf16-mixed", tp=2, dp_replicate=4), {"tp": 2, "precision": "bf16-mixed"}
     assert not surely_exceeds_memory(fresh, start, pins)
-    assert leanest_with_parallelism(fresh, start, pins) is not None
     fresh.limit_bytes = fresh.runtime_bytes_of(start)
     assert surely_exceeds_memory(fresh, start, pins)
-    assert leanest_with_parallelism(fresh, start, pins) is None
+
+
+def test_a_batch_smaller_than_the_cluster_is_refused_for_its_memory(estimator: Estimator) -> None:
+    """The refusal names the leanest plan, although no plan of data parallelism alone uses all devices."""
+    job = estimator.job.replace(train=tightfit.Train(batch=4, steps=10), limits={"memory": "600 MiB"})
+    with pytest.raises(DoesNotFit, match="leanest plan"):
+        search(job, estimator.machine, {"compile": "none"})
 
 
 def test_search_does_not_divide_experts() -> None:

@@ -91,16 +91,13 @@ def leanest_with_parallelism(estimator: Estimator, start: Plan, pins: dict[str, 
 
     It has the precision, the states and the ZeRO stage with the smallest lower bound on its memory,
     recompute: full, and micro-batches of one sample, as far as `pins` (fields that the user fixed)
-    permit. Return None, too, if parameters, gradients and optimizer states alone exceed the memory.
-    Raises InputError if the model does not support it.
+    permit. Raises InputError if the model does not support it.
     """
     fixed = {**pins, "offload": start.offload, "update_in_backward": start.update_in_backward}
     plans = list(_combinations(estimator, start, fixed))
     if not plans:
         return None
     plan = min(plans, key=estimator.memory_lower_bound)
-    if estimator.memory_lower_bound(plan) > estimator.limit_bytes:
-        return None
     size = 1 if _may_split(estimator, plan) else None
     plan = plan.replace(**{"recompute": "full", "micro_batch": size, **pins})
     return estimator.estimate(plan) if is_legal(plan, estimator.job, estimator.machine.device) else None

@@ -731,7 +731,7 @@ def _by_precision(estimator: Estimator, start: Plan, pins: dict[str, Any], best_
 
 def _candidates_that_may_fit(estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> list[Estimate]:
     """Return what `estimate_candidates` returns, or only the estimate of the leanest plan if even
-    this plan is too large by more than 10 %. The list is empty if it surely is.
+    this plan is too large by more than 10 %.
 
     The leanest plan is first estimated without compile, whose trace is faster. Then it has to be too
     large by more than 40 %.
@@ -741,10 +741,9 @@ def _candidates_that_may_fit(estimator: Estimator, start: Plan, pins: dict[str, 
     tried: list[Estimate] = []
     for mode, factor in factors.items():
         least = leanest_with_parallelism(estimator, start.replace(compile=mode), pins)
-        if least is None:
-            return tried
-        tried.append(least)
-        if least.peak_bytes > factor * least.limit_bytes:
+        if least is not None:
+            tried.append(least)
+        if least is not None and least.peak_bytes > factor * least.limit_bytes:
             return tried
     return tried + estimate_candidates(estimator, start, pins, best_s)
 
