@@ -5,8 +5,9 @@
 
 The runs are facts in benchmarks/published/, one file for each group of sources. Rows of a group alternate between
 half a and half b. Only rows of half a are printed: whoever improves a prediction looks at these, and half b says whether
-the improvement holds for runs that nobody looked at. Groups that were added later are part c: no prediction was changed
-because of them. `--half c` prints its rows.
+the improvement holds for runs that nobody looked at. Groups that were added later are part c: facts of their
+frameworks' loops were looked up after a first comparison, and no prediction of tightfit was changed because of them.
+`--half c` prints its rows.
 
 Nothing is fitted to a row. Speed is compared in two ways: as predicted from the device's published figures, and after
 one factor on speed for each (machine, framework), the median of its runs, which is what is known of neither. The
@@ -69,10 +70,11 @@ FUSED_SOFTMAX, PACKED, COPIED = "megatron_attention", "nanotron_attention", "tor
 # TransformerEngine's tensor parallelism: products begin with the shard that a device has, so that gathers are hidden;
 # sums are sent in 4 parts, of which the last is not
 TP_HIDDEN = (1 + 3 / 4) / 2
-# bytes that TransformerEngine's casts to float8 move, as a share of torchao's. TransformerEngine reads a factor for its
-# largest value, reads it again and writes it in both layouts, once: 6 bytes for each number. torchao casts again in
-# backward: 10 for an input, 8 for a gradient, 10 for a weight, which TransformerEngine casts once for all micro-batches
-TE_CASTS = 6 / (10 + 8 + 10) * 2
+# Bytes that TransformerEngine's casts to float8 move, as a share of torchao's, if a layer has as many inputs, gradients
+# and weights. TransformerEngine reads an input or a gradient of 2 bytes twice and writes it once in both layouts, 6 bytes.
+# It casts a weight once for all micro-batches, which is not counted. torchao moves 10 bytes for an input, which it casts
+# in forward and again in backward, 8 for a gradient and 10 for a weight
+TE_CASTS = (6 + 6) / (10 + 8 + 10)
 LEAST_RUNS = 3  # of a machine and framework, for a factor on their speed
 
 

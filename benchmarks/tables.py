@@ -497,9 +497,10 @@ is known of a framework's loop (gradients zeroed before backward, an optimizer t
 by one) is taken into account. Nothing is fitted to a run.
 
 Runs of a group alternate between two halves. Whoever improves a prediction looks at half a; half b says
-whether the improvement holds for other runs. Part c was added after the predictions were finished, and no
-prediction was changed because of it. Each cell says how many runs are compared, the median and the
-worst error, and in parentheses the signed median. Speed is compared as predicted from the devices'
+whether the improvement holds for other runs. Part c was added later, from other sources. Facts of its
+frameworks' loops were looked up after a first comparison; tightfit's predictions were not changed for it.
+Each cell says how many runs are compared, the median and the worst error, and in parentheses the signed
+median. Speed is compared as predicted from the devices'
 published figures, and after one factor for each pair of machine and framework, the median of its runs
 (pairs of fewer than three runs are left out). The last two columns say how many of the runs that ran are
 predicted to fit, and how many of those that ran out of memory are predicted not to.
@@ -837,7 +838,7 @@ def readme_table() -> str:
             f" median error {percent(memories['median'])}, worst {percent(memories['worst'])}. Speed of"
             f" {speeds['rows']} runs on up to {max(row.get('devices', 1) for row in read('published')['rows']):,} GPUs,"
             f" after one factor for each machine and framework: {percent(speeds['median'])},"
-            f" {percent(speeds['worst'])}. {newest['rows']} more runs, added later, that no change was made for:"
+            f" {percent(speeds['worst'])}. {newest['rows']} runs of other frameworks, added later:"
             f" {percent(newest['memory']['median'])} and {percent(newest['speed, calibrated']['median'])}.",
             "published",
         ),

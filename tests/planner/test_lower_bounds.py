@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 import tightfit
 from tests.contract import cases
+from tightfit.cost.entries import with_fp32_gradients
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
+from tightfit.planner import search as searching
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.leanest import surely_exceeds_memory
+from tightfit.planner.micro_batches import search_micro_batch
 from tightfit.planner.search import search
 
 
@@ -45,10 +49,16 @@ def test_a_step_needs_at_least_the_bound(estimator: Estimator, fields: dict[str,
     plan = tightfit.Plan(**{"zero": 3, "dp_shard": 8, "micro_batch": 1, "recompute": "full", **fields})
     one = estimator.estimate(plan)
     bound = estimator.memory_lower_bound(plan)
-    unsharded = least_unsharded_bytes(one.ledger.parameters, plan)
-    block = sum(parameter.bytes for parameter in one.ledger.parameters if ".layers.0." in parameter.name)
-    assert unsharded > block
-    assert bound - unsharded < bound <= one.peak.total
+    parameters = estimator.profiler.parameters(plan)
+    if plan.master_weights:
+        parameters = with_fp32_gradients(parameters)
+    sharded = sum(parameter.bytes for parameter in parameters) * (1 - 1 / plan.shards)
+    stage_2 = plan.replace(zero=2, gradient_sync=tightfit.Plan().gradient_sync)
+    runtime = estimator.runtime_bytes_of(plan) - estimator.runtime_bytes_of(stage_2)
+    below = estimator.memory_lower_bound(stage_2) - sharded + runtime  # the bound of ZeRO-3 without whole blocks
+    block = sum(parameter.bytes for parameter in parameters if ".layers.0." in parameter.name)
+    assert bound - below == pytest.approx(least_unsharded_bytes(parameters, plan))
+    assert below + block < bound <= one.peak.total
 
 
 def test_a_pipeline_s_bound_has_no_whole_blocks(estimator: Estimator) -> None:
@@ -116,3 +126,43 @@ def test_search_does_not_divide_experts() -> None:
         found = by_lower_bound(Estimator(job, Machine.named("h100-sxm:8")), tightfit.Plan(), {})
         degrees[name] = {field for _, one in found for field in one}
     assert degrees == {"llama": {"tp", "pp", "cp"}, "mixtral": {"pp", "cp"}}
+
+
+def test_a_size_that_cannot_fit_is_not_traced(estimator: Estimator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged by the activations without tensor parallelism, which divides them at best."""
+    fresh = Estimator(estimator.job, estimator.machine, estimator.profiler)
+    plain = tightfit.Plan(precision="bf16-mixed", dp_replicate=8, micro_batch=8)
+    fresh.estimate(plain)
+    start = plain.replace(tp=4, dp_replicate=2, sequence_parallel=True)
+    plans = [start.replace(micro_batch=size) for size in (8, 4, 2, 1)]
+    fresh.limit_bytes = (fresh.memory_lower_bound(start) + fresh.bytes_per_sample(start)) / 1.4
+    traced: list[int | None] = []
+    estimate = fresh.estimate
+    monkeypatch.setattr(fresh, "estimate", lambda plan: traced.append(plan.micro_batch) or estimate(plan))
+    assert search_micro_batch(fresh, plans) == []
+    assert traced == []
+    lean = [plan.replace(recompute="full") for plan in plans]  # is estimated, so that a refusal can name it
+    assert [one.plan.micro_batch for one in search_micro_batch(fresh, lean)] == [1]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_bf16_weights_are_tried_beside_a_slow_plan(
+    estimator: Estimator, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In pipelines, which share the traces of other plans; with tensor parallelism only if nothing fitted yet."""
+    tried: list[str] = []
+    monkeypatch.setattr(searching, "_candidates_that_may_fit", lambda _, plan, *__: tried.append(plan.precision) or [])
+    start = tightfit.Plan(precision="bf16-mixed", pp=2, tp=tp, dp_replicate=4 // tp, micro_batch=1)
+    searching._by_precision(estimator, start, {}, 10.0)
+    assert tried == ["bf16-mixed", "bf16-true"][: 2 if tp == 1 else 1]
+    tried.clear()
+    searching._by_precision(estimator, start, {}, math.inf)
+    assert tried == ["bf16-mixed", "bf16-true"]
+
+
+def test_gathered_weights_share_a_trace_with_and_without_masters(estimator: Estimator) -> None:
+    fields: dict[str, Any] = {"precision": "bf16-true", "dp_shard": 8, "micro_batch": 1}
+    pairs = [[tightfit.Plan(**fields, zero=zero, master_weights=own) for own in (False, True)] for zero in (2, 3)]
+    apart, shared = ([estimator.profiler.recorded_step(plan, 1)[0] for plan in pair] for pair in pairs)
+    assert apart[0] is not apart[1]  # their gradients have other types
+    assert shared[0] is shared[1]

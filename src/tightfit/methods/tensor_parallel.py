@@ -173,11 +173,11 @@ def apply(run: Run, plan: Plan) -> Run:
     sequences = _sequences(run, plan) if plan.sequence_parallel else None
     sharder = Sharder(run.model, run.mesh, sequences, blocks=None if plan.compile == "none" else _blocks(run))
     head, objective = _vocabulary_head(run, plan, table), run.objective
-    found, partly = 0, list[nn.Module]()  # partly: modules that are not sharded, and used on sharded activations
+    found, replicated = 0, list[nn.Module]()
     for name, module in list(run.model.named_modules()):
         style = _style(table, name)
         if style == REPLICATED:
-            partly.append(module)
+            replicated.append(module)
         if style == EXPERTS:
             own = {key: _style(table, f"{name}.{key}") for key, _ in module.named_parameters(recurse=False)}
             sharder.shard_experts(name, module, {key: one for key, one in own.items() if one is not None})
@@ -195,7 +195,7 @@ def apply(run: Run, plan: Plan) -> Run:
         objective = sharder.shard_vocabulary(run.model, head, objective)
     slices = sharder.shardings()
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    shared = frozenset(names[parameter] for module in partly for parameter in module.parameters())
+    shared = frozenset(names[parameter] for module in replicated for parameter in module.parameters())
     if sequences is not None:
         shared |= sequences.partial_gradients(run.model, set(slices), shared)
     return replace(

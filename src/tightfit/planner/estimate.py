@@ -423,25 +423,25 @@ class Estimator:
 
         Without recomputation, these are plans with numbers of the same width, the same shards and
         the same compiled regions. With recomputation, they are those with recompute: full, compiled
-        or not; recompute: sqrt is assumed to need half of their bytes or more, or all of them where
-        traces take long (`_is_dear`). If there was no plan with the tensor and context parallelism
-        of `plan`, which divides activations at best, they are those of plans without it.
+        or not; recompute: sqrt is assumed to need half of their bytes or more, or all of them with
+        tensor or context parallelism, where traces take long. If there was no plan with this
+        parallelism yet, they are those of plans without it, divided by its degrees.
         """
         if plan.pp > 1 or "activations" in plan.offload:
             return 0.0
         known = self._per_sample.get(_activation_key(plan))
-        if known is None and plan.recompute == "none" and _is_dear(plan):
+        if known is None and plan.recompute == "none" and _has_slow_traces(plan):
             whole = plan.replace(tp=1, cp=1, sequence_parallel=False)
             known = self._per_sample.get(_activation_key(whole), 0.0) / (plan.tp * plan.cp)
         if known is None:
             known = self._per_sample.get(_activation_key(plan.replace(recompute="full")), 0.0)
-        return known / (2 if plan.recompute == "sqrt" and not _is_dear(plan) else 1)
+        return known / (2 if plan.recompute == "sqrt" and not _has_slow_traces(plan) else 1)
 
     def is_far_too_large(self, plan: Plan) -> bool:
         """Return whether `plan` is expected to need more than twice the memory (1.3 times where
         traces take long), judged by the estimates of other plans. Such a plan is not worth a
         trace."""
-        size, factor = plan.micro_batch_of(self.job.train.batch), TOO_LARGE if _is_dear(plan) else FAR_TOO_LARGE
+        size, factor = plan.micro_batch_of(self.job.train.batch), TOO_LARGE if _has_slow_traces(plan) else FAR_TOO_LARGE
         return self.memory_lower_bound(plan) + self.bytes_per_sample(plan) * size > factor * self.limit_bytes
 
     def _estimate(self, plan: Plan) -> Estimate:
@@ -678,7 +678,7 @@ def _bytes_of_states(updates: dict[str, Update]) -> int:
     return sum(one.state_bytes for one in updates.values())
 
 
-def _is_dear(plan: Plan) -> bool:
+def _has_slow_traces(plan: Plan) -> bool:
     """Return whether a trace of `plan` takes seconds, because the traced blocks communicate. Of such
     plans, each size of the micro-batch is traced by itself."""
     return plan.tp * plan.cp > 1

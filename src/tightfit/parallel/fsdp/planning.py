@@ -61,10 +61,15 @@ def gathered_bytes(parameter: Parameter, narrow: set[str]) -> float:
 
 
 def least_unsharded_bytes(parameters: Iterable[Parameter], plan: Plan) -> float:
-    """Return a lower bound on the bytes that are not sharded while the largest block computes its
-    backward, whatever the micro-batch: the parameters of this block and of the next one, its
-    gradients and those of the block before it, which are being reduced, and the parameters outside of
-    blocks. Return 0 for a model of fewer than two blocks.
+    """Return a lower bound on the unsharded bytes of ZeRO-3 during the backward of the largest block,
+    whatever the micro-batch. Return 0 for a model of fewer than two blocks.
+
+    The bytes are those of
+
+    - this block's parameters and gradients,
+    - the next block's parameters, which are prefetched,
+    - the previous block's gradients, which are being reduced,
+    - the parameters outside of blocks.
 
     In mixed precision, all matrices are taken to be gathered in 16 bits.
     """

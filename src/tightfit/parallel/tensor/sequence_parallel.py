@@ -98,8 +98,8 @@ class SequenceParallel:
         its own positions only.
 
         sharded     names of the parameters that tp shards
-        replicated  names of those whose gradients are parts of a sum without sequence parallelism,
-                    too
+        replicated  names of parameters that tp does not shard either, but whose gradients need the
+                    all-reduce even without sequence parallelism
 
         Raises InputError if a module whose input is all-gathered contains a parameter that tp does
         not shard, other than the bias of a row-parallel module.
