@@ -96,7 +96,7 @@ def test_degrees_whose_states_exceed_the_memory_are_recognized(estimator: Estima
     assert surely_exceeds_memory(fresh, start, pins)
 
 
-def test_a_batch_smaller_than_the_cluster_is_refused_for_its_memory(estimator: Estimator) -> None:
+def test_a_batch_smaller_than_the_cluster_is_refused(estimator: Estimator) -> None:
     """The refusal names the leanest plan, although no plan of data parallelism alone uses all devices."""
     job = estimator.job.replace(train=tightfit.Train(batch=4, steps=10), limits={"memory": "600 MiB"})
     with pytest.raises(DoesNotFit, match="leanest plan"):
@@ -160,7 +160,7 @@ def test_bf16_weights_are_tried_beside_a_slow_plan(
     assert tried == ["bf16-mixed", "bf16-true"]
 
 
-def test_gathered_weights_share_a_trace_with_and_without_masters(estimator: Estimator) -> None:
+def test_traces_are_shared_with_and_without_masters(estimator: Estimator) -> None:
     fields: dict[str, Any] = {"precision": "bf16-true", "dp_shard": 8, "micro_batch": 1}
     pairs = [[tightfit.Plan(**fields, zero=zero, master_weights=own) for own in (False, True)] for zero in (2, 3)]
     apart, shared = ([estimator.profiler.recorded_step(plan, 1)[0] for plan in pair] for pair in pairs)
