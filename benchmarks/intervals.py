@@ -3,19 +3,23 @@
     .venv/bin/python -m benchmarks.intervals
 
 Reads records/prediction.json (runs on this processor, calibrated), records/gpu.json (runs on a GPU) and
-records/published.json (runs that others published), and writes src/tightfit/planner/intervals.json. Prints how often
-the measurements of one half of the runs are inside the intervals that the other half gives.
+records/published.json (runs that others published), and writes src/tightfit/planner/intervals.json. The sources of
+these runs count the same, whether a source has 4 runs or 60. Prints how often the measurements of each source are
+inside the intervals that all other sources give.
+
+Source  Dunn, Wasserman, Ramdas 2022, "Distribution-free prediction sets for two-layer hierarchical models" (arXiv:1809.07441),
+        section 4: quantiles of the pooled distribution in which each group has the same weight.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
@@ -41,27 +45,53 @@ SAME_MEMORY = (
     "megatron-2025",
 )
 OF_TOKENS = ("llama", "llama-long", "gpt2", "bert", "t5")  # models of benchmarks/prediction.py
-Ratios = dict[str, list[tuple[float, str]]]  # class -> (measured / predicted, half)
+FEWEST_SOURCES = 3  # a class with runs of fewer sources has no quantiles of its own
 
 
-def quantile(values: list[float], share: float) -> float:
-    """The quantile of the next value to come, by those before it (conformal prediction): interpolated at place
-    share x (n + 1) of n values in order, so that few values give a wider interval."""
+class Measured(NamedTuple):
+    """A run whose time or memory was predicted and measured.
+
+    quantity  "time" or "memory"
+    classes   the classes of the prediction, the most special first
+    ratio     measured / predicted
+    source    runs of one source have errors that are alike: the model of an own run, or the group of a published one
+    """
+
+    quantity: str
+    classes: list[str]
+    ratio: float
+    source: str
+
+
+def quantile(values: Iterable[tuple[float, float]], share: float) -> float:
+    """The quantile of the next value to come, by those before it (conformal prediction), as pairs (value, weight). It is
+    interpolated between values in order, of which each is at the place of its cumulated weight, over the sum of all
+    weights and of the mean weight of the value to come. So few values give a wider interval.
+
+    Example: of three values with the weight 1, the places are 1/4, 2/4 and 3/4.
+    """
     ordered = sorted(values)
-    place = min(max(share * (len(ordered) + 1) - 1, 0.0), len(ordered) - 1.0)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    total = sum(weight for _, weight in ordered) * (1 + 1 / len(ordered))
+    before, at = ordered[0][0], 0.0
+    for value, weight in ordered:
+        place = at + weight / total
+        if place >= share:
+            return before + (share - at) / (place - at) * (value - before)
+        before, at = value, place
+    return before
 
 
-def own_runs() -> list[tuple[str, list[str], float, str]]:
-    """(quantity, classes, measured / predicted, half) of the runs on a calibrated CPU."""
+def weighted(runs: list[Measured]) -> list[tuple[float, float]]:
+    """Pairs (measured / predicted, weight) of the runs: the runs of each source weigh 1 together."""
+    counts = Counter(run.source for run in runs)
+    return [(run.ratio, 1 / counts[run.source]) for run in runs]
+
+
+def own_runs() -> list[Measured]:
+    """The runs on a calibrated CPU."""
     found = []
     machine = Machine.detect().replace(matrix_flops_per_s={"fp32": Figure(value=1e11, source="measured")})
-    pairs = harness.read_record(RECORDS / "prediction.json")["pairs"]
-    halves = ["ab"[place % 2] for place in range(len(pairs))]
-    random.Random(0).shuffle(halves)  # neighbours are plans of one model
-    for half, pair in zip(halves, pairs, strict=True):
+    for pair in harness.read_record(RECORDS / "prediction.json")["pairs"]:
         plan = Plan(**pair["plan"])
         tokens = pair["model"] in OF_TOKENS
         ratios = {
@@ -71,12 +101,12 @@ def own_runs() -> list[tuple[str, list[str], float, str]]:
         for quantity, (measured, predicted) in ratios.items():
             if measured and predicted:
                 names = classes(quantity, machine, plan, tokens)  # type: ignore[arg-type]
-                found.append((quantity, names, measured / predicted, half))
+                found.append(Measured(quantity, names, measured / predicted, pair["model"]))
     return found
 
 
-def own_gpu_runs() -> list[tuple[str, list[str], float, str]]:
-    """(quantity, classes, measured / predicted, half) of the memory that torch reserved in the runs of benchmarks/gpu.py."""
+def own_gpu_runs() -> list[Measured]:
+    """The memory that torch reserved in the runs of benchmarks/gpu.py."""
     parts = {name: part.get("result", {}) for name, part in harness.read_record(RECORDS / "gpu.json")["parts"].items()}
     runs = [
         *parts["ladder"]["rungs"],
@@ -84,15 +114,14 @@ def own_gpu_runs() -> list[tuple[str, list[str], float, str]]:
         *(one.get("trained", {}) for one in parts["largest"]["ways"].values()),
     ]
     found = []
-    for place, run in enumerate(one for one in runs if "reserved_bytes" in one):
+    for run in (one for one in runs if "reserved_bytes" in one):
         names = classes("memory", Machine.named("h100-sxm"), Plan(), run["tokens_per_s"] is not None)
-        ratio = run["reserved_bytes"] / run["predicted"]["reserved_bytes"]
-        found.append(("memory", names, ratio, "ab"[place % 2]))
+        found.append(Measured("memory", names, run["reserved_bytes"] / run["predicted"]["reserved_bytes"], "own"))
     return found
 
 
-def published_runs() -> list[tuple[str, list[str], float, str]]:
-    """(quantity, classes, measured / predicted, half) of the runs that others published."""
+def published_runs() -> list[Measured]:
+    """The runs that others published."""
     found = []
     for row in harness.read_record(RECORDS / "published.json")["rows"]:
         if "error" in row:
@@ -104,36 +133,36 @@ def published_runs() -> list[tuple[str, list[str], float, str]]:
         tokens = row.get("tokens_of_sequence") is not None
         if row.get("published_speed"):
             names = classes("time", machine, plan, tokens)
-            found.append(("time", names, row["predicted_speed"] / row["published_speed"], row["half"]))
+            found.append(Measured("time", names, row["predicted_speed"] / row["published_speed"], row["group"]))
         if row.get("published_bytes") and (row["devices"] == 1 or row["framework"] in SAME_MEMORY):
             names = classes("memory", machine, plan, tokens)
-            found.append(("memory", names, row["published_bytes"] / row["predicted_bytes"], row["half"]))
+            found.append(Measured("memory", names, row["published_bytes"] / row["predicted_bytes"], row["group"]))
     return found
 
 
 def guessed(known: dict[str, float]) -> dict[str, float]:
     """The interval for a GPU that is not in the table of devices, whose large products are assumed to reach a fixed
     share of the peak: that of known machines, widened by the quantiles of the table's shares."""
-    shares = [share / ACHIEVED for row in devices().values() if isinstance(row.get("achieved"), dict)
+    shares = [(share / ACHIEVED, 1.0) for row in devices().values() if isinstance(row.get("achieved"), dict)
               for kind, share in row["achieved"].items() if kind in ("bf16", "fp16")]  # fmt: skip
     low = math.hypot(math.log(known["low"]), math.log(quantile(shares, HIGH)))
     high = math.hypot(math.log(known["high"]), math.log(quantile(shares, LOW)))
     return {"low": math.exp(-low), "high": math.exp(high), "runs": known["runs"]}
 
 
-def table(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[str, dict[str, float]]]:
-    """quantity -> class -> its quantiles, of the classes with enough runs."""
-    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for quantity, names, ratio, _ in runs:
-        for name in names:
-            ratios[quantity, name].append(ratio)
+def table(runs: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
+    """quantity -> class -> its quantiles, of the classes with enough runs and sources."""
+    of_class: dict[tuple[str, str], list[Measured]] = defaultdict(list)
+    for run in runs:
+        for name in run.classes:
+            of_class[run.quantity, name].append(run)
     found: dict[str, dict[str, dict[str, float]]] = {"time": {}, "memory": {}}
-    for (quantity, name), values in sorted(ratios.items()):
-        if len(values) >= FEWEST_RUNS:
+    for (quantity, name), same in sorted(of_class.items()):
+        if len(same) >= FEWEST_RUNS and len({run.source for run in same}) >= FEWEST_SOURCES:
             found[quantity][name] = {
-                "low": round(quantile(values, LOW), 3),
-                "high": round(quantile(values, HIGH), 3),
-                "runs": len(values),
+                "low": round(quantile(weighted(same), LOW), 3),
+                "high": round(quantile(weighted(same), HIGH), 3),
+                "runs": len(same),
             }
     if "known machine" in found["time"]:
         wide = guessed(found["time"]["known machine"])
@@ -141,27 +170,26 @@ def table(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[str, 
     return found
 
 
-def coverage(runs: list[tuple[str, list[str], float, str]]) -> dict[str, dict[str, Any]]:
-    """How many measurements of each half are inside the intervals that the other half gives, by quantity and source; and
-    how many of part c, which was added later, are inside the intervals that both halves give."""
+def coverage(runs: list[Measured]) -> dict[str, dict[str, Any]]:
+    """How many measurements of each source are inside the intervals that the other sources give, summed by quantity and
+    by what is known of the machine."""
     found: dict[str, dict[str, Any]] = {}
-    for half in "abc":
-        known = table([run for run in runs if run[3] not in (half, "c")])
-        for quantity, names, ratio, _ in (run for run in runs if run[3] == half):
-            name = next((name for name in names if name in known[quantity]), None)
+    for source in sorted({run.source for run in runs}):
+        known = table([run for run in runs if run.source != source])
+        for run in (run for run in runs if run.source == source):
+            name = next((name for name in run.classes if name in known[run.quantity]), None)
             if name is None:
                 continue
-            row = known[quantity][name]
-            part = ", part c" if half == "c" else ""
-            count = found.setdefault(f"{quantity}, {names[-1]}{part}", {"runs": 0, "inside": 0})
+            row = known[run.quantity][name]
+            count = found.setdefault(f"{run.quantity}, {run.classes[-1]}", {"runs": 0, "inside": 0})
             count["runs"] += 1
-            count["inside"] += min(row["low"], 1.0) <= ratio <= max(row["high"], 1.0)
+            count["inside"] += min(row["low"], 1.0) <= run.ratio <= max(row["high"], 1.0)
     return {name: {**count, "share": count["inside"] / count["runs"]} for name, count in found.items()}
 
 
 def main() -> None:
     runs = own_runs() + own_gpu_runs() + published_runs()
-    found = table([run for run in runs if run[3] != "c"])  # part c is kept to check them
+    found = table(runs)
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     for quantity, of in found.items():
         for name, row in of.items():

@@ -526,14 +526,15 @@ def intervals() -> str:
     ]
     return f"""## Intervals
 
-Each predicted step time and peak has an interval that holds 9 of 10 measurements of the runs of its class
-([explain](explain.md#intervals)). The ends below are multiples of the prediction.
+Each predicted step time and peak has an interval that holds 9 of 10 measurements of the runs of its class, where each
+source of runs counts the same ([explain](explain.md#intervals)). The ends below are multiples of the prediction.
 
 {SOURCES["intervals"].cite()}
 
 {table(["", "class of runs", "measured / predicted", "runs"], rows)}
 
-Of each half of the runs, this many measurements are inside the intervals that the other half gives:
+So many measurements of each source are inside the intervals that all other sources give. A source is a group of published
+runs, or a model of tightfit's own runs:
 
 {table(["", "runs", "inside"], inside)}"""
 

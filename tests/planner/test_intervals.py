@@ -88,17 +88,36 @@ def test_explain_shows_intervals_and_json_has_them() -> None:
     assert " to " in text.split("speed", 1)[1].splitlines()[0]
 
 
-def test_quantiles_and_coverage() -> None:
-    assert derive.quantile([1.0, 3.0, 2.0], 0.5) == 2.0
-    assert derive.quantile([1.0, 2.0, 4.0], 0.625) == 3.0
-    assert derive.quantile([1.0, 2.0], 0.05) == 1.0
-    runs = [("time", ["a class"], 1.0 + place / 100, "ab"[place % 2]) for place in range(80)]
-    found = derive.table(runs)["time"]["a class"]
-    assert (found["low"], found["high"], found["runs"]) == (
-        pytest.approx(1.03, abs=0.011),
-        pytest.approx(1.76, abs=0.011),
-        80,
-    )
-    inside = derive.coverage(runs)["time, a class"]
-    assert inside["runs"] == 80
-    assert 0.8 < inside["share"] <= 1.0
+def test_quantiles_of_weighted_values() -> None:
+    ones = [(1.0, 1.0), (3.0, 1.0), (2.0, 1.0)]
+    assert derive.quantile(ones, 0.5) == 2.0
+    assert derive.quantile([(1.0, 1.0), (2.0, 1.0), (4.0, 1.0)], 0.625) == pytest.approx(3.0)
+    assert derive.quantile([(1.0, 1.0), (2.0, 1.0)], 0.05) == 1.0
+    assert derive.quantile(ones, 0.95) == 3.0
+    # only the ratio of weights counts
+    assert derive.quantile([(1.0, 3.0), (2.0, 3.0)], 0.5) == derive.quantile([(1.0, 1.0), (2.0, 1.0)], 0.5)
+    assert derive.quantile([(1.0, 9.0), (5.0, 1.0)], 0.5) == 1.0  # the heavy value has more than half of the weight
+
+
+def measured(source: str, ratios: list[float]) -> list[derive.Measured]:
+    return [derive.Measured("time", ["a class"], ratio, source) for ratio in ratios]
+
+
+def test_each_source_counts_the_same() -> None:
+    few, many = measured("few", [0.5, 0.6]), measured("many", [1.0 + place / 1000 for place in range(60)])
+    runs = [*few, *many, *measured("third", [1.5])]
+    assert sum(weight for _, weight in derive.weighted(runs)) == pytest.approx(3.0)
+    row = derive.table(runs)["time"]["a class"]
+    assert row["low"] == 0.5  # 2 of 63 runs, but one of 3 sources
+    assert row["high"] == pytest.approx(1.454, abs=0.001)  # between 1.059 and 1.5, which is at the place 63/64
+    assert row["runs"] == 63
+    assert derive.table([*few, *many])["time"] == {}  # too few sources
+    assert derive.table([*few, *measured("b", [1.0]), *measured("c", [1.0])])["time"] == {}  # too few runs
+
+
+def test_coverage_leaves_each_source_out() -> None:
+    spread = [0.9 + place / 100 for place in range(21)]
+    runs = [run for source in "abcd" for run in measured(source, spread)]
+    assert derive.coverage(runs)["time, a class"] == {"runs": 84, "inside": 76, "share": 76 / 84}
+    far = [*runs, *measured("e", [3.0] * 10)]  # nothing that the other sources show
+    assert derive.coverage(far)["time, a class"]["inside"] <= 84

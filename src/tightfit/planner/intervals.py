@@ -1,13 +1,13 @@
 """How far predictions were from measurements, and the intervals that follow from it.
 
 An interval holds 9 of 10 measurements of the runs with which predictions were compared: its ends are
-the 5 % and 95 % quantiles of measured / predicted. Runs are divided into classes, because the error
-depends on what is known of the machine, on the number of devices and on the model. `intervals.json`
-holds the quantiles of each class; `python -m benchmarks.intervals` derives them from the records of
-the benchmarks.
+the 5 % and 95 % quantiles of measured / predicted. Each source of runs counts the same, because errors
+within a source are alike. Runs are divided into classes, because the error depends on what is known
+of the machine, on the number of devices and on the model. `intervals.json` holds the quantiles of each
+class; `python -m benchmarks.intervals` derives them from the records of the benchmarks.
 
-Example: of predicted step times on a measured CPU, 90 % of the measurements were between 0.88 and
-1.21 times the prediction. A predicted step of 14.6 ms has the interval 12.8 to 17.7 ms.
+Example: of predicted step times on a measured CPU, 90 % of the measurements were between 0.93 and
+1.21 times the prediction. A predicted step of 14.6 ms has the interval 13.6 to 17.7 ms.
 """
 
 from __future__ import annotations
