@@ -257,6 +257,13 @@ _TABLE = {
             "torch.compile(dynamic=True)",
         ),
     },
+    "torch._dynamo.config": {
+        "patch": ("makes a search faster", "slower compilations"),
+        "run_gc_after_compile": ("makes a search faster", "slower compilations"),
+    },
+    "torch._dynamo.guards": {
+        "profile_guard_manager": ("makes a search faster", "slower compilations"),
+    },
     "torch._dynamo.backends.common": {
         "aot_autograd": ("predicts compiled regions", _EAGER),
     },
