@@ -69,7 +69,7 @@ def _in_haste() -> Iterator[None]:
     from torch._dynamo import config, guards
 
     timed = guards.profile_guard_manager
-    guards.profile_guard_manager = lambda root, scope, iterations: 0.0
+    guards.profile_guard_manager = lambda guard_manager, f_locals, n_iters: 0.0
     try:
         with config.patch(run_gc_after_compile=False):
             yield

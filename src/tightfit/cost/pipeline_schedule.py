@@ -36,6 +36,8 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
+
 FORWARD, BACKWARD, WEIGHTS = "F", "B", "W"
 
 
@@ -479,21 +481,16 @@ def split_balanced(blocks: list[float], first: float, last: float, stages: int) 
     Source: the linear partition problem, by dynamic programming.
     """
     count = len(blocks)
-    sums = [0.0]
-    for block in blocks:
-        sums.append(sums[-1] + block)
-
-    def cost(chunk: int, begin: int, end: int) -> float:
-        return sums[end] - sums[begin] + (first if chunk == 0 else 0.0) + (last if chunk == stages - 1 else 0.0)
-
-    best: dict[int, tuple[float, tuple[int, ...]]] = {end: (cost(0, 0, end), (end,)) for end in range(1, count + 1)}
+    sums = np.concatenate(([0.0], np.cumsum(blocks)))
+    between = sums[None, :] - sums[:, None]  # seconds of the blocks from a row's number to a column's
+    between[np.tril_indices(count + 1)] = np.inf  # an empty stage
+    # by the number of blocks in the stages so far: seconds of the slowest of them, and the best split
+    slowest = between[0] + first
+    splits: dict[int, tuple[int, ...]] = {end: (end,) for end in range(1, count + 1)}
     for chunk in range(1, stages):
-        best = {
-            end: min(
-                (max(best[begin][0], cost(chunk, begin, end)), (*best[begin][1], end - begin))
-                for begin in best
-                if begin < end
-            )
-            for end in range(chunk + 1, count + 1)
-        }
-    return best[count][1]
+        seconds = np.maximum(slowest[:, None], between + (last if chunk == stages - 1 else 0.0))
+        order = sorted(splits, key=lambda end: splits[end])  # of equally good splits, the lexicographically first
+        begins = np.array(order)[np.argmin(seconds[order], axis=0)]
+        slowest = seconds[begins, np.arange(count + 1)]
+        splits = {end: (*splits[begins[end]], int(end - begins[end])) for end in range(chunk + 1, count + 1)}
+    return splits[count]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, TypeVarTuple
 
+from tightfit.plan import Plan
+
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
@@ -15,8 +17,8 @@ def remembered(count: int) -> Callable[[Callable[[*Arguments], Result]], Callabl
     """Return a decorator for a function without side effects. The function's last `count` results
     are kept, and returned again for the same arguments.
 
-    Arguments are the same if they are the same objects: large tables are not compared. Only numbers
-    and strings are compared by their values. Neither the arguments nor the results may be changed
+    Arguments are the same if they are the same objects: large tables are not compared. Only numbers,
+    strings and plans are compared by their values. Neither the arguments nor the results may be changed
     afterwards.
     """
 
@@ -25,7 +27,7 @@ def remembered(count: int) -> Callable[[Callable[[*Arguments], Result]], Callabl
 
         @wraps(function)
         def call(*args: *Arguments) -> Result:
-            key = tuple((True, arg) if isinstance(arg, int | float | str) else (False, id(arg)) for arg in args)
+            key = tuple((True, arg) if isinstance(arg, int | float | str | Plan) else (False, id(arg)) for arg in args)
             if key not in known:
                 known[key] = args, function(*args)  # keeps the arguments alive, so that no other gets their id
                 if len(known) > count:

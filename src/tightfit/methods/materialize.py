@@ -125,11 +125,12 @@ def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
         kept = math.ceil(kept / plan.shards) + max(sizes, default=0)
     if plan.pp > 1:
         stages = stage_ranges(plan, ledger.blocks)
-        own = [
-            parameter.bytes
-            for parameter in ledger.parameters
-            if any(stage % plan.pp == ledger.device for stage in stages_using(parameter.places, stages))
-        ]
+        here = {
+            places
+            for places in {parameter.places for parameter in ledger.parameters}
+            if any(stage % plan.pp == ledger.device for stage in stages_using(places, stages))
+        }
+        own = [parameter.bytes for parameter in ledger.parameters if parameter.places in here]
         kept = math.ceil(kept * sum(own) / max(sum(sizes), 1))
     return kept
 

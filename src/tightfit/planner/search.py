@@ -25,6 +25,7 @@ from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
+from tightfit.planner.ahead import helped
 from tightfit.planner.candidates import candidates, data_parallel_layouts, is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
@@ -104,6 +105,16 @@ def search(
     estimator = estimator or Estimator(job, machine)
     # split: None leaves the choice to the search
     pins = {name: value for name, value in (pins or {}).items() if name != "split" or value is not None}
+    if choices is not None:
+        return _search(estimator, job, machine, pins, choices)
+    with helped(estimator, pins, estimate_candidates, _estimate_degrees):
+        return _search(estimator, job, machine, pins, choices)
+
+
+def _search(
+    estimator: Estimator, job: Job, machine: Machine, pins: dict[str, Any], choices: list[Plan] | None
+) -> list[Estimate]:
+    """Search in this process. Arguments: see `search`."""
     lean: Plan | None = None  # where the search continues if no plan fits
     if choices is None:
         found, lean = _estimate_possible_plans(estimator, job, machine, pins)

@@ -56,6 +56,7 @@ OTHER_PARALLELISM = "use pp: 1, and split the model with zero: 3 or tp instead"
 # With materialize: device, every rank creates a parameter outside of the blocks if it has at most
 # this fraction of the model's parameter elements. Any stage may use such a parameter.
 MAX_REPLICATED_SHARE = 0.01
+CHECKED_FIELDS = ("pp", "virtual_stages", "split", "schedule", "materialize")  # of a plan, in `check_boundaries`
 
 Places = dict[str, tuple[int, ...]]
 
@@ -93,7 +94,7 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
     pieces = stage_ranges(plan, ledger.blocks)
     flow: Dataflow = ledger.dataflow()
     placed = _placed(ledger.parameters, flow, ledger.blocks)
-    found = check_boundaries(flow, plan, pieces, placed.defined, placed.used, placed.sizes)
+    found = _checked(flow, placed, ledger.blocks, Plan(**{name: getattr(plan, name) for name in CHECKED_FIELDS}))
     crosses = {}
     for piece in pieces[1:]:  # an unrecorded block equals the last recorded block before it
         recorded = bisect_right(flow.block_numbers, piece.start) - 1
@@ -119,6 +120,12 @@ def _placed(parameters: tuple[Parameter, ...], flow: Dataflow, blocks: int) -> _
     used = resolve_parameter_uses(defined, flow, blocks)
     sizes = {p.name: p.count for p in parameters if p.name in defined}
     return _Placed(defined, used, sizes, tuple(replace(p, places=used.get(p.name, p.places)) for p in parameters))
+
+
+@remembered(64)
+def _checked(flow: Dataflow, placed: _Placed, blocks: int, plan: Plan) -> dict[int, tuple[PathTo, ...]]:
+    pieces = stage_ranges(plan, blocks)
+    return check_boundaries(flow, plan, pieces, placed.defined, placed.used, placed.sizes)
 
 
 def check_boundaries(

@@ -19,7 +19,8 @@ from tightfit.cost.entries import RankProgram, StageBoundary, StageProgram
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import coming, late, make_schedule, sent, split_evenly
 from tightfit.cost.pipeline_stage import Sections, StageInput, sections_of, stage_program
-from tightfit.cost.recorded_step import BatchLinear, BlockInput, Segment
+from tightfit.cost.recorded_step import BatchLinear, BlockInput, Segment, Timeline
+from tightfit.cost.remembered import remembered
 from tightfit.distributed.links import bandwidth, latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
@@ -205,10 +206,14 @@ def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
 
 def _communicated_bytes(segments: Iterable[Segment]) -> float:
     """Return the bytes that the collectives in `segments` read and write for one sample."""
+    return sum(_bytes_of_collectives(segment.timeline) for segment in segments)
+
+
+@remembered(4096)
+def _bytes_of_collectives(timeline: Timeline) -> float:
     return sum(
         operation.bytes_accessed.at(1) * operation.count.at(1)
-        for segment in segments
-        for operation in segment.timeline.operations
+        for operation in timeline.operations
         if operation.name.startswith(("c10d.", "_c10d_functional."))  # the second in compiled blocks
     )
 

@@ -33,11 +33,8 @@ def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     """
     if key is None:
         return make()
-    name = hashlib.sha256(
-        json.dumps([key, code_version(), _source_hash()], default=str, sort_keys=True).encode()
-    ).hexdigest()
     folder = cache_folder() / "profiles"
-    path = folder / f"{name}.json"
+    path = folder / f"{file_name(key)}.json"
     try:
         private_folder(folder)
         found = read(path)
@@ -52,6 +49,13 @@ def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     except OSError:  # the disk is not writable: the next run makes the trace again
         pass
     return made
+
+
+def file_name(key: Any) -> str:
+    """Return the name, without its ending, of the file in which the trace for `key` is stored."""
+    return hashlib.sha256(
+        json.dumps([key, code_version(), _source_hash()], default=str, sort_keys=True).encode()
+    ).hexdigest()
 
 
 def write(path: Path, programs: RecordedStep) -> None:
@@ -107,4 +111,4 @@ def _evict(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["cache_key", "cached", "read", "write"]
+__all__ = ["cache_key", "cached", "file_name", "read", "write"]

@@ -56,7 +56,7 @@ from tightfit.parallel.pipeline import boundaries
 from tightfit.parallel.tensor import sequence_parallel
 from tightfit.plan import Plan
 from tightfit.planner.tracing.batch_scaling import fit_batch_scaling
-from tightfit.planner.tracing.cache import cache_key, cached
+from tightfit.planner.tracing.cache import cache_key, cached, file_name
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
@@ -64,6 +64,7 @@ from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updat
 from tightfit.planner.tracing.plain_data import RecordedStep
 from tightfit.planner.tracing.recorder import trace
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, representatives
+from tightfit.planner.tracing.shared_work import SharedWork
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
@@ -99,6 +100,7 @@ class Profiler:
     samples  number of samples in the example batch
     tokens   number of tokens in the example batch; of samples, if the model has no tokens
     unit     what throughput counts: "tokens" or "samples"
+    shared_work  the traces that other processes make for this one; None: it makes all itself
     """
 
     def __init__(self, job: Job, device: str) -> None:
@@ -109,6 +111,7 @@ class Profiler:
         self.padded = is_padded(self.batch)
         self.labelled = label_share(job, self.batch)
         self.unit = self._objective().unit
+        self.shared_work: SharedWork | None = None
         self._mode = FakeTensorMode()  # one for all traces, so that they can share a model's tensors
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, BlockMap]] = {}
         self._tensor_parallel_models: dict[Any, tuple[nn.Module, BlockMap]] = {}
@@ -328,7 +331,10 @@ class Profiler:
         kernels = self.device == "cuda" and can_generate_kernels()
         imbalance = self.job.train.expert_imbalance
         what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples, imbalance)
-        return cached(None if model is None else what, lambda: self._trace(plan, samples, training))
+        make = partial(cached, None if model is None else what, lambda: self._trace(plan, samples, training))
+        if self.shared_work is None or model is None:
+            return make()
+        return self.shared_work.once(file_name(what), plan.compile != "none", make)
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
         before = self._repeated

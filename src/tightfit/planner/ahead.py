@@ -1,0 +1,82 @@
+"""What a search will probably estimate, in pieces for copies of its process.
+
+See `tracing/shared_work.py`. The pieces are guesses: which plans a search estimates depends on the
+estimates before. A piece that the search does not need costs only time of a processor that is idle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from tightfit.methods.precision import rounding_of
+from tightfit.plan import Plan
+from tightfit.planner.candidates import is_legal
+from tightfit.planner.defaults import complete
+from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.leanest import leanest, offloads
+from tightfit.planner.parallelism import by_lower_bound, limited_to_batch
+from tightfit.planner.tracing.cache import cache_key
+from tightfit.planner.tracing.shared_work import copy_count, shared_work
+
+MOST_DEGREES = 6  # combinations of tp, pp and cp that are tried ahead
+
+Estimates = Callable[..., list[Estimate]]
+
+
+@contextmanager
+def helped(
+    estimator: Estimator, pins: dict[str, Any], of_candidates: Estimates, of_degrees: Estimates
+) -> Iterator[None]:
+    """Return a context manager inside which copies of this process make traces for a search.
+
+    pins           plan fields that the user fixed
+    of_candidates  estimates the variants of a plan
+    of_degrees     estimates the plans with given degrees of parallelism
+
+    A job whose traces are not cached on disk gets no help. Raises InputError if no plan with these
+    pins is possible.
+    """
+    start, _ = complete(estimator.job, limited_to_batch(estimator.machine, estimator.job, pins), pins)
+    pieces = _pieces(estimator, start, pins, of_candidates, of_degrees)
+    if cache_key(estimator.job) is None or not copy_count(len(pieces)):
+        yield
+        return
+    profiler = estimator.profiler
+    with shared_work() as profiler.shared_work:
+        try:
+            profiler.shared_work.start_copies(pieces)
+            yield
+        finally:
+            profiler.shared_work = None
+
+
+def _pieces(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], of_candidates: Estimates, of_degrees: Estimates
+) -> list[Callable[[], object]]:
+    """Return the pieces of the search, those first that it will need first: the plan with the default
+    kernels, the next degrees of parallelism, bf16 parameters, offload from its second combination on,
+    and the leanest plan."""
+    found: list[Callable[[], object]] = [partial(estimator.estimate, start)]
+    machine = estimator.machine
+    if machine.devices_per_node * machine.nodes > 1:
+        found += [partial(_degrees, estimator, start, pins, of_degrees, place) for place in range(1, MOST_DEGREES)]
+    narrow = start.replace(precision="bf16-true", rounding=rounding_of(estimator.job))
+    if "precision" not in pins and is_legal(narrow, estimator.job, machine.device):
+        found.append(partial(of_candidates, estimator, narrow, {**pins, "precision": "bf16-true"}))
+    for where in offloads(estimator, pins)[2:]:  # the search itself begins with the first one
+        found.append(partial(of_candidates, estimator, start.replace(**where), {**pins, **where}))
+    return [*found, partial(leanest, estimator, start, pins)]
+
+
+def _degrees(estimator: Estimator, start: Plan, pins: dict[str, Any], of_degrees: Estimates, place: int) -> None:
+    """Estimate the plans with the degrees at `place` of those that the search tries, in its order."""
+    in_order = by_lower_bound(estimator, start, pins)
+    if place < len(in_order):
+        of_degrees(estimator, start, pins, in_order[place][1], math.inf)
+
+
+__all__ = ["helped"]

@@ -1,0 +1,172 @@
+"""Trace in several processes at once.
+
+A search makes one trace of the model after the other, and most of its time is spent there. While it
+runs, copies of this process (fork) run pieces of the same search on processors that would be idle.
+A trace that a copy has made is read from the disk cache, where the search finds it. The result of a
+search does not depend on the copies.
+
+The processes claim each trace before they make it, so that no trace is made twice.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+MAX_COPIES = 3
+COPY_BYTES = 2 * 2**30  # memory that must be free for each copy of the process
+MAX_WAIT_S = 60.0  # a process that needs longer for a trace is taken to hang
+POLL_S = 0.005
+
+Result = TypeVar("Result")
+
+
+class MadeElsewhere(Exception):
+    """Raised in a copy of the process that needs a trace which another process is making, so that
+    it goes on with another piece of work."""
+
+
+class SharedWork:
+    """The traces that processes have claimed and finished, as empty files in a folder.
+
+    folder  has the files
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._copies: set[int] = set()  # process ids of the copies that this process has started
+        self._original = os.getpid()
+
+    @property
+    def is_copy(self) -> bool:
+        return os.getpid() != self._original
+
+    def claim(self, name: str) -> bool:
+        """Return whether this process is the first to claim `name`."""
+        try:
+            with (self.folder / f"{name}.claim").open("x") as file:
+                file.write(str(os.getpid()))
+        except FileExistsError:
+            return False
+        return True
+
+    def once(self, name: str, is_slow: bool, make: Callable[[], Result]) -> Result:
+        """Return `make()`, which stores its result in a cache. If another process is already making
+        it, wait until it is done.
+
+        name     identifies the result
+        is_slow  whether it takes long. A copy of the process then raises MadeElsewhere and does not
+                 wait
+        """
+        if not self.claim(name):
+            if self.is_copy and is_slow and not self._is_done(name):
+                raise MadeElsewhere
+            self._wait(name)
+            return make()
+        try:
+            return make()
+        finally:
+            (self.folder / f"{name}.done").touch()
+
+    def _is_done(self, name: str) -> bool:
+        return (self.folder / f"{name}.done").exists()
+
+    def _wait(self, name: str) -> None:
+        """Wait until `name` is done, its process has ended, or a minute has passed."""
+        until = time.monotonic() + MAX_WAIT_S
+        while not self._is_done(name) and time.monotonic() < until and self._runs(name):
+            time.sleep(POLL_S)
+
+    def _runs(self, name: str) -> bool:
+        """Return whether the process that claimed `name` still runs."""
+        text = (self.folder / f"{name}.claim").read_text()
+        if not text:  # not written yet
+            return True
+        if self.is_copy:
+            return os.getppid() == self._original
+        self._reap()
+        return int(text) in self._copies
+
+    def _reap(self) -> None:
+        self._copies = {copy for copy in self._copies if os.waitpid(copy, os.WNOHANG) == (0, 0)}
+
+    def start_copies(self, pieces: Sequence[Callable[[], object]]) -> None:
+        """Start copies of this process, as many as `copy_count` says, which run the pieces."""
+        gc.freeze()  # collecting garbage in a copy would copy the memory of this process
+        for _ in range(copy_count(len(pieces))):
+            self._start_copy(pieces)
+        gc.unfreeze()
+
+    def _start_copy(self, pieces: Sequence[Callable[[], object]]) -> None:
+        """Start a copy of this process that runs those of the pieces that no other copy has claimed,
+        one after the other. Errors end a piece."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # the copy uses none of the other threads
+            process = os.fork()
+        if process:
+            self._copies.add(process)
+            return
+        try:
+            _be_quiet()
+            torch.set_num_threads(1)
+            for number, piece in enumerate(pieces):
+                if os.getppid() == self._original and self.claim(f"piece-{number}"):
+                    with suppress(Exception):
+                        piece()
+        finally:
+            os._exit(0)
+
+    def stop(self) -> None:
+        """End all copies."""
+        for copy in self._copies:
+            with suppress(ProcessLookupError):
+                os.kill(copy, signal.SIGKILL)
+        for copy in self._copies:
+            os.waitpid(copy, 0)
+        self._copies = set()
+
+
+def _be_quiet() -> None:
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nowhere, stream)
+
+
+def copy_count(pieces: int) -> int:
+    """Return how many copies of this process may help a search: one for each idle processor and
+    each piece of work, at most 3, as far as memory is free. A process that may use only one thread
+    gets none, because its user shares the processors among several processes."""
+    if sys.platform != "linux":
+        return 0
+    idle = min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - 1
+    memory = psutil.virtual_memory().available // COPY_BYTES
+    return max(min(idle, pieces, memory, MAX_COPIES), 0)
+
+
+@contextmanager
+def shared_work() -> Iterator[SharedWork]:
+    """Return a context manager that gives work which this process can share with copies of itself.
+    At the end, it ends the copies."""
+    folder = Path(tempfile.mkdtemp(prefix="tightfit-"))
+    work = SharedWork(folder)
+    try:
+        yield work
+    finally:
+        work.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+__all__ = ["MadeElsewhere", "SharedWork", "copy_count", "shared_work"]

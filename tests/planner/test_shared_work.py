@@ -1,0 +1,133 @@
+"""Copies of a process that make traces ahead of a search."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import tightfit
+from tests.planner import cases
+from tightfit.errors import InputError
+from tightfit.machine import Machine
+from tightfit.planner import ahead
+from tightfit.planner.search import search
+from tightfit.planner.tracing import profiler, shared_work
+from tightfit.planner.tracing.shared_work import MadeElsewhere, SharedWork, copy_count
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[SharedWork]:
+    shared = SharedWork(tmp_path)
+    yield shared
+    shared.stop()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until `holds()` is true, at most a minute."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_work, "copy_count", lambda pieces: min(pieces, 1))
+    monkeypatch.setattr(ahead, "copy_count", lambda pieces: min(pieces, 1))
+
+
+def test_a_name_is_claimed_once(work: SharedWork) -> None:
+    assert work.claim("a")
+    assert not work.claim("a")
+    assert work.claim("b")
+
+
+def test_copies_run_each_piece_once(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
+    def fails() -> None:
+        raise InputError("asked", "found", "change")
+
+    pieces = [(tmp_path / "first").mkdir, fails, (tmp_path / "third").mkdir]
+    work.start_copies(pieces)
+    work.start_copies(pieces)
+    until((tmp_path / "third").exists)
+    assert (tmp_path / "first").exists()
+    assert not work.is_copy
+
+
+def test_the_process_waits_for_what_a_copy_makes(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
+    def make() -> str:
+        if not made.exists():
+            time.sleep(0.3)
+            made.write_text(str(os.getpid()))
+        return made.read_text()
+
+    work.start_copies([lambda: work.once("a", True, make)])
+    until((tmp_path / "a.claim").exists)
+    assert int(work.once("a", True, make)) != os.getpid()
+
+
+def test_what_a_killed_copy_had_claimed_is_made_here(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
+    work.start_copies([lambda: work.once("a", True, lambda: time.sleep(600))])
+    until(lambda: (tmp_path / "a.claim").exists() and (tmp_path / "a.claim").read_text() != "")
+    os.kill(int((tmp_path / "a.claim").read_text()), signal.SIGKILL)
+    assert work.once("a", True, os.getpid) == os.getpid()
+
+
+def test_a_copy_does_not_wait_for_slow_work(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
+    def other() -> None:
+        try:
+            work.once("slow", True, lambda: None)
+        except MadeElsewhere:
+            (tmp_path / "went on").touch()
+
+    assert work.claim("slow")
+    work.start_copies([other])
+    until((tmp_path / "went on").exists)
+
+
+def test_a_copy_ends_with_its_process(tmp_path: Path) -> None:
+    work = SharedWork(tmp_path)
+    work._start_copy([lambda: time.sleep(600)])
+    (copy,) = work._copies
+    work.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(copy, 0)
+
+
+def test_only_a_process_with_several_threads_is_helped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    for threads, pieces, copies in ((1, 9, 0), (2, 9, 1), (8, 9, 3), (8, 2, 2), (8, 0, 0)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert copy_count(pieces) == copies
+    monkeypatch.setattr(shared_work, "COPY_BYTES", 2**60)
+    assert copy_count(9) == 0
+
+
+@pytest.mark.parametrize("machine", ["rtx-4090", "h100-sxm:8"])
+def test_a_helped_search_finds_the_same_plan(
+    machine: str, one_copy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = cases.job("llama").replace(train=tightfit.Train(batch=64, steps=100_000))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "helped"))
+    example = profiler.example_batch
+    monkeypatch.setattr(profiler, "example_batch", lambda job: (example(job)[0], 0.0))  # in place of measured seconds
+    made: list[int] = []
+    trace = profiler.Profiler._trace
+    monkeypatch.setattr(profiler.Profiler, "_trace", lambda *args: (made.append(1), trace(*args))[1])
+    helped = search(job, Machine.named(machine))
+    files = len(list((tmp_path / "helped").rglob("*.json")))
+    assert len(made) < files  # a copy made the others
+    monkeypatch.setattr(ahead, "copy_count", lambda pieces: 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alone"))
+    alone = search(job, Machine.named(machine))
+    assert [one.plan for one in helped] == [one.plan for one in alone]
+    assert [one.time.step_s for one in helped] == [one.time.step_s for one in alone]
+    assert [one.peak_bytes for one in helped] == [one.peak_bytes for one in alone]
