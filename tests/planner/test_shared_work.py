@@ -13,11 +13,13 @@ import torch
 
 import tightfit
 from tests.planner import cases
+from tightfit._torch.compiler import keeping_compilations
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.planner import ahead
-from tightfit.planner.search import search
+from tightfit.planner.search import _infrequent_gc, search
 from tightfit.planner.tracing import profiler, shared_work
+from tightfit.planner.tracing.plain_data import to_content
 from tightfit.planner.tracing.shared_work import MadeElsewhere, SharedWork, copy_count
 
 
@@ -109,6 +111,20 @@ def test_only_a_process_with_several_threads_is_helped(monkeypatch: pytest.Monke
         assert copy_count(pieces) == copies
     monkeypatch.setattr(shared_work, "COPY_BYTES", 2**60)
     assert copy_count(9) == 0
+
+
+def test_traces_of_a_search_are_those_of_one_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search changes what Python and torch's compiler do with garbage, which may hold tensors."""
+    monkeypatch.setattr(profiler, "cached", lambda key, make: make())
+    job, plan = cases.job("llama"), tightfit.Plan(precision="bf16-mixed", compile="block", chunked_loss=32)
+
+    def traces() -> list[object]:
+        own = profiler.Profiler(job, "cuda")
+        return [to_content(own.recorded_step(plan, size, sizes=(size, size))[0]) for size in (8, 1, 2)]
+
+    alone = traces()
+    with _infrequent_gc(), keeping_compilations():
+        assert traces() == alone
 
 
 @pytest.mark.parametrize("machine", ["rtx-4090", "h100-sxm:8"])

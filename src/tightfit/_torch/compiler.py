@@ -47,8 +47,9 @@ def keeping_compilations() -> Iterator[None]:
     model that has it. At the end, all compilations are forgotten: they would count against torch's
     limit of recompilations in a later training.
 
-    Inside, each compilation is a tenth faster: torch does not collect garbage after it, and does not
-    measure how long its guards take, for which it would empty the processor's caches."""
+    Inside, torch does not measure how long a compilation's guards take, for which it would empty the
+    processor's caches. (It must collect garbage after each compilation: what is left of the
+    compilation holds tensors of the model, which would count as memory in use.)"""
     if _COMPILATIONS.kept:
         yield
         return
@@ -56,7 +57,7 @@ def keeping_compilations() -> Iterator[None]:
     limits = {"recompile_limit": MAX_COMPILATIONS, "accumulated_recompile_limit": MAX_COMPILATIONS}
     _COMPILATIONS.kept, _COMPILATIONS.key = True, None
     try:
-        with config.patch(**limits), _in_haste():
+        with config.patch(**limits), _without_timing_guards():
             yield
     finally:
         _COMPILATIONS.kept = False
@@ -64,15 +65,13 @@ def keeping_compilations() -> Iterator[None]:
 
 
 @contextmanager
-def _in_haste() -> Iterator[None]:
-    """Context manager in which a compilation collects no garbage and does not time its guards."""
-    from torch._dynamo import config, guards
+def _without_timing_guards() -> Iterator[None]:
+    from torch._dynamo import guards
 
     timed = guards.profile_guard_manager
     guards.profile_guard_manager = lambda guard_manager, f_locals, n_iters: 0.0
     try:
-        with config.patch(run_gc_after_compile=False):
-            yield
+        yield
     finally:
         guards.profile_guard_manager = timed
 

@@ -257,10 +257,6 @@ _TABLE = {
             "torch.compile(dynamic=True)",
         ),
     },
-    "torch._dynamo.config": {
-        "patch": ("makes a search faster", "slower compilations"),
-        "run_gc_after_compile": ("makes a search faster", "slower compilations"),
-    },
     "torch._dynamo.guards": {
         "profile_guard_manager": ("makes a search faster", "slower compilations"),
     },

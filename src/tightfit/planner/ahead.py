@@ -60,16 +60,26 @@ def _pieces(
     """Return the pieces of the search, those first that it will need first: the plan with the default
     kernels, the next degrees of parallelism, bf16 parameters, offload from its second combination on,
     and the leanest plan."""
-    found: list[Callable[[], object]] = [partial(estimator.estimate, start)]
+    # a search with compile: model begins with `start` itself, else with `start` without compile
+    found: list[Callable[[], object]] = [] if start.compile == "model" else [partial(estimator.estimate, start)]
     machine = estimator.machine
     if machine.devices_per_node * machine.nodes > 1:
         found += [partial(_degrees, estimator, start, pins, of_degrees, place) for place in range(1, MOST_DEGREES)]
     narrow = start.replace(precision="bf16-true", rounding=rounding_of(estimator.job))
     if "precision" not in pins and is_legal(narrow, estimator.job, machine.device):
-        found.append(partial(of_candidates, estimator, narrow, {**pins, "precision": "bf16-true"}))
+        found.append(partial(_narrow, estimator, narrow, {**pins, "precision": "bf16-true"}, of_candidates))
     for where in offloads(estimator, pins)[2:]:  # the search itself begins with the first one
         found.append(partial(of_candidates, estimator, start.replace(**where), {**pins, **where}))
     return [*found, partial(leanest, estimator, start, pins)]
+
+
+def _narrow(estimator: Estimator, start: Plan, pins: dict[str, Any], of_candidates: Estimates) -> None:
+    """Estimate the variants of `start`, which has bf16 parameters, and the same plan with master weights:
+    its compiled regions are the same, and a process compiles them once."""
+    of_candidates(estimator, start, pins)
+    masters = start.replace(master_weights=True, rounding="nearest")
+    if is_legal(masters, estimator.job, estimator.machine.device):
+        estimator.estimate(masters)
 
 
 def _degrees(estimator: Estimator, start: Plan, pins: dict[str, Any], of_degrees: Estimates, place: int) -> None:
