@@ -364,7 +364,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 IN_PART = {"phi3", "olmo2", "olmo3", *EXPERTS}  # some of their activations are whole on each device
 
 
-@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("sequences", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 def test_models_with_other_tables_train_like_one_device(name: str, sequences: bool) -> None:
     model = {"architecture": name, **{**FAMILIES, **EXPERTS}[name]}

@@ -111,7 +111,13 @@ def test_gradients_are_sent_once_per_step(stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "masters"), [("fp32", False), ("bf16-mixed", False), ("bf16-true", False), ("bf16-true", True)]
+    ("precision", "masters"),
+    [
+        pytest.param("fp32", False, marks=pytest.mark.slow),
+        ("bf16-mixed", False),
+        pytest.param("bf16-true", False, marks=pytest.mark.slow),
+        ("bf16-true", True),
+    ],
 )
 def test_full_gradients_are_predicted(precision: str, masters: bool) -> None:
     """The estimate beside the dry run, which executes the step on fake tensors."""

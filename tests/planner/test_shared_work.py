@@ -18,7 +18,7 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.planner import ahead
 from tightfit.planner.search import _infrequent_gc, search
-from tightfit.planner.tracing import profiler, shared_work
+from tightfit.planner.tracing import cache, profiler, shared_work
 from tightfit.planner.tracing.plain_data import to_content
 from tightfit.planner.tracing.shared_work import MadeElsewhere, SharedWork, copy_count
 
@@ -104,11 +104,38 @@ def test_a_copy_ends_with_its_process(tmp_path: Path) -> None:
         os.kill(copy, 0)
 
 
+def test_a_process_that_somebody_waited_for_has_ended(tmp_path: Path) -> None:
+    work = SharedWork(tmp_path)
+    work._start_copy([])
+    (copy,) = work._copies
+    os.waitpid(copy, 0)
+    work.stop()
+    assert work._copies == set()
+
+
+def test_without_a_folder_nothing_is_shared(tmp_path: Path) -> None:
+    work = SharedWork(tmp_path / "missing")
+    assert work.once("a", True, lambda: 1) == work.once("a", True, lambda: 1) == 1
+
+
+def test_a_cache_that_is_a_file_stores_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.is_writable()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert not cache.is_writable()
+
+
 def test_only_a_process_with_several_threads_is_helped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     for threads, pieces, copies in ((1, 9, 0), (2, 9, 1), (8, 9, 3), (8, 2, 2), (8, 0, 0)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert copy_count(pieces) == copies
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for owner, name in ((torch.cuda, "is_initialized"), (torch.distributed, "is_initialized")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda: True)
+            assert copy_count(9) == 0
     monkeypatch.setattr(shared_work, "COPY_BYTES", 2**60)
     assert copy_count(9) == 0
 
@@ -127,7 +154,7 @@ def test_traces_of_a_search_are_those_of_one_estimate(monkeypatch: pytest.Monkey
         assert traces() == alone
 
 
-@pytest.mark.parametrize("machine", ["rtx-4090", "h100-sxm:8"])
+@pytest.mark.parametrize("machine", ["rtx-4090", pytest.param("h100-sxm:8", marks=pytest.mark.slow)])
 def test_a_helped_search_finds_the_same_plan(
     machine: str, one_copy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

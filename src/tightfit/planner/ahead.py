@@ -19,7 +19,7 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.leanest import leanest, offloads
 from tightfit.planner.parallelism import by_lower_bound, limited_to_batch
-from tightfit.planner.tracing.cache import cache_key
+from tightfit.planner.tracing.cache import cache_key, is_writable
 from tightfit.planner.tracing.shared_work import copy_count, shared_work
 
 MOST_DEGREES = 6  # combinations of tp, pp and cp that are tried ahead
@@ -37,12 +37,12 @@ def helped(
     of_candidates  estimates the variants of a plan
     of_degrees     estimates the plans with given degrees of parallelism
 
-    A job whose traces are not cached on disk gets no help. Raises InputError if no plan with these
+    A job whose traces are not stored in the disk cache gets no help. Raises InputError if no plan with these
     pins is possible.
     """
     start, _ = complete(estimator.job, limited_to_batch(estimator.machine, estimator.job, pins), pins)
     pieces = _pieces(estimator, start, pins, of_candidates, of_degrees)
-    if cache_key(estimator.job) is None or not copy_count(len(pieces)):
+    if cache_key(estimator.job) is None or not is_writable() or not copy_count(len(pieces)):
         yield
         return
     profiler = estimator.profiler

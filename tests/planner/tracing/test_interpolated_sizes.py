@@ -28,7 +28,7 @@ def _traces_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective", "every-2", "sqrt"])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_other_sizes_do_not_matter(recompute: str, precision: str) -> None:
     job = cases.job("llama", batch=32)
 

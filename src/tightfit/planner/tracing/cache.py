@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     """
     if key is None:
         return make()
-    folder = cache_folder() / "profiles"
+    folder = _folder()
     path = folder / f"{file_name(key)}.json"
     try:
         private_folder(folder)
@@ -49,6 +50,20 @@ def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     except OSError:  # the disk is not writable: the next run makes the trace again
         pass
     return made
+
+
+def _folder() -> Path:
+    return cache_folder() / "profiles"
+
+
+def is_writable() -> bool:
+    """Return whether traces can be stored on disk."""
+    try:
+        private_folder(_folder())
+        with tempfile.TemporaryFile(dir=_folder()):
+            return True
+    except OSError:
+        return False
 
 
 def file_name(key: Any) -> str:
@@ -111,4 +126,4 @@ def _evict(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["cache_key", "cached", "file_name", "read", "write"]
+__all__ = ["cache_key", "cached", "file_name", "is_writable", "read", "write"]

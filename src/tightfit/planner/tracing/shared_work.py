@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import psutil
 import torch
+import torch.distributed as dist
 
 MAX_COPIES = 3
 COPY_BYTES = 2 * 2**30  # memory that must be free for each copy of the process
@@ -55,12 +56,14 @@ class SharedWork:
         return os.getpid() != self._original
 
     def claim(self, name: str) -> bool:
-        """Return whether this process is the first to claim `name`."""
+        """Return whether this process is the first to claim `name`, or the folder is not writable."""
         try:
             with (self.folder / f"{name}.claim").open("x") as file:
                 file.write(str(os.getpid()))
         except FileExistsError:
             return False
+        except OSError:
+            pass
         return True
 
     def once(self, name: str, is_slow: bool, make: Callable[[], Result]) -> Result:
@@ -79,7 +82,8 @@ class SharedWork:
         try:
             return make()
         finally:
-            (self.folder / f"{name}.done").touch()
+            with suppress(OSError):
+                (self.folder / f"{name}.done").touch()
 
     def _is_done(self, name: str) -> bool:
         return (self.folder / f"{name}.done").exists()
@@ -101,14 +105,19 @@ class SharedWork:
         return int(text) in self._copies
 
     def _reap(self) -> None:
-        self._copies = {copy for copy in self._copies if os.waitpid(copy, os.WNOHANG) == (0, 0)}
+        self._copies = {copy for copy in self._copies if not _has_ended(copy)}
 
     def start_copies(self, pieces: Sequence[Callable[[], object]]) -> None:
-        """Start copies of this process, as many as `copy_count` says, which run the pieces."""
+        """Start copies of this process, as many as `copy_count` says, which run the pieces. If the
+        system permits no more processes, there are fewer."""
         gc.freeze()  # collecting garbage in a copy would copy the memory of this process
-        for _ in range(copy_count(len(pieces))):
-            self._start_copy(pieces)
-        gc.unfreeze()
+        try:
+            for _ in range(copy_count(len(pieces))):
+                self._start_copy(pieces)
+        except OSError:
+            pass
+        finally:
+            gc.unfreeze()
 
     def _start_copy(self, pieces: Sequence[Callable[[], object]]) -> None:
         """Start a copy of this process that runs those of the pieces that no other copy has claimed,
@@ -135,8 +144,16 @@ class SharedWork:
             with suppress(ProcessLookupError):
                 os.kill(copy, signal.SIGKILL)
         for copy in self._copies:
-            os.waitpid(copy, 0)
+            _has_ended(copy, wait=True)
         self._copies = set()
+
+
+def _has_ended(process: int, wait: bool = False) -> bool:
+    """Return whether a child process has ended, and forget it if so. wait: until it has ended."""
+    try:
+        return os.waitpid(process, 0 if wait else os.WNOHANG) != (0, 0)
+    except ChildProcessError:  # somebody else waited for it
+        return True
 
 
 def _be_quiet() -> None:
@@ -148,8 +165,10 @@ def _be_quiet() -> None:
 def copy_count(pieces: int) -> int:
     """Return how many copies of this process may help a search: one for each idle processor and
     each piece of work, at most 3, as far as memory is free. A process that may use only one thread
-    gets none, because its user shares the processors among several processes."""
-    if sys.platform != "linux":
+    gets none, because its user shares the processors among several processes; nor does one that
+    uses a GPU or is a rank of several, whose libraries do not survive a fork."""
+    in_use = torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized())
+    if sys.platform != "linux" or in_use:
         return 0
     idle = min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - 1
     memory = psutil.virtual_memory().available // COPY_BYTES
