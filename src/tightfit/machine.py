@@ -598,7 +598,7 @@ def calibration_path(name: str) -> Path:
 
 
 def _detect_cpu() -> Machine:
-    memory = Figure(value=_host_memory(), source="system", detail="usable physical memory")
+    memory = Figure(value=host_memory(), source="system", detail="usable physical memory")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return Machine(
         name=f"{_processor()} x{cores}", device="cpu", cores=cores, memory_bytes=memory, host_memory_bytes=memory
@@ -620,7 +620,7 @@ def _detect_cuda() -> Machine | None:
         devices_per_node=len(gpus),
         cores=os.cpu_count() or 1,
         memory_bytes=Figure(value=gpu.memory, source="system", detail=detail),
-        host_memory_bytes=Figure(value=_host_memory(), source="system", detail="usable physical memory"),
+        host_memory_bytes=Figure(value=host_memory(), source="system", detail="usable physical memory"),
     )
     for name, row in devices().items():
         if gpu.name in row["called"]:
@@ -648,7 +648,7 @@ def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:
     )
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
     """Return the physical memory in bytes, or the limit of the control group (cgroup) if that limit
     is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -27,6 +27,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from tightfit.machine import host_memory
+
 MAX_COPIES = 3
 COPY_BYTES = 2 * 2**30  # memory that must be free for each copy of the process
 MAX_WAIT_S = 60.0  # a process that needs longer for a trace is taken to hang
@@ -171,8 +173,8 @@ def copy_count(pieces: int) -> int:
     if sys.platform != "linux" or in_use:
         return 0
     idle = min(torch.get_num_threads(), len(os.sched_getaffinity(0))) - 1
-    memory = psutil.virtual_memory().available // COPY_BYTES
-    return max(min(idle, pieces, memory, MAX_COPIES), 0)
+    free = min(psutil.virtual_memory().available, host_memory() - psutil.Process().memory_info().rss)
+    return max(min(idle, pieces, free // COPY_BYTES, MAX_COPIES), 0)
 
 
 @contextmanager
