@@ -104,6 +104,30 @@ def test_a_copy_ends_with_its_process(tmp_path: Path) -> None:
         os.kill(copy, 0)
 
 
+def test_a_copy_makes_nothing_after_its_process_was_killed(work: SharedWork, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+
+    def piece(shared: SharedWork) -> None:
+        (tmp_path / "began").write_text(str(os.getpid()))
+        until(lambda: os.getppid() != shared._original)
+        shared.once("a", False, (tmp_path / "made").touch)
+
+    def start_and_end() -> None:
+        shared = SharedWork(inner)
+        shared._start_copy([lambda: piece(shared)])
+        until((tmp_path / "began").exists)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def has_ended() -> bool:
+        stat = Path("/proc") / (tmp_path / "began").read_text() / "stat"
+        return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+    work._start_copy([start_and_end])
+    until(lambda: (tmp_path / "began").exists() and (tmp_path / "began").read_text() != "" and has_ended())
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_process_that_somebody_waited_for_has_ended(tmp_path: Path) -> None:
     work = SharedWork(tmp_path)
     work._start_copy([])

@@ -75,7 +75,11 @@ class SharedWork:
         name     identifies the result
         is_slow  whether it takes long. A copy of the process then raises MadeElsewhere and does not
                  wait
+
+        A copy ends here if the process that started it has ended.
         """
+        if self.is_copy and os.getppid() != self._original:
+            os._exit(0)
         if not self.claim(name):
             if self.is_copy and is_slow and not self._is_done(name):
                 raise MadeElsewhere
