@@ -161,7 +161,7 @@ def test_only_a_process_with_several_threads_is_helped(monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda: True)
             assert copy_count(9) == 0
-    monkeypatch.setattr(shared_work, "host_memory", lambda: 2 * 2**30)  # as in a container
+    monkeypatch.setattr(shared_work, "host_memory", lambda: 2**20)  # of a container
     assert copy_count(9) == 0
 
 
