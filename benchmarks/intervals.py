@@ -7,8 +7,8 @@ records/published.json (runs that others published), and writes src/tightfit/pla
 these runs count the same, whether a source has 4 runs or 60. Prints how often the measurements of each source are
 inside the intervals that all other sources give.
 
-Source  Dunn, Wasserman, Ramdas 2022, "Distribution-free prediction sets for two-layer hierarchical models" (arXiv:1809.07441),
-        section 4: quantiles of the pooled distribution in which each group has the same weight.
+Source  Dunn, Wasserman, Ramdas 2022, "Distribution-free prediction sets for two-layer hierarchical models" (arXiv:1809.07441):
+        quantiles of the pooled distribution in which each group has the same weight.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class Measured(NamedTuple):
 
 
 def quantile(values: Iterable[tuple[float, float]], share: float) -> float:
-    """The quantile of the next value to come, by those before it (conformal prediction), as pairs (value, weight). It is
-    interpolated between values in order, of which each is at the place of its cumulated weight, over the sum of all
-    weights and of the mean weight of the value to come. So few values give a wider interval.
+    """The quantile of the next value to come, by those before it (conformal prediction), as pairs (value, weight).
+
+    Each value has a place: the weight of all values up to it, divided by the total weight. The total includes a mean
+    weight for the value to come, so that few values give a wider interval. Between places, values are interpolated.
 
     Example: of three values with the weight 1, the places are 1/4, 2/4 and 3/4.
     """
@@ -171,8 +172,8 @@ def table(runs: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def coverage(runs: list[Measured]) -> dict[str, dict[str, Any]]:
-    """How many measurements of each source are inside the intervals that the other sources give, summed by quantity and
-    by what is known of the machine."""
+    """How many measurements of each source are inside the intervals of all other sources. The counts are summed by
+    quantity and by what is known of the machine."""
     found: dict[str, dict[str, Any]] = {}
     for source in sorted({run.source for run in runs}):
         known = table([run for run in runs if run.source != source])

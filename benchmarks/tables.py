@@ -533,8 +533,8 @@ source of runs counts the same ([explain](explain.md#intervals)). The ends below
 
 {table(["", "class of runs", "measured / predicted", "runs"], rows)}
 
-So many measurements of each source are inside the intervals that all other sources give. A source is a group of published
-runs, or a model of tightfit's own runs:
+The next table leaves out one source after the other, and counts how many of its measurements are inside the intervals of
+all other sources. A source is a group of published runs, or a model of tightfit's own runs.
 
 {table(["", "runs", "inside"], inside)}"""
 
@@ -840,8 +840,9 @@ def readme_table() -> str:
             f" median error {percent(memories['median'])}, worst {percent(memories['worst'])}. Speed of"
             f" {speeds['rows']} runs on up to {max(row.get('devices', 1) for row in read('published')['rows']):,} GPUs,"
             f" after one factor for each machine and framework: {percent(speeds['median'])},"
-            f" {percent(speeds['worst'])}. {newest['rows']} runs of other frameworks, added later:"
-            f" {percent(newest['memory']['median'])} and {percent(newest['speed, calibrated']['median'])}.",
+            f" {percent(speeds['worst'])}. Other frameworks, added later: memory of {newest['memory']['rows']} runs"
+            f" {percent(newest['memory']['median'])}, speed of {newest['speed, calibrated']['rows']} runs"
+            f" {percent(newest['speed, calibrated']['median'])}.",
             "published",
         ),
         (

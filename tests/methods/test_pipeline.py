@@ -4,6 +4,7 @@ updates, and refusals."""
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -120,6 +121,26 @@ def test_the_split_minimises_the_slowest_stage() -> None:
             for j in range(i + 1, len(blocks))
         ]
         assert cost == pytest.approx(min(every))
+
+
+def test_no_other_split_has_a_faster_slowest_stage() -> None:
+    drawn = random.Random(0)
+    for _ in range(100):
+        count = drawn.randint(1, 8)
+        blocks, stages = [drawn.choice([0.0, 1.0, drawn.random()]) for _ in range(count)], drawn.randint(1, count)
+        first, last = drawn.choice([(0.0, 0.0), (0.5, 3.0), (0.3, 0.1)])
+
+        def slowest(ends: tuple[int, ...]) -> float:
+            seconds = [sum(blocks[begin:end]) for begin, end in itertools.pairwise((0, *ends, count))]  # noqa: B023
+            return max(seconds[0] + first, *seconds[1:-1], seconds[-1] + last) if len(ends) else 0.0  # noqa: B023
+
+        found = split_balanced(blocks, first, last, stages)
+        assert len(found) == stages
+        assert sum(found) == count
+        assert min(found) >= 1
+        ends = tuple(itertools.accumulate(found[:-1]))
+        every = itertools.combinations(range(1, count), stages - 1)
+        assert slowest(ends) == pytest.approx(min(slowest(others) for others in every))
 
 
 def test_the_stages_that_use_each_parameter_are_found() -> None:

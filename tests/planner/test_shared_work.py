@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from tightfit.planner.search import _infrequent_gc, search
 from tightfit.planner.tracing import cache, profiler, shared_work
 from tightfit.planner.tracing.plain_data import to_content
 from tightfit.planner.tracing.shared_work import MadeElsewhere, SharedWork, copy_count
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux copies processes")
 
 
 @pytest.fixture
@@ -40,7 +43,6 @@ def until(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_work, "copy_count", lambda pieces: min(pieces, 1))
     monkeypatch.setattr(ahead, "copy_count", lambda pieces: min(pieces, 1))
 
 
@@ -50,19 +52,19 @@ def test_a_name_is_claimed_once(work: SharedWork) -> None:
     assert work.claim("b")
 
 
-def test_copies_run_each_piece_once(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
+def test_copies_run_each_piece_once(work: SharedWork, tmp_path: Path) -> None:
     def fails() -> None:
         raise InputError("asked", "found", "change")
 
     pieces = [(tmp_path / "first").mkdir, fails, (tmp_path / "third").mkdir]
-    work.start_copies(pieces)
-    work.start_copies(pieces)
+    work.start_copies(1, pieces)
+    work.start_copies(1, pieces)
     until((tmp_path / "third").exists)
     assert (tmp_path / "first").exists()
     assert not work.is_copy
 
 
-def test_the_process_waits_for_what_a_copy_makes(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
+def test_the_process_waits_for_what_a_copy_makes(work: SharedWork, tmp_path: Path) -> None:
     made = tmp_path / "made"
 
     def make() -> str:
@@ -71,19 +73,19 @@ def test_the_process_waits_for_what_a_copy_makes(work: SharedWork, one_copy: Non
             made.write_text(str(os.getpid()))
         return made.read_text()
 
-    work.start_copies([lambda: work.once("a", True, make)])
+    work.start_copies(1, [lambda: work.once("a", True, make)])
     until((tmp_path / "a.claim").exists)
     assert int(work.once("a", True, make)) != os.getpid()
 
 
-def test_what_a_killed_copy_had_claimed_is_made_here(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
-    work.start_copies([lambda: work.once("a", True, lambda: time.sleep(600))])
+def test_what_a_killed_copy_had_claimed_is_made_here(work: SharedWork, tmp_path: Path) -> None:
+    work.start_copies(1, [lambda: work.once("a", True, lambda: time.sleep(600))])
     until(lambda: (tmp_path / "a.claim").exists() and (tmp_path / "a.claim").read_text() != "")
     os.kill(int((tmp_path / "a.claim").read_text()), signal.SIGKILL)
     assert work.once("a", True, os.getpid) == os.getpid()
 
 
-def test_a_copy_does_not_wait_for_slow_work(work: SharedWork, one_copy: None, tmp_path: Path) -> None:
+def test_a_copy_does_not_wait_for_slow_work(work: SharedWork, tmp_path: Path) -> None:
     def other() -> None:
         try:
             work.once("slow", True, lambda: None)
@@ -91,7 +93,7 @@ def test_a_copy_does_not_wait_for_slow_work(work: SharedWork, one_copy: None, tm
             (tmp_path / "went on").touch()
 
     assert work.claim("slow")
-    work.start_copies([other])
+    work.start_copies(1, [other])
     until((tmp_path / "went on").exists)
 
 

@@ -160,6 +160,15 @@ class Timeline:
         return [buffer for buffer, sign in self.events if sign > 0]
 
     @cached_property
+    def collective_bytes(self) -> float:
+        """The bytes that the collectives read and write for one sample."""
+        return sum(
+            operation.bytes_accessed.at(1) * operation.count.at(1)
+            for operation in self.operations
+            if operation.name.startswith(("c10d.", "_c10d_functional."))  # the second in compiled blocks
+        )
+
+    @cached_property
     def freed(self) -> frozenset[Buffer]:
         return frozenset(buffer for buffer, sign in self.events if sign < 0)
 

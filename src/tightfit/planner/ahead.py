@@ -28,27 +28,29 @@ Estimates = Callable[..., list[Estimate]]
 
 
 @contextmanager
-def helped(
+def tracing_ahead(
     estimator: Estimator, pins: dict[str, Any], of_candidates: Estimates, of_degrees: Estimates
 ) -> Iterator[None]:
-    """Return a context manager inside which copies of this process make traces for a search.
+    """Return a context manager inside which copies of this process make the traces that a search will
+    probably need.
 
     pins           plan fields that the user fixed
     of_candidates  estimates the variants of a plan
     of_degrees     estimates the plans with given degrees of parallelism
 
-    A job whose traces are not stored in the disk cache gets no help. Raises InputError if no plan with these
-    pins is possible.
+    There are no copies if the job's traces are not stored in the disk cache. Raises InputError if no plan
+    with these pins is possible.
     """
     start, _ = complete(estimator.job, limited_to_batch(estimator.machine, estimator.job, pins), pins)
     pieces = _pieces(estimator, start, pins, of_candidates, of_degrees)
-    if cache_key(estimator.job) is None or not is_writable() or not copy_count(len(pieces)):
+    count = copy_count(len(pieces)) if cache_key(estimator.job) is not None and is_writable() else 0
+    if not count:
         yield
         return
     profiler = estimator.profiler
     with shared_work() as profiler.shared_work:
         try:
-            profiler.shared_work.start_copies(pieces)
+            profiler.shared_work.start_copies(count, pieces)
             yield
         finally:
             profiler.shared_work = None
@@ -89,4 +91,4 @@ def _degrees(estimator: Estimator, start: Plan, pins: dict[str, Any], of_degrees
         of_degrees(estimator, start, pins, in_order[place][1], math.inf)
 
 
-__all__ = ["helped"]
+__all__ = ["tracing_ahead"]

@@ -25,7 +25,7 @@ from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
-from tightfit.planner.ahead import helped
+from tightfit.planner.ahead import tracing_ahead
 from tightfit.planner.candidates import candidates, data_parallel_layouts, is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimate, Estimator
@@ -107,7 +107,7 @@ def search(
     pins = {name: value for name, value in (pins or {}).items() if name != "split" or value is not None}
     if choices is not None:
         return _search(estimator, job, machine, pins, choices)
-    with helped(estimator, pins, estimate_candidates, _estimate_degrees):
+    with tracing_ahead(estimator, pins, estimate_candidates, _estimate_degrees):
         return _search(estimator, job, machine, pins, choices)
 
 

@@ -19,8 +19,7 @@ from tightfit.cost.entries import RankProgram, StageBoundary, StageProgram
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import coming, late, make_schedule, sent, split_evenly
 from tightfit.cost.pipeline_stage import Sections, StageInput, sections_of, stage_program
-from tightfit.cost.recorded_step import BatchLinear, BlockInput, Segment, Timeline
-from tightfit.cost.remembered import remembered
+from tightfit.cost.recorded_step import BatchLinear, BlockInput, Segment
 from tightfit.distributed.links import bandwidth, latency
 from tightfit.errors import InputError
 from tightfit.machine import Machine
@@ -105,8 +104,10 @@ def rank_ledger(
     own = range(rank, plan.stages, plan.pp)
     programs, boundaries = _stage_programs(ledger, stages, own, boundary_inputs, plan)
     training = tuple(segment for one in programs.values() for segment in one.segments)
-    sent_by_all = _communicated_bytes(ledger.training)
-    share = _communicated_bytes(training) / sent_by_all if sent_by_all else 1.0  # of tp's bytes
+    sent_here, sent_by_all = (
+        sum(one.timeline.collective_bytes for one in some) for some in (training, ledger.training)
+    )
+    share = sent_here / sent_by_all if sent_by_all else 1.0  # of tp's bytes
     shape = plan.schedule, plan.pp, plan.virtual_stages, ledger.micro_batches
     schedule, on_gpu = make_schedule(*shape), machine.device != "cpu"
     arriving = coming(*shape, rank, on_gpu)
@@ -202,20 +203,6 @@ def _stage_input(sections: Sections, piece: range, given: list[BlockInput]) -> S
 
 def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
     return sum(sizes, BatchLinear())
-
-
-def _communicated_bytes(segments: Iterable[Segment]) -> float:
-    """Return the bytes that the collectives in `segments` read and write for one sample."""
-    return sum(_bytes_of_collectives(segment.timeline) for segment in segments)
-
-
-@remembered(4096)
-def _bytes_of_collectives(timeline: Timeline) -> float:
-    return sum(
-        operation.bytes_accessed.at(1) * operation.count.at(1)
-        for operation in timeline.operations
-        if operation.name.startswith(("c10d.", "_c10d_functional."))  # the second in compiled blocks
-    )
 
 
 def _weight_versions(plan: Plan, device: int) -> int:

@@ -95,11 +95,11 @@ class Profiler:
     """Traces a job's model. Each variant (precision, attention kernel, size of the micro-batch and
     so on) is traced only once, when it is first needed.
 
-    job      what to train
-    device   kind of device to predict for: "cpu" or "cuda"
-    samples  number of samples in the example batch
-    tokens   number of tokens in the example batch; of samples, if the model has no tokens
-    unit     what throughput counts: "tokens" or "samples"
+    job          what to train
+    device       kind of device to predict for: "cpu" or "cuda"
+    samples      number of samples in the example batch
+    tokens       number of tokens in the example batch; of samples, if the model has no tokens
+    unit         what throughput counts: "tokens" or "samples"
     shared_work  the traces that other processes make for this one; None: it makes all itself
     """
 

@@ -113,12 +113,12 @@ class SharedWork:
     def _reap(self) -> None:
         self._copies = {copy for copy in self._copies if not _has_ended(copy)}
 
-    def start_copies(self, pieces: Sequence[Callable[[], object]]) -> None:
-        """Start copies of this process, as many as `copy_count` says, which run the pieces. If the
-        system permits no more processes, there are fewer."""
+    def start_copies(self, count: int, pieces: Sequence[Callable[[], object]]) -> None:
+        """Start `count` copies of this process, which run the pieces. There are fewer if the system
+        permits no more processes."""
         gc.freeze()  # collecting garbage in a copy would copy the memory of this process
         try:
-            for _ in range(copy_count(len(pieces))):
+            for _ in range(count):
                 self._start_copy(pieces)
         except OSError:
             pass
@@ -170,9 +170,11 @@ def _be_quiet() -> None:
 
 def copy_count(pieces: int) -> int:
     """Return how many copies of this process may help a search: one for each idle processor and
-    each piece of work, at most 3, as far as memory is free. A process that may use only one thread
-    gets none, because its user shares the processors among several processes; nor does one that
-    uses a GPU or is a rank of several, whose libraries do not survive a fork."""
+    each piece of work, at most 3, as far as memory is free.
+
+    There are none for a process that may use only one thread, because its user shares the processors
+    among several processes. There are none either for a process that has begun to use a GPU or to
+    communicate with other ranks: the libraries for that do not work in a copy."""
     in_use = torch.cuda.is_initialized() or (dist.is_available() and dist.is_initialized())
     if sys.platform != "linux" or in_use:
         return 0
