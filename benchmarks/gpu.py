@@ -46,6 +46,9 @@ from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER  # noqa: E402
 RECORD = ROOT / "records" / "gpu.json"
 LEAST_S = 12.0  # left of the budget, without which no part is begun
 KEPT_S = 8.0  # of the budget, for what the parent does at the end
+CPU_PATIENCE = (
+    10  # times as long as on a GPU may a part take with --cpu: a processor may be slow, and busy with other work
+)
 SAID = 1500  # characters of a part's last output in the record
 UNTIMED = ("tests", "methods")  # parts that run at the same time, because they time nothing
 NEVER_UNPACKED = ("torch", "triton", "nvidia", "cuda")  # the installed ones were built for this driver
@@ -219,7 +222,7 @@ def run(arguments: argparse.Namespace) -> int:
                 why = "the budget is spent" if left < LEAST_S else "the part machine failed"
                 parts |= {name: {"status": "left out", "said": why, "result": {}} for name in group}
                 continue
-            limits = {name: min(LIMIT_S[name], left) for name in group}
+            limits = {name: min(LIMIT_S[name] * (CPU_PATIENCE if arguments.cpu else 1), left) for name in group}
             with ThreadPoolExecutor() as pool:
                 running = [pool.submit(run_group, one, arguments, limits, left, work, environ) for one in processes]
                 for one in running:

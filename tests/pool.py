@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 TIMEOUT = 240
+GRACE_S = 5.0  # for the other processes, once one has failed
 TOGETHER = (
     10  # calls that share groups: making them takes time, and each has threads that wake up a hundred times a second
 )
@@ -25,7 +26,7 @@ _pools: dict[int, Pool] = {}
 class Pool:
     """`size` processes that have each other's addresses, as torchrun would start them."""
 
-    def __init__(self, size: int, method: str = "spawn") -> None:
+    def __init__(self, size: int, method: str = "forkserver") -> None:
         context = get_context(method)
         pairs = [context.Pipe() for _ in range(size)]
         self.ends = [mine for mine, _ in pairs]
@@ -36,21 +37,43 @@ class Pool:
         for process in self.processes:
             process.start()
         self.calls = 0  # since groups were left
+        self._waiting: list[Connection] = []  # ends of processes that have not answered the last call
 
     def run(self, where: str, *arguments: Any, **named: Any) -> list[Any]:
         """What the function `module:name` returns in each process. Raises the error of the first that fails."""
         self.ask(where, *arguments, **named)
         results: dict[Connection, Any] = {}
-        while len(results) < len(self.ends):
-            answering = wait([end for end in self.ends if end not in results], TIMEOUT)
+        while self._waiting:
+            answering = wait(self._waiting, TIMEOUT)
             if not answering:
-                raise AssertionError(f"{len(self.ends) - len(results)} processes do not answer")
+                raise AssertionError(f"{len(self._waiting)} processes do not answer")
             for end in answering:
-                kind, results[end] = end.recv()  # type: ignore[union-attr, index]
+                kind, results[end] = self._receive(end)  # type: ignore[arg-type, index]
                 if kind == "error":
                     raise results[end]  # type: ignore[index]
         self.called()
         return [results[end] for end in self.ends]
+
+    def _receive(self, end: Connection) -> tuple[str, Any]:
+        self._waiting.remove(end)
+        return end.recv()
+
+    def has_ended_call(self) -> bool:
+        """Whether all processes answer within GRACE_S a call that failed in one of them. They have left
+        their groups then, and can be called again; otherwise some may wait for the one that failed."""
+        until = time.monotonic() + GRACE_S
+        try:
+            while self._waiting:
+                answering = wait(self._waiting, max(until - time.monotonic(), 0))
+                if not answering:
+                    return False
+                for end in answering:
+                    self._receive(end)  # type: ignore[arg-type]
+            self.calls += 1
+            self.part()
+        except (AssertionError, EOFError, OSError):
+            return False
+        return True
 
     def ask(self, where: str, *arguments: Any, **named: Any) -> None:
         """Have each process call the function: its answer comes through its end."""
@@ -59,6 +82,7 @@ class Pool:
             port = probe.getsockname()[1]
         for end in self.ends:
             end.send((port, where, arguments, named))
+        self._waiting = list(self.ends)
 
     def called(self) -> None:
         """Count a call that all have answered."""
@@ -95,11 +119,15 @@ def together(size: int, where: str, *arguments: Any, **named: Any) -> list[Any]:
     for count, other in _pools.items():
         if count != size:
             other.part()
-    pool = _pools.get(size) or _pools.setdefault(size, Pool(size))
+    if size not in _pools:
+        get_context("forkserver").set_forkserver_preload(["tests.preload"])
+        _pools[size] = Pool(size)
+    pool = _pools[size]
     try:
         return pool.run(where, *arguments, **named)
     except BaseException:
-        _pools.pop(size).close()  # the others may wait for the one that failed
+        if not pool.has_ended_call():
+            _pools.pop(size).close()
         raise
 
 

@@ -28,7 +28,8 @@ PROGRAM = str(Path(gpu.__file__))
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     out = tmp_path_factory.mktemp("gpu")
-    command = [sys.executable, PROGRAM, "--cpu", "--out", str(out), "--record", str(out / "records" / "gpu.json")]
+    command = [sys.executable, PROGRAM, "--cpu", "--budget", "3600", "--out", str(out)]
+    command += ["--record", str(out / "records" / "gpu.json")]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=out), out
 
 
