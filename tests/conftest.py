@@ -32,11 +32,11 @@ _SEVERAL = re.compile(
     r"|methods/test_(context_parallel|offload|gradcheck|gathers|float8)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"
     r"|planner/test_(measured_devices|crossings)|report/test_best_and_callbacks"
-    r"|test_examples.py::test_several"
     r"|contract/.*[\[,+](dp_replicate|dp_shard|cp|tp|pp|parameter_server)="
 )
 
 
+LESS_URGENT = 5  # added to the niceness of workers that do not run those tests
 GC_THRESHOLDS = (50_000, 20, 100)
 GPU_MARK = "not gpu"  # in an expression of marks: GPU tests are excluded
 _ONE_FIXTURE = re.compile(r"(benchmarks/test_gpu|test_gpu_suite)\.py")
@@ -47,6 +47,14 @@ def pytest_configure(config: pytest.Config) -> None:
     if GPU_MARK in config.option.markexpr:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for devices
     keep_machine()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Let the worker whose tests start processes go first: it would be the last to end, because its processes wait for a
+    processor whenever they wait for each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ and not _SEVERAL.search(nodeid) and os.nice(0) < LESS_URGENT:
+        os.nice(LESS_URGENT)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -17,9 +17,6 @@ from typing import Any
 
 TIMEOUT = 240
 GRACE_S = 5.0  # for the other processes, once one has failed
-TOGETHER = (
-    10  # calls that share groups: making them takes time, and each has threads that wake up a hundred times a second
-)
 _pools: dict[int, Pool] = {}
 
 
@@ -36,7 +33,6 @@ class Pool:
         ]
         for process in self.processes:
             process.start()
-        self.calls = 0  # since groups were left
         self._waiting: list[Connection] = []  # ends of processes that have not answered the last call
 
     def run(self, where: str, *arguments: Any, **named: Any) -> list[Any]:
@@ -51,7 +47,7 @@ class Pool:
                 kind, results[end] = self._receive(end)  # type: ignore[arg-type, index]
                 if kind == "error":
                     raise results[end]  # type: ignore[index]
-        self.called()
+        self.part()
         return [results[end] for end in self.ends]
 
     def _receive(self, end: Connection) -> tuple[str, Any]:
@@ -69,7 +65,6 @@ class Pool:
                     return False
                 for end in answering:
                     self._receive(end)  # type: ignore[arg-type]
-            self.calls += 1
             self.part()
         except (AssertionError, EOFError, OSError):
             return False
@@ -84,24 +79,17 @@ class Pool:
             end.send((port, where, arguments, named))
         self._waiting = list(self.ends)
 
-    def called(self) -> None:
-        """Count a call that all have answered."""
-        self.calls += 1
-        if self.calls == TOGETHER:
-            self.part()
-
     def part(self) -> None:
-        """Let the processes leave their groups, which all of them are done with: one after the other, or gloo's thread of one may
-        find a connection closed by another while its own process takes it apart."""
-        if self.calls:
-            self.calls = 0
-            for end in self.ends:
-                end.send(None)
-            for end in self.ends:  # has let go of all that uses the groups
-                _answered(end)
-            for end in self.ends:
-                end.send(None)
-                _answered(end)
+        """Let the processes leave their groups after a call: the threads of each group wake up a hundred times a second. They
+        leave one after the other, or gloo's thread of one may find a connection closed by another while its own process takes it
+        apart."""
+        for end in self.ends:
+            end.send(None)
+        for end in self.ends:  # has let go of all that uses the groups
+            _answered(end)
+        for end in self.ends:
+            end.send(None)
+            _answered(end)
 
     def close(self) -> None:
         for process in self.processes:
@@ -116,9 +104,6 @@ def _answered(end: Connection) -> None:
 
 def together(size: int, where: str, *arguments: Any, **named: Any) -> list[Any]:
     """Run the function `module:name` in `size` processes that train together; what each returns, by rank."""
-    for count, other in _pools.items():
-        if count != size:
-            other.part()
     if size not in _pools:
         get_context("forkserver").set_forkserver_preload(["tests.preload"])
         _pools[size] = Pool(size)
@@ -129,12 +114,6 @@ def together(size: int, where: str, *arguments: Any, **named: Any) -> list[Any]:
         if not pool.has_ended_call():
             _pools.pop(size).close()
         raise
-
-
-def leave_groups() -> None:
-    """Let all processes leave the groups that they keep for the next call."""
-    for pool in _pools.values():
-        pool.part()
 
 
 def _close_all() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -52,8 +51,6 @@ class Crew:
         return str(path)
 
     def _judge(self, size: int, where: str, *arguments: Any) -> Found:
-        for count in [count for count in self.pools if count != size > 1]:
-            self._let(count, Pool.part)
         pool = self.pools.get(size) or self.pools.setdefault(size, Pool(size, self.method))
         answers = self._answers(pool, where, arguments)
         found = [self._found(answer) for answer in answers]
@@ -61,15 +58,15 @@ class Crew:
             self.pools.pop(size).close()
             self.restarts += 1
         else:
-            self._let(size, Pool.called)
+            self._leave_groups(size)
         return min(
             found, key=lambda one: SEVERITY.index(one.outcome) if one.outcome in SEVERITY else len(SEVERITY) - 1.5
         )
 
-    def _let(self, size: int, do: Callable[[Pool], None]) -> None:
+    def _leave_groups(self, size: int) -> None:
         """Have a pool leave its groups, and end it where it cannot."""
         try:
-            do(self.pools[size])
+            self.pools[size].part()
         except (AssertionError, OSError, EOFError):
             self.pools.pop(size).close()
             self.restarts += 1
