@@ -80,9 +80,9 @@ class Pool:
         self._waiting = list(self.ends)
 
     def part(self) -> None:
-        """Let the processes leave their groups after a call: the threads of each group wake up a hundred times a second. They
-        leave one after the other, or gloo's thread of one may find a connection closed by another while its own process takes it
-        apart."""
+        """Let the processes leave their groups after a call, one after the other: gloo's thread of one could else find a
+        connection closed by another while its own process takes it apart. Groups that stay cost time, because each of their
+        threads wakes up a hundred times a second."""
         for end in self.ends:
             end.send(None)
         for end in self.ends:  # has let go of all that uses the groups
@@ -157,12 +157,15 @@ def _serve(end: Connection, rank: int, size: int) -> None:
 def _part(end: Connection) -> None:
     """Leave the groups, when it is this process's turn. Each has its threads as long as anything holds it."""
     import torch.distributed as dist
+    from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     from tightfit.distributed import mesh
 
     mesh.forget_meshes()
     _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
     gc.collect()
     end.send(None)
     end.recv()
