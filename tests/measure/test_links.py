@@ -40,7 +40,7 @@ def says_nothing(rank: int, folder: str, backend: str, sender: Any) -> None:
 @pytest.mark.parametrize(
     ("sums", "limit_s", "said"),
     [
-        (dies, 60.0, "a process ended with code 7"),
+        pytest.param(dies, 60.0, "a process ended with code 7", marks=pytest.mark.slow),
         (hangs, 0.2, "did not finish their all-reduces within 0.2 s"),
         (says_nothing, 60.0, "ended without an answer"),
     ],

@@ -93,7 +93,7 @@ def _sent(fields: dict[str, Any]) -> int:
     return sum(sizes)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gradients_are_sent_once_per_step(stage: int) -> None:
     """Instead of once in each of the 4 micro-batches."""
     fields = {"zero": stage, "dp_shard": 2}
@@ -114,7 +114,7 @@ def test_gradients_are_sent_once_per_step(stage: int) -> None:
     ("precision", "masters"),
     [
         pytest.param("fp32", False, marks=pytest.mark.slow),
-        ("bf16-mixed", False),
+        pytest.param("bf16-mixed", False, marks=pytest.mark.slow),
         pytest.param("bf16-true", False, marks=pytest.mark.slow),
         ("bf16-true", True),
     ],

@@ -19,7 +19,7 @@ from tightfit.machine import Machine
 from tightfit.planner import finalists
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.defaults import complete
-from tightfit.planner.dry_run import dry_run
+from tightfit.planner.dry_run import dry_run, dry_run_bytes
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
@@ -36,9 +36,9 @@ def test_a_failed_dry_run_does_not_count_as_out_of_memory(monkeypatch: pytest.Mo
     def failing(job: tightfit.Job, plan: tightfit.Plan, *arguments: Any) -> Any:
         if plan.compile != "none":
             raise Untraceable("job: model", "fails on fake tensors", "run it")
-        return dry_run(job, plan, *arguments)
+        return dry_run_bytes(job, plan, *arguments)
 
-    monkeypatch.setattr(finalists, "dry_run", failing)
+    monkeypatch.setattr(finalists, "dry_run_bytes", failing)
     job = cases.job("llama").replace(train=tightfit.Train(batch=4, steps=100_000_000))
     chosen, *others = search(job, GPU)
     assert chosen.plan.compile == "none"
@@ -54,7 +54,7 @@ def test_without_a_dry_run_the_estimate_is_marked_unconfirmed(
     def fail(*arguments: Any) -> Any:
         raise Untraceable("job: model", "fails on fake tensors", "run it")
 
-    monkeypatch.setattr(finalists, "dry_run", fail)
+    monkeypatch.setattr(finalists, "dry_run_bytes", fail)
     path = tmp_path / "job.yaml"
     path.write_text(cases.job("llama").to_yaml())
     explain_command(path, None, "a100-80gb", None, 3, False, None, [], True)

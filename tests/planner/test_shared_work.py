@@ -97,6 +97,14 @@ def test_a_copy_does_not_wait_for_slow_work(work: SharedWork, tmp_path: Path) ->
     until((tmp_path / "went on").exists)
 
 
+def test_other_copies_make_what_ended_ones_had_begun(work: SharedWork, tmp_path: Path) -> None:
+    work.start_copies(1, [lambda: work.once("a", True, lambda: time.sleep(600))])
+    until((tmp_path / "a.claim").exists)
+    work.restart_copies(1, [lambda: work.once("a", True, (tmp_path / "made").touch)])
+    until((tmp_path / "made").exists)
+    assert len(work._copies) == 1
+
+
 def test_a_copy_ends_with_its_process(tmp_path: Path) -> None:
     work = SharedWork(tmp_path)
     work._start_copy([lambda: time.sleep(600)])

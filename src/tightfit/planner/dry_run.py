@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from tightfit._torch.compiler import forget_compilations
 from tightfit._torch.fake import FakeTensorMode
+from tightfit._torch.pytree import tree_map_only
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, accumulate, drain, take_step, update
 from tightfit.errors import InputError
@@ -26,13 +30,16 @@ from tightfit.models.tensors import tensors_in
 from tightfit.optim.gradient_dtype import empty_gradient
 from tightfit.parallel.fsdp import planning
 from tightfit.plan import Plan
+from tightfit.planner.tracing.cache import cache_key, cached_number, file_name
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
 from tightfit.planner.tracing.live_storages import Peak, track_peak
 from tightfit.planner.tracing.optimizer_trace import enable_foreach
 from tightfit.planner.tracing.repeated_blocks import skip_repeated_blocks
+from tightfit.planner.tracing.shared_work import SharedWork
 from tightfit.planner.tracing.storages import tensor_bytes
+from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.repeated_iterations import iterations_chosen_by, representative_iterations
 from tightfit.runtime.run import Run
 
@@ -171,6 +178,32 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
 
             peak = track_peak(run, micro_batches, take)[1]
     return _with_other_batches(peak, shapes, device, ahead)
+
+
+def dry_run_bytes(
+    job: Job, plan: Plan, device: str, pipeline_rank: int = 0, shared_work: SharedWork | None = None
+) -> int:
+    """Return the total bytes of `dry_run`. They are read from the disk cache if the same dry run was
+    made before, of a job without code of the user's own.
+
+    shared_work  the results that other processes make for this one; None: this process makes it
+
+    Other arguments and errors: see `dry_run`.
+    """
+
+    def make() -> int:
+        return dry_run(job, plan, device, pipeline_rank).total
+
+    model = cache_key(job)
+    if model is None or job.train.uses_function("optimizer") or job.train.uses_function("schedule"):
+        return make()
+    batch = example_batch(job)[0]
+    shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape), batch))
+    kernels = device == "cuda" and can_generate_kernels()
+    data = shapes, is_padded(batch), str(label_share(job, batch))
+    key = "dry run", model, job.train.content(), plan.content(), data, device, kernels, pipeline_rank
+    find = partial(cached_number, key, make)
+    return int(find() if shared_work is None else shared_work.once(file_name(key), True, find))
 
 
 def _first_step(run: Run, micro_batches: list[Batch]) -> None:

@@ -14,7 +14,7 @@ from tightfit.job import Job, ModelSpec
 from tightfit.methods import recompute
 from tightfit.models import model_config, with_fewer_blocks
 from tightfit.plan import Plan
-from tightfit.planner.dry_run import dry_run
+from tightfit.planner.dry_run import dry_run_bytes
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
@@ -248,7 +248,8 @@ def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -
         return settled
     total = _peak_by_few_blocks(estimator, one, job)
     if total is None:
-        total = dry_run(job, one.plan, one.machine.device, one.ledger.device).total
+        work = estimator.profiler.shared_work
+        total = dry_run_bytes(job, one.plan, one.machine.device, one.ledger.device, work)
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
     return replace(settled, dry_run_bytes=total + beside)
 
@@ -291,7 +292,7 @@ def _peak_by_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> float 
         # a pattern of parameter names may match only blocks that are left out; groups take no memory
         shallow = job.replace(model=few, train=job.train.replace(groups=()))
         plan = recompute.at_depth(one.plan, one.ledger.blocks, count)
-        found = dry_run(shallow, plan, one.machine.device).total
+        found = dry_run_bytes(shallow, plan, one.machine.device, 0, estimator.profiler.shared_work)
         estimates.append(estimator.peak_with_blocks(plan, count))
         excess.append(found - estimates[-1])
         if abs(excess[0]) <= AGREEMENT * found:

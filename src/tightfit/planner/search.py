@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from tightfit._torch.compiler import keeping_compilations
@@ -195,9 +196,29 @@ def _dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Es
     any_micro_batch  whether the search may choose the micro-batch
     """
     fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=_by_time)
+    if fitting:
+        _dry_run_ahead(estimator, fitting, any_micro_batch)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
     if finals.chosen is not None and not finals.chosen.fits_surely:
         found += _prefer_certain(finals, estimator, finals.chosen, fitting, any_micro_batch)
+
+
+def _dry_run_ahead(estimator: Estimator, fitting: list[Estimate], any_micro_batch: bool) -> None:
+    """Let a copy of this process, if the search has copies, make the dry run that will probably be
+    needed after that of the fastest plan: that of a plan that surely fits, or of the second fastest.
+
+    fitting          estimates of the plans that fit, the fastest first
+    any_micro_batch  whether the search may choose the micro-batch
+    """
+    work = estimator.profiler.shared_work
+    if work is None:
+        return
+    fastest = estimator.include_allocator(fitting[0])
+    follows = fitting[1:]
+    if fastest.fits and not fastest.fits_surely:
+        follows = _certain(fastest, [*fitting, *_with_smaller_micro_batches(estimator, fastest, any_micro_batch)])
+    if follows:
+        work.restart_copies(1, [partial(first_that_fits, estimator, follows[:1], estimator.job)])
 
 
 def _prefer_certain(
@@ -211,8 +232,22 @@ def _prefer_certain(
     fastest  the fastest plan that fits in its dry run
     fitting  estimates of all plans that fit without the allocator's bytes
     any_micro_batch  whether the search may choose the micro-batch
+    """
+    smaller = _with_smaller_micro_batches(estimator, fastest, any_micro_batch)
+    certain = [one for one in _certain(fastest, [*fitting, *smaller]) if one.plan not in finals.too_large]
+    for one in certain[:MOST_CERTAIN_TRIED]:
+        found = first_that_fits(estimator, [one], estimator.job)
+        if found.chosen is not None and found.chosen.fits_surely:
+            finals.chosen, finals.uncertain[fastest.plan] = found.chosen, fastest
+            break
+    return smaller
 
-    With `compile: model`, smaller micro-batches are not tried: each would need a trace of the whole model.
+
+def _with_smaller_micro_batches(estimator: Estimator, fastest: Estimate, any_micro_batch: bool) -> list[Estimate]:
+    """Return estimates of the plan of `fastest` with half of its micro-batch, a quarter and so on,
+    until one surely fits or is too slow.
+
+    With `compile: model`, there are none: each would need a trace of the whole model.
     """
     smaller: list[Estimate] = []
     may_shrink = any_micro_batch and fastest.plan.compile != "model"
@@ -225,14 +260,14 @@ def _prefer_certain(
         if smaller[-1].fits_surely or not _is_worth(smaller[-1], fastest):
             break
         size //= 2
-    others = [one for one in (*fitting, *smaller) if one.plan != fastest.plan and _is_worth(one, fastest)]
-    certain = [one for one in sorted(others, key=_by_time) if one.fits_surely and one.plan not in finals.too_large]
-    for one in certain[:MOST_CERTAIN_TRIED]:
-        found = first_that_fits(estimator, [one], estimator.job)
-        if found.chosen is not None and found.chosen.fits_surely:
-            finals.chosen, finals.uncertain[fastest.plan] = found.chosen, fastest
-            break
     return smaller
+
+
+def _certain(fastest: Estimate, others: list[Estimate]) -> list[Estimate]:
+    """Return those of `others` that surely fit and are at most 3 % slower than the fastest plan, the
+    fastest first."""
+    worth = (one for one in others if one.plan != fastest.plan and _is_worth(one, fastest))
+    return [one for one in sorted(worth, key=_by_time) if one.fits_surely]
 
 
 def _is_worth(one: Estimate, fastest: Estimate) -> bool:

@@ -13,7 +13,7 @@ from tightfit.units import format_bytes
 
 CONTENTS = {
     "machines": "calibrations of machines; removing them makes the next calibration take minutes",
-    "profiles": "traces of models; removing them makes the next explain trace again",
+    "profiles": "traces and dry runs of models; removing them makes the next explain repeat them",
     "data": "tokenizers and tokens; removing them makes the next training tokenize again",
 }
 

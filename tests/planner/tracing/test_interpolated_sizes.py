@@ -27,7 +27,9 @@ def _traces_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "cached", lambda key, make: make())
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective", "every-2", "sqrt"])
+@pytest.mark.parametrize(
+    "recompute", ["full", "selective", *(pytest.param(value, marks=pytest.mark.slow) for value in ("every-2", "sqrt"))]
+)
 @pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_other_sizes_do_not_matter(recompute: str, precision: str) -> None:
     job = cases.job("llama", batch=32)

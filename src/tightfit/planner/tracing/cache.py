@@ -1,4 +1,5 @@
-"""Cache traces on disk: the same model with the same shapes and the same code is traced only once.
+"""Cache traces and the results of dry runs on disk: the same model with the same shapes and the same
+code is traced only once.
 
 A cache file is JSON, so loading it runs no code. It contains the key of its trace and a checksum.
 A file that cannot be read, or whose checksum is wrong, is replaced by a new trace.
@@ -13,7 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tightfit
 from tightfit.job import Job
@@ -24,6 +25,8 @@ from tightfit.record import code_version
 MAX_FILES = 400  # beyond that, the least recently used files are removed
 VERSION = 6  # of the file format: raise it when the meaning of the content changes
 
+Result = TypeVar("Result")
+
 
 def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     """Return the trace that is cached on disk for `key`. If there is none, make it by `make()`,
@@ -32,6 +35,17 @@ def cached(key: Any, make: Callable[[], RecordedStep]) -> RecordedStep:
     key   everything that the trace depends on, as plain data; None: do not use the cache
     make  function that makes the trace
     """
+    return _cached(key, make, read, write)
+
+
+def cached_number(key: Any, make: Callable[[], float]) -> float:
+    """As `cached`, for a number in place of a trace."""
+    return _cached(key, make, lambda path: float(_read_content(path)), _write_content)
+
+
+def _cached(
+    key: Any, make: Callable[[], Result], read: Callable[[Path], Result], write: Callable[[Path, Result], None]
+) -> Result:
     if key is None:
         return make()
     folder = _folder()
@@ -76,21 +90,29 @@ def file_name(key: Any) -> str:
 def write(path: Path, programs: RecordedStep) -> None:
     """Write a trace to the file `path` atomically: after a failure, the file does not exist or is
     unchanged."""
-    text = json.dumps(to_content(programs), separators=(",", ":"))
+    _write_content(path, to_content(programs))
+
+
+def read(path: Path) -> RecordedStep:
+    """Read the trace in the file `path`. Raises OSError, ValueError, TypeError, KeyError,
+    IndexError or RecursionError if the file is not one that `write` wrote."""
+    return from_content(_read_content(path))
+
+
+def _write_content(path: Path, content: Any) -> None:
+    text = json.dumps(content, separators=(",", ":"))
     header = {"version": VERSION, "trace": path.stem, "sha256": _checksum(path.stem, text)}
     half = path.with_suffix(f".{os.getpid()}")
     half.write_text(f"{json.dumps(header)}\n{text}\n", encoding="utf-8")
     half.replace(path)
 
 
-def read(path: Path) -> RecordedStep:
-    """Read the trace in the file `path`. Raises OSError, ValueError, TypeError, KeyError,
-    IndexError or RecursionError if the file is not one that `write` wrote."""
+def _read_content(path: Path) -> Any:
     first, _, text = path.read_text(encoding="utf-8").partition("\n")
     header, text = json.loads(first), text.removesuffix("\n")
     if (header["version"], header["trace"], header["sha256"]) != (VERSION, path.stem, _checksum(path.stem, text)):
         raise ValueError(f"{path} is not the profile that was written")
-    return from_content(json.loads(text))
+    return json.loads(text)
 
 
 def _checksum(trace: str, text: str) -> str:
@@ -126,4 +148,4 @@ def _evict(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["cache_key", "cached", "file_name", "is_writable", "read", "write"]
+__all__ = ["cache_key", "cached", "cached_number", "file_name", "is_writable", "read", "write"]

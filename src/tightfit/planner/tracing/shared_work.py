@@ -125,6 +125,15 @@ class SharedWork:
         finally:
             gc.unfreeze()
 
+    def restart_copies(self, count: int, pieces: Sequence[Callable[[], object]]) -> None:
+        """End all copies, whose work is no longer needed, forget what they had begun, and start `count`
+        copies with other pieces."""
+        self.stop()
+        for path in self.folder.glob("*.claim"):
+            if not self._is_done(path.stem):
+                path.unlink()
+        self.start_copies(count, pieces)
+
     def _start_copy(self, pieces: Sequence[Callable[[], object]]) -> None:
         """Start a copy of this process that runs those of the pieces that no other copy has claimed,
         one after the other. Errors end a piece."""
