@@ -94,6 +94,7 @@ def test_a_copy_makes_the_next_dry_run(
     monkeypatch.setattr(type(fitting[0]), "fits_surely", property(lambda one: one.plan == plans[2] or not unsure))
     with shared_work() as estimator.profiler.shared_work:
         work = estimator.profiler.shared_work
+        work.start_copies(1, [])
         searching._dry_run_ahead(estimator, fitting, any_micro_batch=False)
         end = time.monotonic() + 60
         while not list(work.folder.glob("*.done")):

@@ -100,7 +100,7 @@ def test_a_copy_does_not_wait_for_slow_work(work: SharedWork, tmp_path: Path) ->
 def test_other_copies_make_what_ended_ones_had_begun(work: SharedWork, tmp_path: Path) -> None:
     work.start_copies(1, [lambda: work.once("a", True, lambda: time.sleep(600))])
     until((tmp_path / "a.claim").exists)
-    work.restart_copies(1, [lambda: work.once("a", True, (tmp_path / "made").touch)])
+    work.restart_copies([lambda: work.once("a", True, (tmp_path / "made").touch)])
     until((tmp_path / "made").exists)
     assert len(work._copies) == 1
 

@@ -10,10 +10,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tightfit.errors import DoesNotFit, InputError
-from tightfit.job import DataSpec
+from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine, devices
 from tightfit.models.lora import quantizes
 from tightfit.plan import Plan
@@ -163,6 +164,10 @@ def _remedies(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> li
     least  the estimate of the leanest plan without any change
     pins   plan fields that the user fixed
     """
+    work = estimator.profiler.shared_work
+    if work is not None:  # copies of this process begin with the last ones
+        words = reversed(_missing_permissions(estimator.job))
+        work.restart_copies([partial(_allowing, estimator, least, pins, [word]) for word in words])
     found = [
         Remedy(change, result)
         for change, result in (
@@ -204,20 +209,28 @@ def _more_permissions(estimator: Estimator, least: Estimate, pins: dict[str, Any
     least  the estimate of the leanest plan with the job's own permissions
     pins   plan fields that the user fixed
     """
-    job = estimator.job
-    said = ["bf16"] if job.allow is None else list(job.allow)
-    missing = [
-        word for word in PERMISSIONS if word not in job.allowed and not (word == "fp16" and "bf16" in job.allowed)
-    ]
-    results: list[Estimate] = []
+    missing, results = _missing_permissions(estimator.job), list[Estimate]()
     for words in [[word] for word in missing] + [missing]:
         if len(words) != 1 and (len(missing) < 2 or any(one.fits for one in results)):
             continue
-        allowing = estimator.with_job(job.replace(allow=[*said, *words]), estimator.machine)
-        result = _leanest_with_same_kernels(allowing, least, pins)
+        result = _allowing(estimator, least, pins, words)
         if result is not None:
             results.append(result)
             yield f"allow {', '.join(words)}", result
+
+
+def _missing_permissions(job: Job) -> list[str]:
+    """Return the permissions that the job does not give. fp16 is not among them if the job allows bf16."""
+    return [word for word in PERMISSIONS if word not in job.allowed and not (word == "fp16" and "bf16" in job.allowed)]
+
+
+def _allowing(estimator: Estimator, least: Estimate, pins: dict[str, Any], words: list[str]) -> Estimate | None:
+    """Return the estimate of the leanest plan if the job gave the permissions `words` too, or None if
+    no plan is possible. Other arguments: see `_more_permissions`."""
+    job = estimator.job
+    said = ["bf16"] if job.allow is None else list(job.allow)
+    allowing = estimator.with_job(job.replace(allow=[*said, *words]), estimator.machine)
+    return _leanest_with_same_kernels(allowing, least, pins)
 
 
 def _fewer_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> Iterator[tuple[str, Estimate]]:

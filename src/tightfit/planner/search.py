@@ -218,7 +218,7 @@ def _dry_run_ahead(estimator: Estimator, fitting: list[Estimate], any_micro_batc
     if fastest.fits and not fastest.fits_surely:
         follows = _certain(fastest, [*fitting, *_with_smaller_micro_batches(estimator, fastest, any_micro_batch)])
     if follows:
-        work.restart_copies(1, [partial(first_that_fits, estimator, follows[:1], estimator.job)])
+        work.restart_copies([partial(first_that_fits, estimator, follows[:1], estimator.job)])
 
 
 def _prefer_certain(

@@ -134,6 +134,7 @@ class Profiler:
         dataflow graph. None of them depends on the data.
         """
         other = Profiler(job, self.device)
+        other.shared_work = self.shared_work
         for name in SHARED if job.of_transformers else ():
             setattr(other, name, getattr(self, name))
         return other

@@ -51,6 +51,7 @@ class SharedWork:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._copies: set[int] = set()  # process ids of the copies that this process has started
+        self._count = 0  # of copies that were started first
         self._original = os.getpid()
 
     @property
@@ -116,6 +117,7 @@ class SharedWork:
     def start_copies(self, count: int, pieces: Sequence[Callable[[], object]]) -> None:
         """Start `count` copies of this process, which run the pieces. There are fewer if the system
         permits no more processes."""
+        self._count = self._count or count
         gc.freeze()  # collecting garbage in a copy would copy the memory of this process
         try:
             for _ in range(count):
@@ -125,14 +127,14 @@ class SharedWork:
         finally:
             gc.unfreeze()
 
-    def restart_copies(self, count: int, pieces: Sequence[Callable[[], object]]) -> None:
-        """End all copies, whose work is no longer needed, forget what they had begun, and start `count`
-        copies with other pieces."""
+    def restart_copies(self, pieces: Sequence[Callable[[], object]]) -> None:
+        """End all copies, whose work is no longer needed, forget what they had begun, and start as many
+        copies as before, or one for each piece, with other pieces."""
         self.stop()
         for path in self.folder.glob("*.claim"):
             if not self._is_done(path.stem):
                 path.unlink()
-        self.start_copies(count, pieces)
+        self.start_copies(min(self._count, len(pieces)), pieces)
 
     def _start_copy(self, pieces: Sequence[Callable[[], object]]) -> None:
         """Start a copy of this process that runs those of the pieces that no other copy has claimed,
