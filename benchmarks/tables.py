@@ -638,18 +638,18 @@ predicted from published rates.
 
 def search() -> str:
     rows = [
-        [one["search"], f"{one['seconds']:.1f} s", f"{one['imports_s']:.1f} s", fields(one["plan"])]
+        [one["search"], *(f"{one[key]:.1f} s" for key in ("seconds", "again_s", "imports_s")), fields(one["plan"])]
         for one in read("search")["searches"]
     ]
     return f"""## How long a search takes
 
-Each search ran in a process of its own with an empty cache. Later searches reuse what was traced.
-Imports (torch, its compiler, the model's code) come before the search. On a machine with several cores, copies of the
+Each search ran in a process of its own with an empty cache, and again in another process, which reuses the traces and
+dry runs of the first. Imports (torch, its compiler, the model's code) come before the search. On a machine with several cores, copies of the
 process trace ahead ([decision 9](decisions/0009-limits-of-a-search.md)).
 
 {SOURCES["search"].cite()}
 
-{table(["search", "time", "imports", "plan found"], rows)}"""
+{table(["search", "time", "again", "imports", "plan found"], rows)}"""
 
 
 def distributed() -> str:

@@ -49,6 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
     keep_machine()
 
 
+GPU_TESTS = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note the ids of what `scripts/test --gpu` would run, before pytest leaves them out here."""
+    marks = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
+    config.stash[GPU_TESTS] = [name for name, found in marks.items() if "gpu" in found and "slow" not in found]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Let the worker whose tests start processes go first: it would be the last to end, because its processes wait for a

@@ -23,9 +23,13 @@ LEAST = 150
 
 
 @pytest.fixture(scope="module")
-def collected() -> list[str]:
-    """The ids of what `scripts/test --gpu` runs, as a process of its own collects them."""
+def collected(request: pytest.FixtureRequest) -> list[str]:
+    """The ids of what `scripts/test --gpu` runs. If this run has not collected all tests, a process of
+    its own does."""
     (marks,) = re.findall(r"--gpu\) .*?marks=\"(.*?)\"", (ROOT / "scripts" / "test").read_text())
+    assert marks == "gpu and not slow"
+    if [Path(path).resolve() for path in request.config.args] == [ROOT / "tests"]:
+        return request.config.stash[conftest.GPU_TESTS]
     command = [sys.executable, "-m", "pytest", "-m", marks, "--collect-only", "-q", "-o", "addopts=--strict-markers"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
