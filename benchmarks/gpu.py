@@ -46,9 +46,7 @@ from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER  # noqa: E402
 RECORD = ROOT / "records" / "gpu.json"
 LEAST_S = 12.0  # left of the budget, without which no part is begun
 KEPT_S = 8.0  # of the budget, for what the parent does at the end
-CPU_PATIENCE = (
-    10  # times as long as on a GPU may a part take with --cpu: a processor may be slow, and busy with other work
-)
+CPU_PATIENCE = 10  # with --cpu, a part may take this many times its limit: a processor may be slow or busy
 SAID = 1500  # characters of a part's last output in the record
 UNTIMED = ("tests", "methods")  # parts that run at the same time, because they time nothing
 NEVER_UNPACKED = ("torch", "triton", "nvidia", "cuda")  # the installed ones were built for this driver
