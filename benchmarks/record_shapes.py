@@ -263,6 +263,7 @@ class Search(Measured):
     class One(Shape):
         search: str
         seconds: float
+        again_s: float
         cpu_s: float | None = None
         imports_s: float
         fits: bool = True

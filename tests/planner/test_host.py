@@ -13,6 +13,7 @@ from PIL import Image
 
 import tightfit
 from tests.planner import cases
+from tests.pool import Pool
 from tightfit import tensor_files
 from tightfit.cost.entries import Message
 from tightfit.errors import DoesNotFit
@@ -82,20 +83,27 @@ def test_workers_and_their_prefetched_batches_are_counted(estimator: Estimator) 
     assert busy.host["pinned batches"] == pytest.approx(7 * batch)
 
 
-def test_a_worker_takes_the_predicted_memory() -> None:
-    """The memory that the system counts as the worker's alone, in a run with two workers."""
+def workers_bytes() -> list[int]:
+    """The memory that the system counts as each worker's alone, in a run with two workers."""
     job = tightfit.Job(
         model=cases.job("llama").model,
         data={"synthetic": "tokens", "sequence_length": 16},
         train=tightfit.Train(batch=4, steps=6),
     )
     run = tightfit.build(job, tightfit.Plan(loader_workers=2))
-    before = multiprocessing.active_children()  # the processes other tests keep to run several devices
     seen: list[int] = []
     for result in tightfit.train(run):
         if result.step == 4:
-            workers = [process.pid for process in multiprocessing.active_children() if process not in before]
-            seen = [psutil.Process(pid).memory_full_info().uss for pid in workers]
+            seen = [psutil.Process(process.pid).memory_full_info().uss for process in multiprocessing.active_children()]
+    return seen
+
+
+def test_a_worker_takes_the_predicted_memory() -> None:
+    pool = Pool(1, "spawn")  # with a fork server of its own: that of tests has imported more
+    try:
+        (seen,) = pool.run("tests.planner.test_host:workers_bytes")
+    finally:
+        pool.close()
     assert len(seen) == 2
     assert max(seen) == pytest.approx(WORKER_BYTES, rel=0.25)
 
