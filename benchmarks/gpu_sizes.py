@@ -202,7 +202,7 @@ CPU: dict[str, dict[str, Any]] = {
         "steps": 4,
         "ways": {
             "AdamW": {},
-            "AdamW, 16-bit states": {"states": "bf16"},
+            "AdamW, 16-bit states": {"states": "bf16"},  # a processor updates 8-bit states in parts: traces take long
             "AdamW, offload": {"offload": ["states"], "offload_to": "disk", "update_in_backward": False},
         },
         "trained": ["AdamW", "AdamW, 16-bit states"],

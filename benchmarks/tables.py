@@ -643,7 +643,7 @@ def search() -> str:
     ]
     return f"""## How long a search takes
 
-Each search ran in a process of its own with an empty cache, and again in another process, which reuses the traces and
+Each search ran in a process of its own with an empty cache. It then ran again in another process, with the traces and
 dry runs of the first. Imports (torch, its compiler, the model's code) come before the search. On a machine with several
 cores, copies of the process trace ahead ([decision 9](decisions/0009-limits-of-a-search.md)).
 

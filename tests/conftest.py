@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_logstart(nodeid: str) -> None:
-    """Let the worker whose tests start processes go first: it would be the last to end, because its processes wait for a
-    processor whenever they wait for each other."""
+    """Let the worker whose tests start processes go first. It would be the last to end: its processes also wait for each
+    other."""
     if "PYTEST_XDIST_WORKER" in os.environ and not _SEVERAL.search(nodeid) and os.nice(0) < LESS_URGENT:
         os.nice(LESS_URGENT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,10 +37,12 @@ def made(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> list[tightfit.Plan
     return plans
 
 
-def test_the_same_dry_run_is_made_once(made: list[tightfit.Plan]) -> None:
-    found = dry_run_bytes(JOB, PLAN, "cuda")
-    assert found == dry_run(JOB, PLAN, "cuda").total
-    assert dry_run_bytes(JOB, PLAN, "cuda") == found
+@pytest.mark.parametrize("name", ["llama", "vit", "t5"])
+def test_the_same_dry_run_is_made_once(name: str, made: list[tightfit.Plan]) -> None:
+    job = cases.job(name)
+    found = dry_run_bytes(job, PLAN, "cuda")
+    assert found == dry_run(job, PLAN, "cuda").total
+    assert dry_run_bytes(job, PLAN, "cuda") == found
     assert made == [PLAN]
 
 
@@ -64,8 +67,34 @@ def test_another_dry_run_is_made_anew(
     assert after == dry_run(job, plan, device).total != before
 
 
-def test_a_job_with_its_own_optimizer_is_always_dry_run(made: list[tightfit.Plan]) -> None:
-    job = JOB.replace(train=JOB.train.replace(optimizer=torch.optim.AdamW))
+def test_other_data_of_the_same_shape_are_dry_run_anew(made: list[tightfit.Plan], tmp_path: Path) -> None:
+    """Layers in 8 bits pad text that is not packed, whatever length the first samples have."""
+    (tmp_path / "text.txt").write_text("word " * 4000)
+    text = {"text": str(tmp_path / "text.txt"), "sequence_length": 32}
+    plan = PLAN.replace(float8="tensorwise")
+    jobs = [JOB.replace(allow=["bf16", "float8"], data={**text, **more}) for more in ({}, {"packing": "padded"}, {})]
+    found = [dry_run_bytes(job, plan, "cuda") for job in jobs]
+    assert made == [plan, plan]
+    assert found[0] == found[2]
+
+
+OWN = tightfit.Job(
+    model=lambda: torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2)),
+    data=[(torch.ones(8), 1)] * 64,
+    train=tightfit.Train(batch=8, steps=4),
+)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        OWN,
+        JOB.replace(train=JOB.train.replace(optimizer=torch.optim.AdamW)),
+        JOB.replace(train=JOB.train.replace(schedule=lambda step: 1.0)),
+    ],
+    ids=["model", "optimizer", "schedule"],
+)
+def test_a_job_with_own_code_is_always_dry_run(job: tightfit.Job, made: list[tightfit.Plan]) -> None:
     assert dry_run_bytes(job, PLAN, "cuda") == dry_run_bytes(job, PLAN, "cuda")
     assert made == [PLAN, PLAN]
 

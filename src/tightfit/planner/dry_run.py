@@ -22,7 +22,7 @@ from tightfit._torch.pytree import tree_map_only
 from tightfit.engine.build import build
 from tightfit.engine.step import Step, accumulate, drain, take_step, update
 from tightfit.errors import InputError
-from tightfit.job import Job
+from tightfit.job import DataSpec, Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import loader, optimizer_states
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
@@ -200,8 +200,10 @@ def dry_run_bytes(
     batch = example_batch(job)[0]
     shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape), batch))
     kernels = device == "cuda" and can_generate_kernels()
-    data = shapes, is_padded(batch), str(label_share(job, batch))
-    key = "dry run", model, job.train.content(), plan.content(), data, device, kernels, pipeline_rank
+    spec = job.data.content() if isinstance(job.data, DataSpec) else None
+    data = spec, shapes, is_padded(batch), str(label_share(job, batch))
+    settings = job.train.content(), sorted(job.allowed), plan.content()
+    key = "dry run", model, settings, data, device, kernels, pipeline_rank
     find = partial(cached_number, key, make)
     return int(find() if shared_work is None else shared_work.once(file_name(key), True, find))
 

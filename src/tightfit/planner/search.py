@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from tightfit._torch.compiler import keeping_compilations
@@ -213,12 +212,15 @@ def _dry_run_ahead(estimator: Estimator, fitting: list[Estimate], any_micro_batc
     work = estimator.profiler.shared_work
     if work is None:
         return
-    fastest = estimator.include_allocator(fitting[0])
-    follows = fitting[1:]
-    if fastest.fits and not fastest.fits_surely:
-        follows = _certain(fastest, [*fitting, *_with_smaller_micro_batches(estimator, fastest, any_micro_batch)])
-    if follows:
-        work.restart_copies([partial(first_that_fits, estimator, follows[:1], estimator.job)])
+
+    def dry_run_next() -> None:  # in the copy, so that the estimates here are those of a search alone
+        fastest, following = estimator.include_allocator(fitting[0]), fitting[1:]
+        if fastest.fits and not fastest.fits_surely:
+            smaller = _with_smaller_micro_batches(estimator, fastest, any_micro_batch)
+            following = _certain(fastest, [*fitting, *smaller])
+        first_that_fits(estimator, following[:1], estimator.job)
+
+    work.restart_copies([dry_run_next])
 
 
 def _prefer_certain(

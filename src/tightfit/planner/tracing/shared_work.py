@@ -2,8 +2,8 @@
 
 A search makes one trace of the model after the other, and most of its time is spent there. While it
 runs, copies of this process (fork) run pieces of the same search on processors that would be idle.
-A trace that a copy has made is read from the disk cache, where the search finds it. The result of a
-search does not depend on the copies.
+A trace or dry run that a copy has made is read from the disk cache, where the search finds it. The
+result of a search does not depend on the copies.
 
 The processes claim each trace before they make it, so that no trace is made twice.
 """
@@ -43,7 +43,7 @@ class MadeElsewhere(Exception):
 
 
 class SharedWork:
-    """The traces that processes have claimed and finished, as empty files in a folder.
+    """The traces and dry runs that processes have claimed and finished, as small files in a folder.
 
     folder  has the files
     """
@@ -128,8 +128,8 @@ class SharedWork:
             gc.unfreeze()
 
     def restart_copies(self, pieces: Sequence[Callable[[], object]]) -> None:
-        """End all copies, whose work is no longer needed, forget what they had begun, and start as many
-        copies as before, or one for each piece, with other pieces."""
+        """End all copies, whose work is no longer needed, and start copies with other pieces: as many as
+        before, but at most one for each piece. What the ended copies had begun can be claimed again."""
         self.stop()
         for path in self.folder.glob("*.claim"):
             if not self._is_done(path.stem):
