@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 
 from tightfit.errors import InputError
 from tightfit.machines import ACHIEVED, LINK_ACHIEVED, MEMORY_ACHIEVED, NETWORK_ACHIEVED, USABLE, devices
-from tightfit.machines.gpus import Gpu, estimated_bytes_per_s, estimated_flops_per_s, visible
+from tightfit.machines.gpus import Gpu, estimated_achieved, estimated_bytes_per_s, estimated_flops_per_s, visible
 from tightfit.machines.names import find_named
 from tightfit.machines.shapes import (
     ALIGNMENT,
@@ -640,10 +640,13 @@ def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:
         return Figure(value=value, source="estimated", detail=detail)
 
     flops, (bytes_per_s, of) = estimated_flops_per_s(gpu), estimated_bytes_per_s(gpu)
-    processors = f"{ACHIEVED:.0%} of what {gpu.processors} processors of {gpu.architecture} compute"
+    processors = f"of what {gpu.processors} processors of {gpu.architecture} compute"
+    achieved = {kind: estimated_achieved(gpu, kind) for kind in flops}
     moved = bytes_per_s and figure(MEMORY_ACHIEVED * bytes_per_s, f"{MEMORY_ACHIEVED:.0%} of {of}")
     return machine.replace(
-        matrix_flops_per_s={kind: figure(ACHIEVED * value, processors) for kind, value in flops.items()},
+        matrix_flops_per_s={
+            kind: figure(share * flops[kind], f"{share:.0%} {processors}") for kind, share in achieved.items()
+        },
         memory_bytes_per_s=moved,
     )
 

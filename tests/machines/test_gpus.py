@@ -40,6 +40,41 @@ PEAKS = {  # processors and boost clock as torch says them
     "mi250x": (110, 1.7e9),
     "mi325x": (304, 2.1e9),
     "mi355x": (256, 2.4e9),
+    "v100-pcie-16gb": (80, 1.38e9),
+    "v100s-32gb": (80, 1.597e9),
+    "a40": (84, 1.74e9),
+    "a100-pcie-40gb": (108, 1.41e9),
+    "a800-80gb": (108, 1.41e9),
+    "h800-sxm": (132, 1.98e9),
+    "quadro-rtx-6000": (72, 1.77e9),
+    "titan-rtx": (72, 1.77e9),
+    "rtx-a4000": (48, 1.56e9),
+    "rtx-a5000": (64, 1.695e9),
+    "rtx-4000-ada": (48, 2.175e9),
+    "rtx-4500-ada": (60, 2.58e9),
+    "rtx-5000-ada": (100, 2.55e9),
+    "rtx-2080-ti": (68, 1.545e9),
+    "rtx-3060": (28, 1.777e9),
+    "rtx-3060-ti": (38, 1.665e9),
+    "rtx-3070": (46, 1.725e9),
+    "rtx-3080": (68, 1.71e9),
+    "rtx-3080-ti": (80, 1.665e9),
+    "rtx-3090-ti": (84, 1.86e9),
+    "rtx-4060": (24, 2.46e9),
+    "rtx-4060-ti-8gb": (34, 2.535e9),
+    "rtx-4070": (46, 2.475e9),
+    "rtx-4070-super": (56, 2.475e9),
+    "rtx-4070-ti": (60, 2.61e9),
+    "rtx-4070-ti-super": (66, 2.61e9),
+    "rtx-4080": (76, 2.505e9),
+    "rtx-4080-super": (80, 2.55e9),
+    "rtx-4090-d": (114, 2.52e9),
+    "rtx-5060": (30, 2.497e9),
+    "rtx-5060-ti-8gb": (36, 2.572e9),
+    "rtx-5070": (48, 2.512e9),
+    "rtx-5070-ti": (70, 2.452e9),
+    "mi210": (104, 1.7e9),
+    "mi250": (104, 1.7e9),
 }
 
 
@@ -127,6 +162,23 @@ def test_an_unknown_gpu_is_estimated_and_reported_as_such(host: Host, monkeypatc
     assert {figure.source for figure in figures} == {"estimated"}
     assert found.peak("bf16-mixed") is None  # nobody has printed it
     assert has_fast_bf16(found)
+
+
+def test_an_unknown_geforce_reaches_its_slower_tensor_cores(host: Host) -> None:
+    name = "NVIDIA GeForce RTX 4070 Laptop GPU"
+    host(["nvidia0"], properties(name, (8, 9), multi_processor_count=36, clock_rate=2_175_000))
+    rates = Machine.detect().matrix_flops_per_s
+    # products of 10,240 x 10,240 reached 15.1, 41.2 and 42.0 TFLOP/s on one
+    assert rates["fp32"].value == pytest.approx(0.7 * 20e12, rel=0.02)
+    assert rates["fp16"].value == rates["bf16"].value == pytest.approx(40.1e12, rel=0.02)
+    assert rates["fp16"].detail.startswith("100% of what 36 processors")
+
+
+def test_two_memories_of_one_name_are_the_smaller_by_name(host: Host) -> None:
+    name = "NVIDIA GeForce RTX 4060 Ti"
+    assert Machine.named(name).name == "rtx-4060-ti-8gb"  # a promise that both keep
+    host(["nvidia0"], properties(name, (8, 9), 16 * 2**30))
+    assert Machine.detect().memory_bytes.value == 16 * 2**30
 
 
 def test_a_gpu_of_an_unknown_architecture_is_a_guess(host: Host) -> None:

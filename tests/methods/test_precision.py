@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 import tightfit
 from tests import tiny
-from tightfit.methods.precision import LossScaler
+from tightfit.machine import Machine
+from tightfit.methods.precision import LossScaler, advice
+from tightfit.plan import Plan
 
 
 def optimizer_with(*gradients: float) -> torch.optim.Optimizer:
@@ -122,3 +124,23 @@ def test_layers_and_loss_get_the_plan_s_types(precision: str, types: list[torch.
     (step,) = tightfit.train(run)
     assert run.model.types == types
     assert step.loss > 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "allow", "precision", "hints"),
+    [
+        ("t4", None, "fp32", 1),
+        ("v100-32gb", ["bf16", "offload"], "fp32", 1),
+        ("t4", ["bf16", "fp16"], "fp16-mixed", 0),
+        ("t4", ["bf16", "fp16"], "fp32", 0),  # the user chose it
+        ("t4", [], "fp32", 0),  # the user wants fp32
+        ("a100-80gb", None, "fp32", 0),  # bf16 is allowed, and fast
+    ],
+)
+def test_a_gpu_without_bf16_gets_the_advice_of_fp16(
+    machine: str, allow: list[str] | None, precision: str, hints: int
+) -> None:
+    job = tiny.job().replace(allow=allow)
+    said = advice(Plan(precision=precision), job, Machine.named(machine))
+    assert len(said) == hints
+    assert all("add fp16 to `allow`" in hint and "times as fast" in hint for hint in said)

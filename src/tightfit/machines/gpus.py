@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tightfit.machines import ACHIEVED, GEFORCE_ACHIEVED
+
 DRIVER = Path("/proc/driver/nvidia")
 DEVICES = Path("/dev")
 SIGNS = (  # names in /dev that show a GPU
@@ -206,6 +208,14 @@ def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:
     whole = gpu.processors * (gpu.clock_hz or generation.clock_hz)
     share = generation.geforce_share if "GeForce" in gpu.name else 1.0
     return {kind: whole * flops * (1.0 if kind == "fp32" else share) for kind, flops in generation.flops.items()}
+
+
+def estimated_achieved(gpu: Gpu, kind: str) -> float:
+    """Return the share of the estimated peak that large matrix products of the dtype `kind` are
+    assumed to reach."""
+    generation = GENERATIONS.get(gpu.architecture)
+    halved = generation is not None and generation.geforce_share < 1 and "GeForce" in gpu.name and kind != "fp32"
+    return GEFORCE_ACHIEVED if halved else ACHIEVED
 
 
 def estimated_bytes_per_s(gpu: Gpu) -> tuple[float | None, str]:

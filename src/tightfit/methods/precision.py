@@ -77,6 +77,18 @@ def defaults(job: Job, machine: Machine) -> Iterator[Default]:
         yield Default("precision", "tf32", "this machine multiplies tf32 faster, and the job allows it")
 
 
+def advice(plan: Plan, job: Job, machine: Machine) -> list[str]:
+    """Return a hint if the job allows bf16, which the machine does not multiply fast, and not fp16,
+    which it does: older GPUs have only fp16. Else return an empty list."""
+    if plan.precision not in ("fp32", "tf32") or "bf16" not in job.allowed or "fp16" in job.allowed:
+        return []
+    if has_fast_bf16(machine) or not has_fast_fp16(machine):
+        return []
+    rates = {kind: figure.value for kind, figure in machine.matrix_flops_per_s.items()}
+    faster = f", whose matrix products are {rates['fp16'] / rates[plan.precision]:.1f} times as fast" if rates else ""
+    return [f"precision is {plan.precision}: this device has no fast bf16; add fp16 to `allow` to use its fp16{faster}"]
+
+
 def candidates(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
     """Return the values of `precision` that search tries: that of the plan `start` and, in some
     cases, bf16-true.

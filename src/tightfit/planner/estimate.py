@@ -25,7 +25,7 @@ from tightfit.cost.remembered import remembered
 from tightfit.distributed.nccl import communicator_bytes
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.methods import METHODS, float8, microbatch
+from tightfit.methods import METHODS, float8, microbatch, precision
 from tightfit.methods.compile import pays_to_compile
 from tightfit.models.nf4 import element_count
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
@@ -263,11 +263,13 @@ class Estimate:
 
         - Which model dimensions and micro-batches would fill the hardware's tiles. There is no such
           hint for plans with tensor parallelism, which shards the layers.
+        - That the device has fast fp16, which the job does not allow, and no fast bf16.
         - What the machine lacks for torch.compile.
         - Which package is missing for float8, if the job allows float8.
         - Which options the search could not consider, because they cannot be predicted.
         """
         hints = [] if self.plan.tp > 1 else microbatch.advice(self.ledger, self.machine.device)
+        hints += precision.advice(self.plan, self.job, self.machine)
         lacking = missing_for_compile(self.machine) if self.plan.compile == "none" and pays_to_compile(self.job) else ""
         if lacking:
             hints.append(f"compile is none: torch.compile needs {lacking}")

@@ -145,7 +145,7 @@ def train_command(
         )
         with never_silent(say, "predicting plans"):
             predicted, chosen, reasons = decide(job, machine, kept, say)
-        announce(say, job, chosen, reasons)
+        announce(say, job, chosen, reasons, machine)
         from tightfit.distributed.processes import check_world
 
         check_world(chosen)
@@ -389,13 +389,15 @@ def check_out(out: Path, resume: bool) -> None:
         )
 
 
-def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str, str]) -> None:
+def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str, str], machine: Machine) -> None:
     """Print the plan, the reason for each field that tightfit chose, and the changes of numerics
-    that the plan makes.
+    that the plan makes, or that would make use of the machine's fp16.
 
     say      prints a line
     reasons  the reason for each chosen plan field, by name
     """
+    from tightfit.methods import precision
+
     say("plan     " + (", ".join(f"{name}={value}" for name, value in plan.differences().items()) or "reference"))
     for name, reason in reasons.items():
         say(f"           {name}={getattr(plan, name)}: {reason}")
@@ -403,6 +405,8 @@ def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str
     if changed:
         why = "the default of `allow`; write allow: [] to keep fp32" if job.allow is None else "as the job allows"
         say(f"         changes numerics: {', '.join(changed)} ({why})")
+    for hint in precision.advice(plan, job, machine):
+        say(f"advice   {hint}")
 
 
 def summary(record: dict[str, Any], out: Path) -> str:
@@ -485,7 +489,7 @@ def verify_command(
         quiet_transformers(job)
         with never_silent(say, "predicting plans"):
             _, chosen, reasons = decide(job, machine, pins, say)
-        announce(say, job, chosen, reasons)
+        announce(say, job, chosen, reasons, machine)
         from tightfit.distributed.processes import check_world
 
         check_world(chosen)
