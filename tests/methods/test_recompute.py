@@ -19,8 +19,9 @@ from tightfit.machine import Machine
 from tightfit.methods.recompute import recomputed_blocks
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimator
-from tightfit.planner.search import estimate_candidates, search
+from tightfit.planner.search import search
 from tightfit.planner.tracing.live_storages import track_peak
+from tightfit.planner.variants import estimate_candidates
 from tightfit.runtime.run import Run
 
 LAYERS, WIDTH, BATCH = 9, 16, 32

@@ -14,8 +14,8 @@ import tightfit
 from tests.planner import cases
 from tightfit.errors import InputError
 from tightfit.machine import Machine
+from tightfit.planner import certainty
 from tightfit.planner import dry_run as dry_runs
-from tightfit.planner import search as searching
 from tightfit.planner.dry_run import dry_run, dry_run_bytes
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.tracing.shared_work import shared_work
@@ -119,12 +119,12 @@ def test_a_copy_makes_the_next_dry_run(
     estimator = Estimator(JOB, Machine.named("a100-80gb"))
     plans = [PLAN, PLAN.replace(micro_batch=4), PLAN.replace(micro_batch=1)]
     fitting = [estimator.estimate(plan) for plan in plans]
-    monkeypatch.setattr(searching, "WORTH_OF_CERTAINTY", 100.0)
+    monkeypatch.setattr(certainty, "WORTH_OF_CERTAINTY", 100.0)
     monkeypatch.setattr(type(fitting[0]), "fits_surely", property(lambda one: one.plan == plans[2] or not unsure))
     with shared_work() as estimator.profiler.shared_work:
         work = estimator.profiler.shared_work
         work.start_copies(1, [])
-        searching._dry_run_ahead(estimator, fitting, any_micro_batch=False)
+        certainty._dry_run_ahead(estimator, fitting, any_micro_batch=False)
         end = time.monotonic() + 60
         while not list(work.folder.glob("*.done")):
             assert time.monotonic() < end

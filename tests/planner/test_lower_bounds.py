@@ -13,7 +13,7 @@ from tightfit.cost.entries import with_fp32_gradients
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
-from tightfit.planner import search as searching
+from tightfit.planner import parallel_plans
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.leanest import surely_exceeds_memory
 from tightfit.planner.micro_batches import search_micro_batch
@@ -151,12 +151,14 @@ def test_bf16_weights_are_tried_beside_a_slow_plan(
 ) -> None:
     """In pipelines, which share the traces of other plans; with tensor parallelism only if nothing fitted yet."""
     tried: list[str] = []
-    monkeypatch.setattr(searching, "_candidates_that_may_fit", lambda _, plan, *__: tried.append(plan.precision) or [])
+    monkeypatch.setattr(
+        parallel_plans, "_candidates_that_may_fit", lambda _, plan, *__: tried.append(plan.precision) or []
+    )
     start = tightfit.Plan(precision="bf16-mixed", pp=2, tp=tp, dp_replicate=4 // tp, micro_batch=1)
-    searching._by_precision(estimator, start, {}, 10.0)
+    parallel_plans._by_precision(estimator, start, {}, 10.0)
     assert tried == ["bf16-mixed", "bf16-true"][: 2 if tp == 1 else 1]
     tried.clear()
-    searching._by_precision(estimator, start, {}, math.inf)
+    parallel_plans._by_precision(estimator, start, {}, math.inf)
     assert tried == ["bf16-mixed", "bf16-true"]
 
 

@@ -18,7 +18,8 @@ from tightfit.parallel.gradient_buckets import BUCKET_BYTES, MIN_BYTES_PER_DEVIC
 from tightfit.planner.candidates import candidates
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimator, estimated_ledger
-from tightfit.planner.search import estimate_candidates, search, search_or_estimate
+from tightfit.planner.search import search, search_or_estimate
+from tightfit.planner.variants import estimate_candidates
 
 LLAMA = {
     "architecture": "llama",

@@ -78,6 +78,27 @@ def test_the_process_waits_for_what_a_copy_makes(work: SharedWork, tmp_path: Pat
     assert int(work.once("a", True, make)) != os.getpid()
 
 
+def test_a_process_that_would_wait_makes_other_results(work: SharedWork, tmp_path: Path) -> None:
+    wanted, made = tmp_path / "wanted", []
+
+    def fails() -> None:
+        made.append("refused")
+        raise InputError("asked", "found", "change")
+
+    def last() -> None:
+        made.append("made")
+        wanted.touch()
+        until((tmp_path / "a.done").exists)
+
+    work.start_copies(1, [lambda: work.once("a", True, lambda: until(wanted.exists))])
+    until((tmp_path / "a.claim").exists)
+    assert work.claim("claimed")
+    others = {"claimed": fails, "refused": fails, "made": last, "not needed": fails}
+    work.once("a", True, lambda: None, others.items())
+    assert made == ["refused", "made"]  # and none after "a" was done
+    assert work.claim("not needed")
+
+
 def test_what_a_killed_copy_had_claimed_is_made_here(work: SharedWork, tmp_path: Path) -> None:
     work.start_copies(1, [lambda: work.once("a", True, lambda: time.sleep(600))])
     until(lambda: (tmp_path / "a.claim").exists() and (tmp_path / "a.claim").read_text() != "")
@@ -95,6 +116,19 @@ def test_a_copy_does_not_wait_for_slow_work(work: SharedWork, tmp_path: Path) ->
     assert work.claim("slow")
     work.start_copies(1, [other])
     until((tmp_path / "went on").exists)
+
+
+def test_a_copy_makes_other_results_before_it_goes_on(work: SharedWork, tmp_path: Path) -> None:
+    def other() -> None:
+        try:
+            work.once("slow", True, lambda: None, [("other", (tmp_path / "other").touch)])
+        except MadeElsewhere:
+            (tmp_path / "went on").touch()
+
+    assert work.claim("slow")
+    work.start_copies(1, [other])
+    until((tmp_path / "went on").exists)
+    assert (tmp_path / "other").exists()
 
 
 def test_other_copies_make_what_ended_ones_had_begun(work: SharedWork, tmp_path: Path) -> None:

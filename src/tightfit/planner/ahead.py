@@ -16,39 +16,35 @@ from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimator
 from tightfit.planner.leanest import leanest, offloads
+from tightfit.planner.parallel_plans import estimate_degrees
 from tightfit.planner.parallelism import by_lower_bound, limited_to_batch
 from tightfit.planner.tracing.cache import cache_key, is_writable
 from tightfit.planner.tracing.shared_work import copy_count, shared_work
+from tightfit.planner.variants import estimate_candidates
 
 MOST_DEGREES = 6  # combinations of tp, pp and cp that are tried ahead
 
-Estimates = Callable[..., list[Estimate]]
-
 
 @contextmanager
-def tracing_ahead(
-    estimator: Estimator, pins: dict[str, Any], of_candidates: Estimates, of_degrees: Estimates
-) -> Iterator[None]:
+def tracing_ahead(estimator: Estimator, pins: dict[str, Any]) -> Iterator[None]:
     """Return a context manager inside which copies of this process make the traces that a search will
     probably need.
 
-    pins           plan fields that the user fixed
-    of_candidates  estimates the variants of a plan
-    of_degrees     estimates the plans with given degrees of parallelism
+    pins  plan fields that the user fixed
 
     There are no copies if the job's traces are not stored in the disk cache. Raises InputError if no plan
     with these pins is possible.
     """
     start, _ = complete(estimator.job, limited_to_batch(estimator.machine, estimator.job, pins), pins)
-    pieces = _pieces(estimator, start, pins, of_candidates, of_degrees)
+    pieces = _pieces(estimator, start, pins)
     count = copy_count(len(pieces)) if cache_key(estimator.job) is not None and is_writable() else 0
     if not count:
         yield
         return
     profiler = estimator.profiler
-    with shared_work() as profiler.shared_work:
+    with shared_work("micro_batch" not in pins) as profiler.shared_work:
         try:
             profiler.shared_work.start_copies(count, pieces)
             yield
@@ -56,9 +52,7 @@ def tracing_ahead(
             profiler.shared_work = None
 
 
-def _pieces(
-    estimator: Estimator, start: Plan, pins: dict[str, Any], of_candidates: Estimates, of_degrees: Estimates
-) -> list[Callable[[], object]]:
+def _pieces(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Callable[[], object]]:
     """Return the pieces of the search, those first that it will need first: the plan with the default
     kernels, the next degrees of parallelism, bf16 parameters, offload from its second combination on,
     and the leanest plan."""
@@ -66,29 +60,29 @@ def _pieces(
     found: list[Callable[[], object]] = [] if start.compile == "model" else [partial(estimator.estimate, start)]
     machine = estimator.machine
     if machine.devices_per_node * machine.nodes > 1:
-        found += [partial(_degrees, estimator, start, pins, of_degrees, place) for place in range(1, MOST_DEGREES)]
+        found += [partial(_degrees, estimator, start, pins, place) for place in range(1, MOST_DEGREES)]
     narrow = start.replace(precision="bf16-true", rounding=rounding_of(estimator.job))
     if "precision" not in pins and is_legal(narrow, estimator.job, machine.device):
-        found.append(partial(_narrow, estimator, narrow, {**pins, "precision": "bf16-true"}, of_candidates))
+        found.append(partial(_narrow, estimator, narrow, {**pins, "precision": "bf16-true"}))
     for where in offloads(estimator, pins)[2:]:  # the search itself begins with the first one
-        found.append(partial(of_candidates, estimator, start.replace(**where), {**pins, **where}))
+        found.append(partial(estimate_candidates, estimator, start.replace(**where), {**pins, **where}))
     return [*found, partial(leanest, estimator, start, pins)]
 
 
-def _narrow(estimator: Estimator, start: Plan, pins: dict[str, Any], of_candidates: Estimates) -> None:
+def _narrow(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> None:
     """Estimate the variants of `start`, which has bf16 parameters, and the same plan with master weights:
     its compiled regions are the same, and a process compiles them once."""
-    of_candidates(estimator, start, pins)
+    estimate_candidates(estimator, start, pins)
     masters = start.replace(master_weights=True, rounding="nearest")
     if is_legal(masters, estimator.job, estimator.machine.device):
         estimator.estimate(masters)
 
 
-def _degrees(estimator: Estimator, start: Plan, pins: dict[str, Any], of_degrees: Estimates, place: int) -> None:
+def _degrees(estimator: Estimator, start: Plan, pins: dict[str, Any], place: int) -> None:
     """Estimate the plans with the degrees at `place` of those that the search tries, in its order."""
     in_order = by_lower_bound(estimator, start, pins)
     if place < len(in_order):
-        of_degrees(estimator, start, pins, in_order[place][1], math.inf)
+        estimate_degrees(estimator, start, pins, in_order[place][1], math.inf)
 
 
 __all__ = ["tracing_ahead"]

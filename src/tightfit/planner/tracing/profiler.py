@@ -13,9 +13,10 @@ with 16 samples.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,27 @@ SHARED = (  # attributes of a Profiler that are the same for any data
     "_mode", "_models", "_tensor_parallel_models", "_repeated", "_updates", "_parameters", "_known_parameters", "_dataflow",
     "_refused", "_segments_tried", "_segments_refused", "_clippings",
 )  # fmt: skip
+
+
+class _TraceKey(NamedTuple):
+    """The options of a plan by which traces differ, beside the number of samples.
+
+    operations     values of the plan fields that decide which operations run
+    filled         whether inputs are padded for float8
+    again          value of `recompute`, if it changes the trace of the forward; else "none"
+    training       True: forward and backward; False: the forward of an evaluation
+    is_part        whether the samples do not fill a chunk of the chunked loss
+    layout         degrees and kinds of tensor and context parallelism
+    narrow         whether weights are gathered in a narrower type
+    """
+
+    operations: tuple[Any, ...]
+    filled: bool
+    again: str
+    training: bool
+    is_part: bool
+    layout: tuple[Any, ...]
+    narrow: bool
 
 
 class _RepeatedBlockFailure(Exception):
@@ -252,14 +274,14 @@ class Profiler:
         plan = plan.replace(precision=kind, master_weights=plan.master_weights and training and not gathered)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
         filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
-        key = operations, filled, again, training, micro_batch < whole, layout, narrow
+        key = _TraceKey(operations, filled, again, training, micro_batch < whole, layout, narrow)
         traced = self._traced.setdefault(key, {})
         if sizes is None:
             sizes = self._sizes_to_trace(traced, micro_batch, whole)
         for pair in (sizes, (micro_batch, micro_batch)):
             for samples in pair:
                 if samples not in traced:
-                    found = self._cached_trace(key, plan, samples, training)
+                    found = self._cached_trace(key, plan, samples, self._sizes_ahead(plan, samples, whole))
                     # one tuple for all traces, by which tables that are computed from it are remembered
                     known = self._known_parameters.setdefault(found.parameters, found.parameters)
                     traced[samples] = replace(found, parameters=known)
@@ -289,7 +311,25 @@ class Profiler:
             return pair[0], pair[-1]
         return micro_batch, micro_batch
 
-    def _fit_two_traces(self, key: Any, traced: dict[int, RecordedStep], small: int, large: int) -> RecordedStep | None:
+    def _sizes_ahead(self, plan: Plan, samples: int, whole: int) -> dict[int, bool]:
+        """Return the other sizes of micro-batches that a search for the largest one will probably need
+        traces of: size -> whether it is less than a chunk of the loss. They are the sizes that are
+        never interpolated, and the smallest one from which others are.
+
+        samples, whole  samples in the trace that is needed now, and in one chunk of the loss
+
+        There are none for 16-bit weights: the process that has traced a size traces it fast with master
+        weights, too, because the compiled code is the same.
+        """
+        work = self.shared_work
+        if work is None or not work.any_micro_batch or plan.is_true or samples >= plan.share_of(self.job.train.batch):
+            return {}
+        chunk = max(whole, 1)
+        return {size: size < whole for size in (2 * chunk, chunk, 1) if size != samples}
+
+    def _fit_two_traces(
+        self, key: _TraceKey, traced: dict[int, RecordedStep], small: int, large: int
+    ) -> RecordedStep | None:
         if (key, small, large) not in self._fitted_steps:
             one, other = traced[small], traced[large]
             segments = fit_batch_scaling(one.segments, other.segments, (small, large))
@@ -308,34 +348,41 @@ class Profiler:
         taken = loss.computed_rows(self.labelled, self.tokens, 1) or self.tokens
         return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
 
-    def _cached_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> RecordedStep:
+    def _cached_trace(self, key: _TraceKey, plan: Plan, samples: int, ahead: dict[int, bool]) -> RecordedStep:
         """Return a trace of one micro-batch. If the same trace was made before, read it from the
         disk cache.
 
-        key       the options of the plan that need a trace of their own
-        samples   number of samples in the micro-batch
-        training  True: forward and backward; False: the forward of an evaluation
+        samples  number of samples in the micro-batch
+        ahead    other numbers of samples, which are traced while another process makes this trace:
+                 number -> whether it is less than a chunk of the loss
         """
-        again = key[2]
-        if again in self._refused:  # no longer found once the compiled blocks are known
-            raise self._refused[again]
+        if key.again in self._refused:  # no longer found once the compiled blocks are known
+            raise self._refused[key.again]
         try:
-            return self._read_or_trace(key, plan, samples, training)
+            return self._read_or_trace(key, plan, samples, ahead)
         except InputError as error:
-            if again == "attention":
-                self._refused[again] = error
+            if key.again == "attention":
+                self._refused[key.again] = error
             raise
 
-    def _read_or_trace(self, key: Any, plan: Plan, samples: int, training: bool) -> RecordedStep:
+    def _read_or_trace(self, key: _TraceKey, plan: Plan, samples: int, ahead: dict[int, bool]) -> RecordedStep:
+        name, make = self._named_trace(key, plan, samples)
+        if self.shared_work is None or name is None:
+            return make()
+        others = (self._named_trace(key._replace(is_part=is_part), plan, size) for size, is_part in ahead.items())
+        return self.shared_work.once(name, plan.compile != "none", make, others)
+
+    def _named_trace(self, key: _TraceKey, plan: Plan, samples: int) -> tuple[str | None, Callable[[], RecordedStep]]:
+        """Return (name, function) of a trace: its name in the disk cache, which is None if it is not
+        stored there, and a function that reads the trace or makes it."""
         model = cache_key(self.job)
+        if model is None:
+            return None, partial(self._trace, plan, samples, key.training)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
         kernels = self.device == "cuda" and can_generate_kernels()
         imbalance = self.job.train.expert_imbalance
         what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples, imbalance)
-        make = partial(cached, None if model is None else what, lambda: self._trace(plan, samples, training))
-        if self.shared_work is None or model is None:
-            return make()
-        return self.shared_work.once(file_name(what), plan.compile != "none", make)
+        return file_name(what), partial(cached, what, partial(self._trace, plan, samples, key.training))
 
     def _trace(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
         before = self._repeated

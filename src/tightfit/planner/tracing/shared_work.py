@@ -5,7 +5,8 @@ runs, copies of this process (fork) run pieces of the same search on processors 
 A trace or dry run that a copy has made is read from the disk cache, where the search finds it. The
 result of a search does not depend on the copies.
 
-The processes claim each trace before they make it, so that no trace is made twice.
+The processes claim each trace before they make it, so that no trace is made twice. A process that
+would wait for a trace makes others in the meantime, which the search will probably need next.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +28,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from tightfit.errors import InputError
 from tightfit.machine import host_memory
 
 MAX_COPIES = 3
@@ -45,11 +47,13 @@ class MadeElsewhere(Exception):
 class SharedWork:
     """The traces and dry runs that processes have claimed and finished, as small files in a folder.
 
-    folder  has the files
+    folder           has the files
+    any_micro_batch  whether the search may choose the micro-batch
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, any_micro_batch: bool = False) -> None:
         self.folder = folder
+        self.any_micro_batch = any_micro_batch
         self._copies: set[int] = set()  # process ids of the copies that this process has started
         self._count = 0  # of copies that were started first
         self._original = os.getpid()
@@ -69,23 +73,39 @@ class SharedWork:
             pass
         return True
 
-    def once(self, name: str, is_slow: bool, make: Callable[[], Result]) -> Result:
+    def once(
+        self,
+        name: str,
+        is_slow: bool,
+        make: Callable[[], Result],
+        ahead: Iterable[tuple[str | None, Callable[[], object]]] = (),
+    ) -> Result:
         """Return `make()`, which stores its result in a cache. If another process is already making
-        it, wait until it is done.
+        it, make other results `ahead` that nobody has claimed, until it is done.
 
         name     identifies the result
-        is_slow  whether it takes long. A copy of the process then raises MadeElsewhere and does not
-                 wait
+        is_slow  whether it takes long. A copy of the process with nothing more to make ahead then
+                 raises MadeElsewhere, and the first process waits
+        ahead    results that will probably be needed next, as (name, function)
 
         A copy ends here if the process that started it has ended.
         """
         if self.is_copy and os.getppid() != self._original:
             os._exit(0)
-        if not self.claim(name):
-            if self.is_copy and is_slow and not self._is_done(name):
-                raise MadeElsewhere
-            self._wait(name)
-            return make()
+        if self.claim(name):
+            return self._make(name, make)
+        for other, make_other in ahead if is_slow else ():
+            if self._is_done(name):
+                break
+            if other is not None and self.claim(other):
+                with suppress(InputError):  # raised again where the result is needed
+                    self._make(other, make_other)
+        if self.is_copy and is_slow and not self._is_done(name):
+            raise MadeElsewhere
+        self._wait(name)
+        return make()
+
+    def _make(self, name: str, make: Callable[[], Result]) -> Result:
         try:
             return make()
         finally:
@@ -195,11 +215,14 @@ def copy_count(pieces: int) -> int:
 
 
 @contextmanager
-def shared_work() -> Iterator[SharedWork]:
+def shared_work(any_micro_batch: bool = False) -> Iterator[SharedWork]:
     """Return a context manager that gives work which this process can share with copies of itself.
-    At the end, it ends the copies."""
+    At the end, it ends the copies.
+
+    any_micro_batch  whether the search may choose the micro-batch
+    """
     folder = Path(tempfile.mkdtemp(prefix="tightfit-"))
-    work = SharedWork(folder)
+    work = SharedWork(folder, any_micro_batch)
     try:
         yield work
     finally:

@@ -1,0 +1,284 @@
+"""Estimate the variants of a plan that may be the fastest.
+
+The variants differ in the options that trade memory for time, such as recompute and the micro-batch.
+Most of them are never estimated, because a bound on their memory or time rules them out.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tightfit.errors import InputError
+from tightfit.parallel.pipeline.stages import stage_ranges
+from tightfit.plan import Plan
+from tightfit.planner.candidates import candidates
+from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.kernels import MIN_COMPILE_SAVING, MIN_KERNEL_SAVING, saves
+from tightfit.planner.micro_batches import MemoryBounds, largest_safe_micro_batch, search_micro_batch
+from tightfit.planner.parallelism import balanced_split
+from tightfit.planner.time_model import BLOCKING
+
+MAX_REFINED = 2  # plans with recompute: full for which fewer recomputed blocks are tried
+MAX_REFINED_MICRO_BATCHES = 3  # for each of them, the largest ones that fit
+# for each of these factors on the tensors' bytes, the fewest recomputed blocks that fit are found
+SPARE_FACTORS = (1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
+SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
+
+
+def estimate_candidates(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float = math.inf
+) -> list[Estimate]:
+    """Return estimates of the variants of `start` that may be the fastest. Variants that cannot be
+    the fastest are skipped:
+
+    - Without a pipeline, a micro-batch smaller than the largest that fits is not faster.
+    - An option that only saves memory is tried only if it permits a larger micro-batch.
+    - A value of recompute is tried only with micro-batches that nearly fit with `recompute: full`,
+      which saves more memory, and only if the same plan without recomputation would be faster than
+      every plan that fits.
+    - With `compile: model`, each value of recompute needs a trace of its own, of the whole model.
+      So it is compared with the largest micro-batch without recomputation.
+    - In a pipeline, ZeRO-2 and ZeRO-3 communicate in every micro-batch. A higher ZeRO stage is
+      therefore never faster than a lower stage that fits.
+    - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
+      Of such plans with the same precision and optimizer states, only one is estimated, so that the
+      user sees why they were rejected. If no plan fits, the leanest of them is estimated.
+
+    start   the plan from which the variants differ in the options that trade memory for time
+    pins    plan fields that the user fixed: the variants keep them
+    best_s  seconds of a step that a plan has to beat
+
+    Raises InputError if the model supports none of the plans.
+    """
+    found: list[Estimate] = []
+    refused: list[InputError] = []
+    ruled_out: dict[Any, list[Plan]] = {}
+    # key: a plan without its micro-batch and data-parallel fields; value: its lowest ZeRO stage
+    # that fits
+    lowest_zero: dict[Plan, int] = {}
+    # key: a plan without its micro-batch and memory-saving options; value: its largest useful
+    # micro-batch
+    largest_useful: dict[Any, int] = {}
+    # the same key; value: seconds of a step with the largest micro-batch, whether it fits or not
+    without_saving_s: dict[Any, float] = {}
+    # key: a plan with recompute: full and without its micro-batch; value: the plan with each useful
+    # micro-batch, the largest first
+    full: dict[Plan, list[Plan]] = {}
+    bounds = MemoryBounds(estimator)
+    for plans in candidates(estimator, start, pins):
+        if estimator.memory_lower_bound(plans[0]) > estimator.limit_bytes:
+            ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
+            continue
+        batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **SAVES_NO_MEMORY)
+        without_zero = plans[0].replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
+        if start.pp > 1 and lowest_zero.get(without_zero, plans[0].zero) < plans[0].zero:
+            continue
+        larger = [plan for plan in plans if plan.micro_batch_of(batch) > largest_useful.get(least, 0)]
+        if larger and start.compile == "model" and without_saving_s.get(least, 0.0) >= fitting_s(estimator, found):
+            continue
+        if larger:
+            try:
+                seen = (
+                    _grow_micro_batch(estimator, larger, best_s, pins)
+                    if start.pp > 1
+                    else search_micro_batch(estimator, larger, bounds, min(best_s, fitting_s(estimator, found)))
+                )
+            except InputError as error:
+                # the model does not support this plan: for example, ZeRO-3 cannot shard a parameter
+                # with one element
+                refused.append(error)
+                continue
+            found += seen
+            if not seen:
+                continue
+            if plans[0].recompute == "full":
+                full[_without_micro_batch(plans[0])] = larger
+            if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
+                lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
+            if plans[0].replace(micro_batch=None) == least:
+                largest_useful[least] = largest_safe_micro_batch(seen, batch)
+                without_saving_s[least] = seen[0].time.step_s
+    if not found and not ruled_out and refused:
+        raise refused[0]
+    if "recompute" not in pins and start.compile != "model":  # there, each number of blocks would need a trace
+        found += _with_fewest_recomputed(estimator, found, full)
+    if any(one.fits for one in found):
+        if start.tp * start.pp * start.cp > 1:  # of many such plans, each would need a trace
+            return found
+        return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
+
+    def how_lean(plan: Plan) -> tuple[float, bool, int]:
+        return (
+            estimator.memory_lower_bound(plan),
+            plan.recompute != "full",
+            plan.micro_batch_of(estimator.job.train.batch),
+        )
+
+    return found + [estimator.estimate(min(plans, key=how_lean)) for plans in ruled_out.values()]
+
+
+def fitting_s(estimator: Estimator, found: list[Estimate]) -> float:
+    """Return the seconds of a step with the fastest plan of the estimates `found` that fits with the
+    allocator's bytes; infinite if none does."""
+    fitting = sorted((one for one in found if one.fits), key=by_time)
+    return next((one.time.step_s for one in fitting if estimator.include_allocator(one).fits), math.inf)
+
+
+def by_time(one: Estimate) -> tuple[float, float]:
+    """Return a sort key that puts the fastest plan first and, of equally fast plans, the one with
+    the smallest peak."""
+    return one.total_s, one.peak_bytes
+
+
+def _with_fewest_recomputed(
+    estimator: Estimator, found: list[Estimate], full: dict[Plan, list[Plan]]
+) -> list[Estimate]:
+    """Return estimates of plans that recompute only as many blocks as necessary: `recompute: first-K`
+    with the smallest K that fits.
+
+    found  estimates; of those that fit with recompute: full, the fastest plans are varied
+    full   plan with recompute: full and without micro-batch -> the plan with each useful micro-batch,
+           the largest first
+
+    The allocator reserves more than the estimates know, so each plan is also returned with the K
+    that fit if the tensors took 1 to 15 % more. The dry run decides among them.
+
+    Example: of 32 blocks, 4 samples fit if 9 blocks are recomputed; if the tensors took 10 % more, 13
+    blocks. Bisection estimates 5 plans for the first number, and 2 or 3 more for the second.
+    """
+    fitting = sorted((one for one in found if one.fits and one.plan.recompute == "full"), key=by_time)
+    by_plan: dict[Plan, list[Estimate]] = {}
+    for one in fitting:
+        by_plan.setdefault(_without_micro_batch(one.plan), []).append(one)
+    more: list[Estimate] = []
+    for base, same in list(by_plan.items())[:MAX_REFINED]:
+        batch, blocks = estimator.job.train.batch, same[0].ledger.blocks
+        largest = max(one.plan.micro_batch_of(batch) for one in same)
+        plans = [plan for plan in full[base] if plan.micro_batch_of(batch) <= largest]
+        if base.pp > 1:  # each has a split of its own
+            plans = sorted((one.plan for one in same), key=lambda plan: -plan.micro_batch_of(batch))
+        for plan in plans[:MAX_REFINED_MICRO_BATCHES]:
+            more += _fewest_recomputed(estimator, plan, max(map(len, stage_ranges(plan, blocks))))
+    return more
+
+
+def _without_micro_batch(plan: Plan) -> Plan:
+    """Return the plan without its micro-batch, and without the split that was balanced for it."""
+    return plan.replace(micro_batch=None, split=None)
+
+
+def _fewest_recomputed(estimator: Estimator, plan: Plan, blocks: int) -> list[Estimate]:
+    """Return the estimates of `plan` with the smallest numbers of recomputed blocks that fit, with and
+    without spare memory for the allocator. All have fewer recomputed blocks than `blocks`, the number
+    of blocks of a pipeline stage or of the model.
+    """
+    known: dict[int, Estimate] = {}
+
+    def needs_more(count: int, factor: float) -> bool:
+        """Return whether more than `count` recomputed blocks are needed to fit."""
+        if count not in known:
+            known[count] = estimator.estimate(plan.replace(recompute=f"first-{count}"))
+        one = known[count]
+        spare = (factor - 1) * (one.peak_bytes - one.peak.rows["runtime"])
+        return not one.fits or one.peak_bytes + one.margin_bytes + spare > one.limit_bytes
+
+    chosen: set[int] = set()
+    for factor in SPARE_FACTORS:
+        least, most = 1, blocks  # the smallest number is one of these
+        while least < most:
+            middle = (least + most) // 2
+            least, most = (middle + 1, most) if needs_more(middle, factor) else (least, middle)
+        chosen.add(least)
+    return [known[count] for count in sorted(chosen) if count < blocks]
+
+
+def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float, pins: dict[str, Any]) -> list[Estimate]:
+    """Return estimates of pipeline plans that differ only in the micro-batch, the smallest first.
+    The stages of each are balanced for its micro-batch, unless the user pinned the split (it is in
+    `pins`). The estimates end with the first plan that
+
+    - does not fit,
+    - is slower than the plan before it,
+    - or after which no larger micro-batch can be faster than both this plan and `best_s` seconds
+      per step.
+
+    plans  sorted from the largest micro-batch to the smallest
+    """
+    found: list[Estimate] = []
+    for plan in reversed(plans):
+        alone = plan.replace(pp=1, virtual_stages=1)
+        split = balanced_split(estimator, alone, {**pins, "virtual_stages": plan.virtual_stages}, plan.pp)
+        found.append(estimator.estimate(plan.replace(**split)))
+        slower = len(found) > 1 and found[-1].total_s >= found[-2].total_s
+        grown_s = _doubled_lower_bound_s(estimator, found[-1])
+        if slower or not found[-1].fits or grown_s >= min(best_s, found[-1].time.step_s):
+            break
+    return found
+
+
+def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
+    """Return a lower bound on the seconds of a step that the pipeline plan of the estimate `one`
+    would take with micro-batches twice as large.
+
+    The bubble grows by the factor by which each micro-batch takes longer. Larger micro-batches save
+    at most
+
+    - all launches,
+    - half of the latency of the messages that forward and backward wait for,
+    - half of the time of all other messages,
+    - the time by which matrix products exceed that of the best shape, because larger products may be
+      faster. If the machine's rates were measured, it is the time of all products.
+    """
+    time = one.time
+    within = [message.latency_s for message in one.ledger.messages if message.name == BLOCKING]
+    others = [
+        message.bytes / message.bytes_per_s + message.latency_s
+        for message in one.ledger.messages
+        if message.name != BLOCKING
+    ]
+    best = 0.0 if one.machine.rates else estimator.bound_model.arithmetic_s(one.ledger)
+    products = time.compute_s - best
+    busy = time.compute_s + time.memory_s
+    longer = max(2 * busy, busy + time.launch_s) / (busy + time.launch_s) - 1
+    return time.step_s + longer * time.bubble_s - time.launch_s - (sum(within) + sum(others)) / 2 - products
+
+
+def with_leaner_kernels(
+    estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
+) -> list[Estimate]:
+    """Return estimates of the variants of `start` that may be the fastest. If the fastest of them
+    does not fit, also estimate the variants with other kernels, which need less memory and are
+    slower.
+
+    pins    plan fields that the user fixed: the variants keep them
+    leaner  the plan fields that select these other kernels, such as {"chunked_loss": 1024}
+    """
+    found = estimate_candidates(estimator, start, pins)
+    fastest = min((one for one in found if one.fits), key=by_time, default=None)
+    if fastest and fastest.plan.precision != start.precision:
+        # the kernels were chosen for another precision, in which they may save more
+        for fields, least in _kernels_to_reconsider(start, pins, leaner):
+            other = estimator.estimate(fastest.plan.replace(**fields))
+            if other.fits and not saves(fastest, other, least):
+                rest = {name: value for name, value in leaner.items() if name not in fields}
+                return with_leaner_kernels(estimator, start.replace(**fields), pins, rest)
+    if leaner and not (found and estimator.include_allocator(min(found, key=by_time)).fits):
+        found += estimate_candidates(estimator, start.replace(**leaner), pins)
+    return found
+
+
+def _kernels_to_reconsider(
+    start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
+) -> list[tuple[dict[str, Any], float]]:
+    """Return pairs (plan fields, share) for the kernels of `start` that take memory or compile time.
+    The plan fields select other kernels. Those of `start` have to save this share of a step's time."""
+    found: list[tuple[dict[str, Any], float]] = []
+    if start.compile != "none" and "compile" not in pins:
+        found.append(({"compile": "none"}, MIN_COMPILE_SAVING))
+    if "chunked_loss" in leaner:
+        found.append(({"chunked_loss": leaner["chunked_loss"]}, MIN_KERNEL_SAVING))
+    return found
+
+
+__all__ = ["by_time", "estimate_candidates", "fitting_s", "with_leaner_kernels"]
