@@ -319,12 +319,14 @@ class Profiler:
         samples, whole  samples in the trace that is needed now, and in one chunk of the loss
 
         There are none for 16-bit weights: the process that has traced a size traces it fast with master
-        weights, too, because the compiled code is the same.
+        weights, too, because the compiled code is the same. There are none beside a single sample, which
+        is the last that a search tries, and beside the whole batch, which is the first.
         """
-        work = self.shared_work
-        if work is None or not work.any_micro_batch or plan.is_true or samples >= plan.share_of(self.job.train.batch):
+        work, chunk = self.shared_work, max(whole, 1)
+        if work is None or not work.any_micro_batch or plan.is_true:
             return {}
-        chunk = max(whole, 1)
+        if not 1 < samples < plan.share_of(self.job.train.batch):
+            return {}
         return {size: size < whole for size in (2 * chunk, chunk, 1) if size != samples}
 
     def _fit_two_traces(
