@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import tightfit
 from tests.data.conftest import make_job
 from tightfit.data import UserStream, open_samples
 from tightfit.errors import InputError, TightfitWarning
@@ -107,7 +108,7 @@ WRONG = [
     (iter([1, 2]), "read only once"),
     ([("a", 1)], "holds a str"),
     ([(None, 1)], "holds a NoneType"),
-    ([torch.zeros(3)], "without a label"),
+    ([torch.zeros(3)], "the default loss needs an input and a label"),
     ([{"pixel_values": torch.zeros(3)}], "no labels"),
     ([{"pixel_values": torch.zeros(3), "labels": 10}], "label 10, but the model knows only the labels 0 to 9"),
     ([(torch.zeros(3), -1)], "label -1"),
@@ -266,3 +267,43 @@ def test_a_dataset_function_is_found_by_name(tmp_path: Path) -> None:
         named("columns")
     with pytest.raises(InputError, match="did you mean 'pairs'"):
         named("pair")
+
+
+class Rows:
+    """Samples of 3 to 5 numbers, with a class or with as many real labels."""
+
+    def __init__(self, **more: Any) -> None:
+        self.more = more
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 3 + index % 3
+        given = {"x": torch.ones(length), "labels": index % 2}
+        return given | {name: make(length) for name, make in self.more.items()}
+
+
+def losses_of_rows(data: Rows) -> list[float]:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 2)
+
+        def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+            return self.layer(x[..., None]).mean(1)
+
+    settings = tightfit.Train(learning_rate=0.1, batch=8, steps=1, trackers=[])
+    return [step.loss for step in tightfit.train(tightfit.build(tightfit.Job(model=Pooled, data=data, train=settings)))]
+
+
+def test_padding_without_a_mask_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:
+    losses_of_rows(Rows(attention_mask=torch.ones))
+    assert not recwarn
+    with pytest.warns(TightfitWarning, match="in the length of x, and have no attention_mask"):
+        losses_of_rows(Rows())
+
+
+def test_real_labels_of_different_lengths_are_refused() -> None:
+    with pytest.raises(InputError, match="padding would be trained on"):
+        losses_of_rows(Rows(labels=torch.rand, attention_mask=torch.ones))

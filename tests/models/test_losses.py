@@ -4,12 +4,15 @@ says what to give."""
 from __future__ import annotations
 
 import re
+import warnings
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.loss import _Loss
 
 import tightfit
 
@@ -24,6 +27,24 @@ class Perceptron(nn.Module):
         return self.out(torch.tanh(self.hidden(x)))
 
 
+class Convolution(nn.Conv2d):
+    def __init__(self) -> None:
+        super().__init__(1, 5, 1)
+
+
+class Conditioned(nn.Module):
+    """Reads the label, as a model does that draws pictures of a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.classes = nn.Linear(5, 5), nn.Embedding(3, 5)
+
+    def forward(self, inputs: Tensor, scale: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        given = self.layer(inputs) if labels is None else self.layer(inputs) + self.classes(labels)
+        return given if scale is None else given * scale[:, None]
+
+
 class UNet(nn.Module):
     """Prints itself in many lines."""
 
@@ -33,6 +54,30 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
+
+
+class Focal(nn.CrossEntropyLoss):
+    """Extends one of torch's losses, and returns a mean whatever `reduction` is."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = functional.cross_entropy(output, target, reduction="none")
+        return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
+
+
+class OwnLoss(_Loss):
+    """Extends only the base class of torch's losses, and has the signature of a loss of the user's."""
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return functional.mse_loss(output, batch[1])
+
+
+class Trained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Parameter(torch.zeros(3))
+
+    def forward(self, output: Tensor, batch: Any) -> Tensor:
+        return functional.mse_loss(output, batch[1] + self.centre)
 
 
 DRAW = torch.Generator().manual_seed(0)
@@ -52,6 +97,8 @@ LOSSES: list[tuple[Any, Tensor]] = [
     (nn.CrossEntropyLoss(), REAL.softmax(1)),
     (nn.MultiLabelSoftMarginLoss(), BITS.float()),
     (nn.MultiMarginLoss(), CLASSES.clamp(min=0)),
+    (partial(functional.cross_entropy, label_smoothing=0.1), CLASSES),
+    (nn.CrossEntropyLoss(), CLASSES.clamp(min=0).to(torch.int32)),
 ]
 
 
@@ -66,6 +113,7 @@ def plain(loss: Any, targets: Tensor, steps: int) -> tuple[list[float], nn.Modul
     for (batch,) in run.data.steps(0, 8 * steps):
         output = model(batch[0])
         target = batch[1].float() if isinstance(made, nn.BCEWithLogitsLoss) else batch[1]
+        target = target.long() if target.dtype == torch.int32 else target
         value = made(output, target)
         optimizer.zero_grad()
         value.backward()
@@ -133,6 +181,33 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         r"divides by the weights(.|\n)*Objective",
     ),
     ("three arguments", {"loss": nn.TripletMarginLoss()}, r"more than an output and a target(.|\n)*def loss"),
+    ("a forward of its own", {"loss": Focal()}, r"a forward of its own(.|\n)*return Focal\(\)\(output, batch\[1\]\)"),
+    ("a trained loss", {"loss": Trained()}, r"has trainable parameters(.|\n)*into the model"),
+    (
+        "three items",
+        {"data": [(x, 0, y) for x, y in zip(INPUTS, CLASSES, strict=True)], "loss": None},
+        r"a tuple of 3 items, and the default loss needs an input and a label",
+    ),
+    (
+        "two targets",
+        {"data": [{"x": x, "labels": y, "target": y} for x, y in zip(INPUTS, REAL, strict=True)]},
+        r"the fields labels and target, so it is not known which",
+    ),
+    (
+        "real numbers as classes",
+        {"data": list(zip(INPUTS, REAL[:, 0], strict=True)), "loss": None},
+        r"type float32, and a cross entropy needs class numbers(.|\n)*MSELoss",
+    ),
+    (
+        "real numbers as classes of a loss",
+        {"data": list(zip(INPUTS, REAL[:, 0], strict=True)), "loss": nn.CrossEntropyLoss()},
+        r"loss=CrossEntropyLoss: labels have the type float32",
+    ),
+    (
+        "as many classes as columns",
+        {"model": Convolution, "data": [(torch.ones(1, 5, 5), torch.ones(5, 5).long())] * 24, "loss": None},
+        r"shape \(8, 5, 5, 5\) for labels of shape \(8, 5, 5\)(.|\n)*classes in dim 1",
+    ),
     ("another shape", {"model": lambda: Perceptron(1)}, r"shape \(8, 1\), and the targets have shape \(8, 3\)"),
     (
         "an objective without a graph",
@@ -149,3 +224,61 @@ def test_losses_that_cannot_be_trained_are_refused_clearly(fields: dict[str, Any
             pass
     assert len(re.findall(r"\n", str(raised.value))) <= 2
     assert len(str(raised.value)) < 500
+
+
+def losses_of(plan: dict[str, Any], **fields: Any) -> list[float]:
+    return [step.loss for step in tightfit.train(tightfit.build(job_of(**fields), tightfit.Plan(**plan)))]
+
+
+def test_a_loss_of_its_own_class_is_a_mean_over_samples() -> None:
+    expected = losses_of({}, loss=nn.MSELoss())
+    assert losses_of({"micro_batch": 2}, loss=OwnLoss()) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("plan", [{}, {"compile": "model"}], ids=["eager", "compiled"])
+def test_a_model_gets_the_labels_that_its_forward_takes(plan: dict[str, Any]) -> None:
+    """And every other field that it takes beside `inputs`."""
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return functional.mse_loss(output, batch["noise"])
+
+    classes = CLASSES.clamp(min=0)
+    noise = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
+    rows = zip(INPUTS, noise, classes, strict=True)
+    data = [{"inputs": x, "scale": 2.0, "noise": one, "labels": label} for x, one, label in rows]
+    run = tightfit.build(job_of(loss, model=Conditioned, data=data), tightfit.Plan(**plan))
+    (batch,) = next(run.data.steps(0, 8))
+    output = Conditioned()(batch["inputs"], batch["scale"].float(), batch["labels"])
+    assert next(iter(tightfit.train(run))).loss == pytest.approx(loss(output, batch).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_targets_are_not_rounded_to_16_bits(precision: str) -> None:
+    """A bf16 number near 100.3 is 100.5."""
+    targets = torch.full((24, 3), 100.3)
+    found = losses_of({"precision": precision}, loss=nn.MSELoss(), targets=targets, allow=["bf16", "nearest-rounding"])
+    assert found[0] == pytest.approx(losses_of({}, loss=nn.MSELoss(), targets=targets)[0], rel=3e-4)  # 100.5: 4e-3
+    seen: list[Tensor] = []
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        seen.append(batch[1])
+        return functional.mse_loss(output.float(), batch[1])
+
+    losses_of({"precision": precision}, loss=loss, targets=targets, allow=["bf16", "nearest-rounding"])
+    assert {float(one.unique()) for one in seen} == {float(torch.tensor(100.3))}
+
+
+class Positions(Perceptron):
+    def __init__(self, many: int) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.arange(float(many)))
+
+
+@pytest.mark.parametrize(("many", "warned"), [(300, 1), (200, 0)])
+def test_positions_that_16_bits_round_are_warned_of(many: int, warned: int) -> None:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        plan = tightfit.Plan(precision="bf16-true", rounding="kahan")
+        tightfit.build(job_of(nn.MSELoss(), model=lambda: Positions(many), allow=["bf16"]), plan)
+    said = [str(one.message) for one in seen if "the buffer places holds numbers of 256 or more" in str(one.message)]
+    assert len(said) == warned

@@ -125,11 +125,31 @@ def check_labelled(sample: Any, model: ModelInput) -> None:
             f"samples are a {type(sample).__name__}, and a {model.task} model takes named fields",
             "let samples be dicts with input_ids and labels, or, for (input, target) samples, give the job a loss",
         )
-    elif not isinstance(sample, tuple) or len(sample) < 2:
+    elif not isinstance(sample, tuple) or len(sample) != 2:
+        items = f" of {len(sample)} items" if isinstance(sample, tuple) else ""
         raise InputError(
             "data",
-            f"samples are a {type(sample).__name__} without a label",
-            "let samples be (input, label), or give the job a loss",
+            f"samples are a {type(sample).__name__}{items}, and the default loss needs an input and a label",
+            "let samples be (input, label), or dicts with a field named labels, or give the job a loss",
+        )
+
+
+def warn_unmasked(samples: list[Any]) -> None:
+    """Issue a TightfitWarning if samples are dicts whose rows (1-D tensors) differ in length, and they
+    have neither an attention mask nor input_ids, for which one is made. The model then cannot tell
+    the padding from the samples, and a row's padding depends on the other samples of its
+    micro-batch."""
+    if not isinstance(samples[0], dict) or {"attention_mask", "input_ids"} & samples[0].keys():
+        return
+    rows = {name for name, value in samples[0].items() if isinstance(value, Tensor) and value.dim() == 1}
+    uneven = sorted(name for name in rows if len({len(one[name]) for one in samples if name in one}) > 1)
+    if uneven:
+        warnings.warn(
+            f"samples differ in the length of {', '.join(uneven)}, and have no attention_mask. Shorter ones are padded with "
+            "zeros to the longest of their micro-batch, so losses depend on the size of a micro-batch unless the model ignores "
+            "the padding. Pad the samples to one length, or add a mask that the model uses",
+            TightfitWarning,
+            stacklevel=2,
         )
 
 
@@ -156,7 +176,8 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
 
 def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any]]:
     """Return the samples with their rows (1-D tensors) padded on the right to the longest row of
-    the same field: labels with IGNORED (-100), other fields with 0.
+    the same field: labels with IGNORED (-100), other fields with 0. Raises InputError for labels that
+    are no class numbers, of which none can mean "does not count".
 
     If input_ids were padded and the samples have no attention mask, each sample gets one, except
     for causal-lm, which needs none. Example: input_ids of 3 and 5 tokens both become 5 long; the
@@ -170,6 +191,8 @@ def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any
     if "input_ids" in longest and "attention_mask" not in samples[0] and model.task != "causal-lm":
         longest["attention_mask"] = longest["input_ids"]
         samples = [{**sample, "attention_mask": torch.ones_like(sample["input_ids"])} for sample in samples]
+    if "labels" in longest and any(len(sample["labels"]) < longest["labels"] for sample in samples):
+        _refuse_padded_numbers(samples[0]["labels"])
     fills = {name: IGNORED if name == "labels" else 0 for name in longest}
     return [
         sample
@@ -179,6 +202,15 @@ def _pad(samples: list[dict[str, Any]], model: ModelInput) -> list[dict[str, Any
         }
         for sample in samples
     ]
+
+
+def _refuse_padded_numbers(labels: Tensor) -> None:
+    if labels.is_floating_point():
+        raise InputError(
+            "data",
+            "samples differ in the length of labels, which are real numbers, so that padding would be trained on",
+            "pad them in the dataset and add a mask as a field of its own, which your own loss reads",
+        )
 
 
 def _check_ids(batch: Batch, model: ModelInput) -> None:

@@ -17,7 +17,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from tightfit.data.collate import as_tensors, check_labelled, collate, items_in, tensors_in, warn_unshifted
+from tightfit.data.collate import (
+    as_tensors,
+    check_labelled,
+    collate,
+    items_in,
+    tensors_in,
+    warn_unmasked,
+    warn_unshifted,
+)
 from tightfit.data.order import Integers, hash_numbers
 from tightfit.data.rng import GeneratorStates, generators_restored, seed_generators
 from tightfit.data.samples import ModelInput, one_sample
@@ -112,6 +120,7 @@ class UserSamples:
         seen = self._samples(range(count), [0] * count)
         check_labelled(seen[0], model)
         warn_unshifted(seen[0], model)
+        warn_unmasked(seen)
         self.ragged = len({tuple(tensor.shape for tensor in tensors_in(sample)) for sample in seen}) > 1
         self.sample_items = max(map(items_in, seen))
 

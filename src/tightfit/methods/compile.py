@@ -38,7 +38,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
-from tightfit.models.objective import Batch, sample_count
+from tightfit.models.objective import Batch, forward_parameters, sample_count
 from tightfit.plan import Plan
 from tightfit.runtime.fake_compiler import fake_backend
 from tightfit.runtime.method import Default, SearchFacts
@@ -138,6 +138,7 @@ def apply(run: Run, plan: Plan) -> Run:
             block.compile(dynamic=dynamic, backend=backend, mode=mode)
         compiled = run.loss_sum
     else:
+        forward_parameters(run.model)
         compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend, mode=mode)
     compiled = with_cuda_graph(compiled) if graphed else compiled
     if plan.recompute != "none" and active_fake_mode() is None:

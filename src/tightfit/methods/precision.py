@@ -20,27 +20,31 @@ Source  Micikevicius et al. 2018, arXiv:1710.03740 (mixed precision, loss scalin
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from tightfit._torch.fake import FakeTensor
 from tightfit._torch.operations import foreach_mul_, foreach_norm
 from tightfit.capabilities import has_fast_bf16, has_fast_fp16, has_fast_tf32
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import Operation, Segment, Timeline
+from tightfit.errors import TightfitWarning
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.objective import Batch, forward_parameters, map_inputs
 from tightfit.plan import Plan
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
 LARGEST_FP16 = 65504.0
+MOST_LOOKED_AT = 10**7  # elements of a buffer that is searched for numbers that 16 bits round
 
 
 # the operations that use tf32; the kernels of fused attention do not
@@ -171,7 +175,8 @@ def apply(run: Run, plan: Plan) -> Run:
         run = replace(run, loss_sum=autocast(run.loss_sum, run.device.type, dtype))
     elif plan.is_true:
         dtype = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
-        run = replace(run, loss_sum=cast_inputs(run.loss_sum, dtype))
+        warn_of_rounded_counts(run.model, dtype)
+        run = replace(run, loss_sum=cast_inputs(run.loss_sum, dtype, run.model, run.objective.calls_model_itself))
     if plan.precision.startswith("fp16"):
         dynamic = plan.loss_scale == "dynamic"
         value = 2.0**16 if plan.loss_scale == "dynamic" else plan.loss_scale
@@ -197,15 +202,47 @@ def autocast(loss_sum: Callable[[Batch], Tensor], device: str, dtype: torch.dtyp
     return mixed
 
 
-def cast_inputs(loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype) -> Callable[[Batch], Tensor]:
+def cast_inputs(
+    loss_sum: Callable[[Batch], Tensor], dtype: torch.dtype, model: nn.Module, calls_model_itself: bool
+) -> Callable[[Batch], Tensor]:
     """Return a loss function that casts the floating-point tensors of a batch to `dtype` and then
     calls `loss_sum` (batch -> sum of the losses). It is for a model whose weights are in `dtype`.
+    Targets, which only the loss reads, are not cast.
+
+    calls_model_itself  see `Objective`
     """
+    forward_parameters(model)  # before it is compiled
+
+    def narrow(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def true(batch: Batch) -> Tensor:
-        return loss_sum(map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch))
+        return loss_sum(map_inputs(narrow, batch, model, calls_model_itself))
 
     return true
+
+
+def warn_of_rounded_counts(model: nn.Module, dtype: torch.dtype) -> None:
+    """Issue a TightfitWarning if a buffer of the model was created with whole numbers that `dtype`
+    does not have, such as positions up to 511 in bf16, which has only every second whole number
+    from 256 on."""
+    largest = 2 ** (8 if dtype == torch.bfloat16 else 11)
+    for name, buffer in model.named_buffers():
+        if (
+            buffer.dtype != dtype
+            or isinstance(buffer, FakeTensor)
+            or buffer.is_meta
+            or not 1 < buffer.numel() < MOST_LOOKED_AT
+        ):
+            continue
+        if bool((buffer == buffer.round()).all()) and float(buffer.abs().max()) >= largest:
+            warnings.warn(
+                f"the buffer {name} holds numbers of {largest} or more, which are rounded to whole numbers or more coarsely, for "
+                f"with this plan the model is in {str(dtype).removeprefix('torch.')}. Compute them in forward in fp32, register "
+                "them as integers, or use a -mixed precision",
+                TightfitWarning,
+                stacklevel=2,
+            )
 
 
 class LossScaler:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,20 +68,33 @@ def torch_loss(loss: Any) -> TorchLoss | None:
     """Split one of torch's losses into a sum and a count. Return None if `loss` is not one of
     torch's.
 
-    loss: a class (nn.MSELoss), an instance (nn.MSELoss()) or a function (functional.mse_loss).
+    loss: a class (nn.MSELoss), an instance (nn.MSELoss()), a function (functional.mse_loss), or a
+    functools.partial of such a function with keyword arguments. A class of the user's own that
+    extends torch's base class of losses is not one of torch's.
 
     Raises InputError for a loss that is not a mean of independent items (elements, targets or
-    samples). This is a loss whose reduction is not a mean, that has class weights, or that takes
-    more than an output and a target.
+    samples). This is a loss whose reduction is not a mean, that has class weights, that takes more
+    than an output and a target, or that has a forward of the user's own.
     """
+    options: dict[str, Any] = {}
+    if isinstance(loss, partial) and not loss.args:
+        loss, options = loss.func, loss.keywords
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, Loss):
-        loss = kind()
+        loss = kind(**options)
     if not isinstance(loss, Loss):
         return None
     name, reduction = type(loss).__name__, loss.reduction
     if not isinstance(loss, (*_PER_ELEMENT, *_PER_SAMPLE, *_PER_CLASS)):
+        if type(loss).__module__ != nn.MSELoss.__module__:
+            return None
         raise InputError(f"job: loss={name}", "takes more than an output and a target", _CUSTOM_LOSS_FIX)
+    if type(loss).forward.__module__ != nn.MSELoss.__module__:
+        raise InputError(
+            f"job: loss={name}",
+            "extends one of torch's losses with a forward of its own, so its sum over samples is not known",
+            f"{_CUSTOM_LOSS_FIX}; for samples (input, target), def loss(output, batch): return {name}()(output, batch[1])",
+        )
     if reduction not in ("mean", "batchmean"):
         raise InputError(
             f"job: loss={name}(reduction={reduction!r})",
@@ -102,14 +116,20 @@ def _hashable(thing: Any) -> bool:
 
 class _Total:
     """A function (output, target) -> the sum of one of torch's losses over all items (elements,
-    targets or samples) of a micro-batch. It raises InputError if the loss compares element by
-    element, and output and target have different shapes."""
+    targets or samples) of a micro-batch. The loss is computed in fp32 if the output has 16 bits, as
+    under autocast.
+
+    It raises InputError if the loss compares element by element, and output and target have
+    different shapes, or if the loss is one of classes, and the targets are neither class numbers
+    nor probabilities.
+    """
 
     def __init__(self, loss: Any) -> None:
         self.name = type(loss).__name__
         self._loss = copy.copy(loss)
         self._loss.reduction = "sum"
         self._is_per_element = isinstance(loss, _PER_ELEMENT)
+        self._is_per_class = isinstance(loss, _PER_CLASS)
         self._constants = {name: value.tolist() for name, value in loss.named_buffers()}
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
@@ -119,12 +139,33 @@ class _Total:
                 f"the model's output has shape {tuple(output.shape)}, and the targets have shape {tuple(target.shape)}",
                 "give both the same shape; for a model with one output, let the target of each sample have shape (1,)",
             )
+        if output.is_floating_point() and output.dtype.itemsize < 4:
+            output = output.float()
+        if self._is_per_element:
+            target = target.to(output.dtype)
+        elif self._is_per_class and (not target.is_floating_point() or output.shape != target.shape):
+            target = class_numbers(target, f"job: loss={self.name}")
         loss = self._loss
         if self._constants:  # copy them to the device and type of the output
             loss = copy.copy(loss)
             constants = {name: output.new_tensor(one) for name, one in self._constants.items()}
             set_own_buffers(loss, {**own_buffers(loss), **constants})
-        return loss(output, target.to(output.dtype) if self._is_per_element else target)
+        return loss(output, target)
+
+
+def class_numbers(labels: Tensor, asked: str = "data") -> Tensor:
+    """Return labels of any integer type or bool as int64, the type that torch's losses of classes
+    need. Raises InputError for other types.
+
+    asked  what the user asked for: the first part of the InputError's message
+    """
+    if labels.is_floating_point() or labels.is_complex():
+        raise InputError(
+            asked,
+            f"labels have the type {str(labels.dtype).removeprefix('torch.')}, and a cross entropy needs class numbers",
+            "give integers from 0; for a regression set loss to nn.MSELoss(), for several labels to nn.BCEWithLogitsLoss()",
+        )
+    return labels if labels.dtype == torch.int64 else labels.long()
 
 
 def _count_of(loss: Any) -> Callable[[Tensor], int]:
@@ -135,9 +176,9 @@ def _count_of(loss: Any) -> Callable[[Tensor], int]:
     ignored = loss.ignore_index
 
     def count(target: Tensor) -> int:
-        if target.is_floating_point():  # class probabilities, with the classes in dim 1
+        if target.is_floating_point() and target.dim() > 1:  # class probabilities, with the classes in dim 1
             return target.numel() // target.shape[1]
-        return int((target != ignored).sum())
+        return int((class_numbers(target, f"job: loss={type(loss).__name__}") != ignored).sum())
 
     return count
 
@@ -162,4 +203,4 @@ def explain_errors(call: Callable[[], Tensor], asked: str, fix: str) -> Tensor:
         raise InputError(asked, f"raised {type(error).__name__}: {message}", fix) from error
 
 
-__all__ = ["TorchLoss", "explain_errors", "torch_loss"]
+__all__ = ["TorchLoss", "class_numbers", "explain_errors", "torch_loss"]

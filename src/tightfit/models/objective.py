@@ -24,12 +24,14 @@ from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.job_sections.model import Task
-from tightfit.models.losses import TorchLoss, explain_errors, torch_loss
+from tightfit.models.losses import TorchLoss, class_numbers, explain_errors, torch_loss
 
 # One batch as the data yields it: usually dict[str, Tensor], else what torch's default_collate
 # returns.
 Batch = Any
+TARGETS = ("labels", "targets", "target")  # names of the field of a batch that one of torch's losses reads
 IGNORED = -100  # the label of a position that does not count in the loss
+_NOTED = "_tightfit_forward_parameters"  # attribute of a model: what `forward_parameters` returned
 LABEL_COUNT_KEY = "tightfit: labelled"  # the key of a batch's LabelCount, once it is on the device
 
 
@@ -72,6 +74,8 @@ class Objective:
              entropy
     targets  batch -> labels of shape (...), IGNORED (-100) where a position does not count; None if
              `logits` is None
+    calls_model_itself  whether `total` may give the model any tensor of a batch; False: it calls the
+             model as `call_model` does
 
     The method that computes the loss in chunks needs `logits` and `targets`; it does not use
     `total`.
@@ -82,6 +86,7 @@ class Objective:
     unit: str = "samples"
     logits: Callable[[nn.Module, Batch], Tensor] | None = None
     targets: Callable[[Batch], Tensor] | None = None
+    calls_model_itself: bool = True
 
 
 def sample_count(batch: Batch) -> int:
@@ -122,6 +127,26 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
     return batch
 
 
+def map_inputs(function: Callable[[Tensor], Tensor], batch: Batch, model: nn.Module, calls_model_itself: bool) -> Batch:
+    """Return a batch with `function` applied to the tensors that the model may read, and not to those
+    that only the loss reads: the target of a pair, and the fields of a dict that `call_model` does not
+    pass to the model.
+
+    calls_model_itself  as in `Objective`. If it is true, only the fields labels, targets and target
+                        of a dict are known to be read by the loss alone
+    """
+    if isinstance(batch, dict):
+        taken = forward_parameters(model)
+        kept = {name for name in batch if name in TARGETS and name not in taken}
+        if "inputs" in batch and not calls_model_itself:
+            kept = {name for name in batch if name != "inputs" and name not in taken}
+        return {name: value if name in kept else map_tensors(function, value) for name, value in batch.items()}
+    if isinstance(batch, list | tuple) and not calls_model_itself:
+        items = [map_tensors(function, batch[0]), *batch[1:]]
+        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
+    return map_tensors(function, batch)
+
+
 def cross_entropy_objective(
     logits: Callable[[nn.Module, Batch], Tensor], targets: Callable[[Batch], Tensor], unit: str
 ) -> Objective:
@@ -129,21 +154,25 @@ def cross_entropy_objective(
     not IGNORED (-100).
 
     logits   (model, batch) -> logits of shape (..., classes)
-    targets  batch -> labels of shape (...)
+    targets  batch -> labels of shape (...), of any integer type or bool
     unit     what a label is for: "tokens" or "samples"
 
     The loss is computed in fp32, whatever the type of the logits. The objective's `total` raises
-    InputError if the model does not return logits for each label, or if a label is not one of the
-    model's classes.
+    InputError if the model does not return logits for each label, if they may be those of images
+    with the classes in dim 1, or if a label is not one of the model's classes.
     """
 
+    def numbers(batch: Batch) -> Tensor:
+        return class_numbers(targets(batch))
+
     def total(model: nn.Module, batch: Batch) -> Tensor:
-        values, labels = logits(model, batch), targets(batch)
-        if values.dim() < 2 or values.shape[:-1].numel() != labels.numel():
+        values, labels = logits(model, batch), numbers(batch)
+        if values.dim() < 2 or values.shape[:-1].numel() != labels.numel() or _has_two_readings(values, labels):
             raise InputError(
                 "job: model",
                 f"returns logits of shape {tuple(values.shape)} for labels of shape {tuple(labels.shape)}",
-                "let the model return logits of shape (*labels.shape, classes), or give the job its own loss",
+                "let the model return logits of shape (*labels.shape, classes), or give the job its own loss, "
+                "such as nn.CrossEntropyLoss() for classes in dim 1",
             )
         try:
             return functional.cross_entropy(
@@ -157,9 +186,16 @@ def cross_entropy_objective(
             ) from error
 
     def count(batch: Batch) -> int:
-        return int((targets(batch) != IGNORED).sum())
+        return int((numbers(batch) != IGNORED).sum())
 
-    return Objective(total, count, unit, logits, targets)
+    return Objective(total, count, unit, logits, numbers, calls_model_itself=False)
+
+
+def _has_two_readings(logits: Tensor, labels: Tensor) -> bool:
+    """Return whether logits of images may have their classes in the last dimension, as this module
+    expects, or in dim 1, as torch does: there are as many classes as the images are wide."""
+    rest = (logits.shape[0], *logits.shape[2:])
+    return logits.dim() >= 4 and labels.shape == logits.shape[:-1] and labels.shape == rest
 
 
 def next_token_targets(batch: Batch) -> Tensor:
@@ -237,6 +273,12 @@ def _class_targets(batch: Batch) -> Tensor:
             f"each batch is {_describe(batch)}, without labels",
             "add the key 'labels' to the samples, or give the job its own loss",
         )
+    if not isinstance(batch, dict) and (isinstance(batch, Tensor) or len(batch) != 2):
+        raise InputError(
+            "data",
+            f"each batch is {_describe(batch)}, so it is not known which of them are the labels",
+            "let samples be (input, label), or dicts with the key 'labels'; or give the job its own loss",
+        )
     return batch["labels"] if isinstance(batch, dict) else batch[1]
 
 
@@ -257,25 +299,30 @@ def objective_of(loss: Any, task: str | None) -> Objective:
     task  the model's task (a key of TASKS); None means classification
 
     A callable must return the mean loss over the samples of `batch`, which is one micro-batch. Its
-    `output` is what the model returns for batch["inputs"] or batch[0]. If the batch is a dict
-    without "inputs", the model is called with every field except "labels". For a mean over anything
-    but samples, such as the tokens that count, give an Objective: the mean of the micro-batches'
-    means would depend on how a batch is split.
+    `output` is what the model returns for batch[0], or for a batch that is a dict as `call_model`
+    calls it. For a mean over anything but samples, such as the tokens that count, give an Objective:
+    the mean of the micro-batches' means would depend on how a batch is split.
 
-    Raises InputError for one of torch's losses that cannot be split into a sum and a count. The
-    objective's `total` raises InputError if the loss is not a scalar tensor or does not require
-    gradients.
+    Raises InputError for one of torch's losses that cannot be split into a sum and a count, and for a
+    loss with trainable parameters. The objective's `total` raises InputError if the loss is not a
+    scalar tensor or does not require gradients.
     """
     if isinstance(loss, Objective):
         return replace(loss, total=partial(_require_graph, loss.total))
     if loss is None:
         return TASKS[task or "classification"]
+    if isinstance(loss, nn.Module) and any(weight.requires_grad for weight in loss.parameters()):
+        raise InputError(
+            f"job: loss={type(loss).__name__}",
+            "has trainable parameters, which only the model's optimizer would train",
+            "put the module into the model, and let forward return what the loss needs",
+        )
     standard = torch_loss(loss)
     if standard is not None:
         return _torch_objective(standard)
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
-        output = _call(model, batch)
+        output = call_model(model, batch)
         value = explain_errors(
             lambda: loss(output, batch),
             "job: loss",
@@ -289,7 +336,7 @@ def objective_of(loss: Any, task: str | None) -> Objective:
             )
         return value * sample_count(batch)
 
-    return Objective(partial(_require_graph, total), sample_count, "samples")
+    return Objective(partial(_require_graph, total), sample_count, "samples", calls_model_itself=False)
 
 
 def _require_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
@@ -311,11 +358,12 @@ def _torch_objective(loss: TorchLoss) -> Objective:
         inputs = batch
         if isinstance(batch, dict):
             inputs = {name: value for name, value in batch.items() if value is not target}
-        output = _logits_of(_call(model, inputs))
+        output = _logits_of(call_model(model, inputs))
         fix = "give targets that this loss accepts for the model's output, or write your own loss: def loss(output, batch)"
         return explain_errors(lambda: loss.total(output, target), "job: loss", fix)
 
-    return Objective(partial(_require_graph, total), lambda batch: loss.count(_target(batch)), "samples")
+    counted = partial(_require_graph, total)
+    return Objective(counted, lambda batch: loss.count(_target(batch)), "samples", calls_model_itself=False)
 
 
 def _target(batch: Batch) -> Tensor:
@@ -323,9 +371,15 @@ def _target(batch: Batch) -> Tensor:
     target if it is a dict, or its second element if it is a pair. Raises InputError if the batch
     has no such tensor."""
     if isinstance(batch, dict):
-        for name in ("labels", "targets", "target"):
-            if isinstance(batch.get(name), Tensor):
-                return batch[name]
+        named = [name for name in TARGETS if isinstance(batch.get(name), Tensor)]
+        if len(named) > 1:
+            raise InputError(
+                "data",
+                f"each batch has the fields {' and '.join(named)}, so it is not known which one is the target",
+                "rename the others; or write your own loss: def loss(output, batch)",
+            )
+        if named:
+            return batch[named[0]]
     elif isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[1]
     raise InputError(
@@ -364,13 +418,37 @@ def _describe(batch: Batch) -> str:
     return f"a {type(batch).__name__}"
 
 
-def _call(model: nn.Module, batch: Batch) -> Any:
+def call_model(model: nn.Module, batch: Batch) -> Any:
+    """Call the model for a loss of the user's own, and return its output. If the batch is a pair or
+    a list, the model gets its first item.
+
+    If the batch is a dict, the model gets every field by name, except `labels`. A module of the
+    user's own also gets `labels` if its forward has a parameter of that name; a model of
+    transformers would compute a loss from them. A dict with the field `inputs` is different: the
+    model gets this field, and by name those of the others that its forward has parameters for.
+
+    Raises InputError if the model's forward does not accept the fields.
+    """
     if not isinstance(batch, dict):
         return model(batch[0] if isinstance(batch, list | tuple) else batch)
+    taken = forward_parameters(model)
+    reads_labels = "labels" in taken and not hasattr(getattr(model, "config", None), "model_type")
+    fields = {name: value for name, value in batch.items() if name != "labels" or reads_labels}
     if "inputs" in batch:
-        return model(batch["inputs"])
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return call_by_name(model, inputs)
+        return model(batch["inputs"], **{name: fields[name] for name in fields if name in taken and name != "inputs"})
+    return call_by_name(model, fields)
+
+
+def forward_parameters(model: nn.Module) -> frozenset[str]:
+    """Return the names of the parameters of the model's forward. They are noted on the model, because
+    compiled code cannot look at a signature: call this function before the model is compiled."""
+    known: frozenset[str] | None = getattr(model, _NOTED, None)
+    if known is None:
+        if torch.compiler.is_compiling():
+            return frozenset()
+        known = frozenset(inspect.signature(model.forward).parameters)
+        setattr(model, _NOTED, known)
+    return known
 
 
 def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
