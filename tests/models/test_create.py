@@ -104,6 +104,13 @@ def test_rotary_keys_of_older_configs_change_a_preset():
     assert model_config(ModelSpec(preset="llama-3-8b", config={"rope_theta": 7.0})).rope_parameters["rope_theta"] == 7.0
 
 
+def test_a_config_key_that_only_the_model_s_code_reads():
+    keys = {"architecture": "qwen3_moe", "config": {"head_dim": 8}}
+    assert model_config(ModelSpec(**keys)).head_dim == 8
+    with pytest.raises(InputError, match=r"model\.head_dim"):
+        model_config(ModelSpec(**{**keys, "architecture": "gpt2"}))
+
+
 @pytest.mark.parametrize(
     ("spec", "asked", "fix"),
     [

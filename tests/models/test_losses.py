@@ -268,6 +268,16 @@ def test_targets_are_not_rounded_to_16_bits(precision: str) -> None:
     assert {float(one.unique()) for one in seen} == {float(torch.tensor(100.3))}
 
 
+def test_a_router_s_loss_is_refused_not_left_out() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 16, "num_key_value_heads": 2}
+    model = {"architecture": "mixtral", **sizes, **experts, "output_router_logits": True}
+    data = {"synthetic": "tokens", "sequence_length": 8}
+    with pytest.raises(tightfit.InputError, match=r"output_router_logits: the model returns a loss of its router"):
+        losses_of({}, model=model, data=data, loss=None)
+    assert losses_of({}, model=model | {"output_router_logits": False}, data=data, loss=None)
+
+
 class Positions(Perceptron):
     def __init__(self, many: int) -> None:
         super().__init__()

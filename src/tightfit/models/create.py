@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.errors import InputError
@@ -365,6 +366,13 @@ def _config_class(architecture: str) -> Any:
     return known[architecture]
 
 
+def _reads_undeclared(kind: Any, key: str) -> bool:
+    """Return whether the code of a model reads a config key that its config class `kind` does not
+    declare. Example: Qwen3-MoE reads `getattr(config, "head_dim", ...)`, and published models set it."""
+    folder = Path(inspect.getfile(kind)).parent
+    return any(f'getattr(config, "{key}"' in path.read_text() for path in folder.glob("modeling_*.py"))
+
+
 def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
     """Return the config keys of a model with their values: those of the spec's preset, overridden
     by those in `spec.config`. Their names are those that the config class uses; for example, GPT-2
@@ -376,7 +384,7 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
     if "rope_parameters" in known:
         known |= _ROPE_KEYS
     for key in spec.config:
-        if key not in known:
+        if key not in known and not _reads_undeclared(kind, key):
             raise InputError(
                 f"job: model.{key}", f"{kind.model_type} has no such config key", nearest(key, sorted(known))
             )

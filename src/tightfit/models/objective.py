@@ -213,7 +213,14 @@ def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Call the model with every field of the batch except its labels, by name, and return the
     logits that it returns."""
     inputs = {name: value for name, value in batch.items() if name not in ("labels", LABEL_COUNT_KEY)}
-    return _logits_of(call_by_name(model, inputs))
+    output = call_by_name(model, inputs)
+    if getattr(output, "aux_loss", None) is not None:
+        raise InputError(
+            "job: model.output_router_logits",
+            "the model returns a loss of its router (aux_loss), which the cross entropy does not contain",
+            "set output_router_logits to false; or, in a model of your own, give the job a loss that adds it",
+        )
+    return _logits_of(output)
 
 
 def _logits_of(output: Any) -> Tensor:
