@@ -46,6 +46,7 @@ from tightfit.plan import Plan
 from tightfit.runtime.attention_core import Found, no_attention, recompute_attention
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.recomputation import ChangingBuffers, recomputed, restore_buffers
+from tightfit.runtime.recomputed_draws import GlobalGenerators
 from tightfit.runtime.recomputed_segments import ending_segments, recompute_segment, refuse_other_uses
 from tightfit.runtime.run import Run, to_device
 
@@ -100,11 +101,12 @@ def apply(run: Run, plan: Plan) -> Run:
             f"{type(run.model).__name__} has no repeated blocks to recompute",
             "name its list of blocks in the job (model: {..., blocks: encoder.layers}), or use recompute: none",
         )
+    generators = GlobalGenerators()
     if plan.recompute == "sqrt":
         segments = make_segments(blocks)
         if active_fake_mode() is None:
             _refuse_other_uses(run, plan, segments)
-        ends = [recompute_segment(segment) for segment in segments]
+        ends = [recompute_segment(segment, generators) for segment in segments]
 
         def loss_sum(batch: Batch) -> Tensor:
             return ending_segments(ends, lambda: run.loss_sum(batch))
@@ -112,7 +114,7 @@ def apply(run: Run, plan: Plan) -> Run:
         return replace(run, loss_sum=loss_sum)
     for number in recomputed_blocks(plan, len(blocks)):
         block = blocks[number]
-        block.forward = recomputed(block.forward, [block], _selective(plan))
+        block.forward = recomputed(block.forward, [block], _selective(plan), generators)
     return run
 
 

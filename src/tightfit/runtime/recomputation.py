@@ -3,8 +3,8 @@ checkpointing).
 
 The method `recompute` wraps blocks in `recomputed`, which calls torch's checkpoint. The second
 forward must compute the same as the first one. So this module undoes, for the second forward, what
-the first one changed: buffers such as BatchNorm's running statistics, and autocast's cached copies
-of weights.
+the first one changed: buffers such as BatchNorm's running statistics, the states of the random
+number generators, and autocast's cached copies of weights.
 """
 
 from __future__ import annotations
@@ -32,39 +32,46 @@ from tightfit._torch.tensors import storage_id, version_of
 from tightfit.cost.recomputed_step import COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS
 from tightfit.errors import InputError
 from tightfit.models.tensors import tensors_in
+from tightfit.runtime.recomputed_draws import GlobalGenerators, SameDraws
 
 Forward = Callable[..., Any]
 SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]  # (module, name, buffer, copy of its values)
 
 
-def recomputed(forward: Forward, modules: list[nn.Module], selective: int = 0) -> Forward:
+def recomputed(
+    forward: Forward, modules: list[nn.Module], selective: int = 0, generators: GlobalGenerators | None = None
+) -> Forward:
     """Return a function that computes the same as `forward`, but saves only its inputs for
     backward. Backward runs `forward` a second time (activation checkpointing).
 
-    forward    the forward of a block or of several blocks
-    modules    the modules that `forward` runs
-    selective  0: save only the inputs. n > 0: also save the output of attention, and of every n-th
-               matrix product or convolution with weights
+    forward     the forward of a block or of several blocks
+    modules     the modules that `forward` runs
+    selective   0: save only the inputs. n > 0: also save the output of attention, and of every n-th
+                matrix product or convolution with weights
+    generators  Python's and NumPy's random number generators. A caller that recomputes several
+                blocks passes the same object for all of them, which saves time
 
-    The second forward draws the same random numbers for dropout. It starts with the buffer values
-    that the first one started with, and afterwards the buffers get back their newest values, so
-    running statistics are updated only once. The returned function raises InputError if `forward`
-    modifies its inputs in place.
+    The second forward draws the same random numbers from the global generators of torch, Python and
+    NumPy. It starts with the buffer values that the first one started with, and afterwards the
+    buffers get back their newest values, so running statistics are updated only once. The returned
+    function raises InputError if `forward` modifies its inputs in place.
     """
     buffers = ChangingBuffers(modules)
+    generators = generators or GlobalGenerators()
     casts = AutocastCache()
 
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        run = SameDraws(forward, generators).run
         if torch.compiler.is_compiling():  # compile.py refuses blocks that change buffers
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective, True)} if selective else {}
-            return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
         before = buffers.values()
         given = [(leaf, version_of(leaf)) for leaf in tensors_in((args, kwargs))]
         contexts = {"context_fn": partial(recompute_contexts, buffers, before, casts, selective)}
         with casts.first_forward() if selective else nullcontext():
-            output = checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+            output = checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
         if any(version_of(leaf) != version for leaf, version in given):
             raise InputError(
                 "plan: recompute",
@@ -210,11 +217,12 @@ def selective_contexts(selective: int, compiled: bool = False) -> Any:
 
     The original forward saves the outputs of attention and of every `selective`-th matrix product
     or convolution with weights. Operations that are cheap to recompute are not saved. The first
-    context raises InputError if the block writes in place to a saved tensor.
+    context raises InputError if the block writes in place to a saved tensor. The second one raises
+    InputError if it is entered again, because the first recomputation has used up the saved outputs.
 
     selective  n: save the output of every n-th product or convolution
-    compiled   whether torch.compile traces the block. There is then no such check, because compiled
-               code writes to no saved tensor
+    compiled   whether torch.compile traces the block. Then neither is checked: compiled code writes
+               to no saved tensor
     """
     counted = {False: 0, True: 0}  # products seen in the first forward, and in the second
     saved = _SavedOutputs()
@@ -233,9 +241,9 @@ def selective_contexts(selective: int, compiled: bool = False) -> Any:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(keep)
-    if POLICY_GETS_OUTPUT or compiled:
+    if compiled:
         return first, second
-    return _Nested(first, saved), second
+    return first if POLICY_GETS_OUTPUT else _Nested(first, saved), _OneRecomputation(second, saved, selective)
 
 
 # up to torch 2.11, torch calls the policy before the operation runs, so without its output
@@ -265,6 +273,29 @@ class _SavedOutputs(TorchDispatchMode):
         if self.last_is_saved:
             self.add(output)
         return output
+
+
+class _OneRecomputation:
+    """Context manager for the recomputation of a call whose forward has saved some outputs. torch
+    gives each of them to the first recomputation and then frees it, so a second one is refused.
+
+    inner      torch's context manager for the recomputation
+    saved      the outputs that the forward has saved
+    selective  n: the forward has saved the output of every n-th product or convolution
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any], saved: _SavedOutputs, selective: int) -> None:
+        self.inner, self.saved, self.selective = inner, saved, selective
+        self.is_used = False
+
+    def __enter__(self) -> None:
+        if self.is_used and self.saved.storages:
+            raise _recomputed_twice(self.selective)
+        self.is_used = True
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
 
 
 class _Nested:
@@ -309,4 +340,13 @@ def _overwrites_saved() -> InputError:
         "plan: recompute=selective",
         "a block writes in place to one of its saved tensors (relu(inplace=True), add_, the gates of a recurrent cell)",
         "use recompute: full, or let the block write to a new tensor",
+    )
+
+
+def _recomputed_twice(selective: int) -> InputError:
+    return InputError(
+        "plan: recompute=selective" + (f"-{selective}" if selective > 1 else ""),
+        "a block has to be recomputed twice, because the model computes gradients in its forward "
+        "(torch.autograd.grad), but the outputs that the block saves serve one recomputation only",
+        "use recompute: full",
     )

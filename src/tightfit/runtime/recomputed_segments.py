@@ -26,19 +26,23 @@ from tightfit.errors import InputError
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state
 from tightfit.runtime.recomputation import Forward, recomputed
+from tightfit.runtime.recomputed_draws import GlobalGenerators
 
 Result = TypeVar("Result")
 BLOCK_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 """Errors that a block may raise when it is called with another block's arguments."""
 
 
-def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
+def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | None = None) -> Callable[[], None]:
     """Replace the forwards of `blocks`, so that a call of the first block runs all of them as one
     recomputed segment, and the other blocks return their input unchanged.
 
     The model still calls its blocks one after another. Each block's output must be the first
     argument of the next block, and all blocks must get the same objects as their other arguments,
     such as a mask. Otherwise the result would be wrong, so the forward raises InputError.
+
+    blocks      the blocks of the segment, in order
+    generators  Python's and NumPy's random number generators, see `recomputed`
 
     Returns a function to call after each forward of the model. It raises InputError if the model
     did not call all blocks of the segment.
@@ -54,7 +58,7 @@ def recompute_segment(blocks: list[nn.Module]) -> Callable[[], None]:
             first = (forward if known else partial(_with_arguments_of_first, forward))(first, *args, **kwargs)
         return first
 
-    run_chain = recomputed(chain, blocks)
+    run_chain = recomputed(chain, blocks, generators=generators)
     last_call: dict[str, Any] = {}
 
     def run_segment(*args: Any, **kwargs: Any) -> Any:
