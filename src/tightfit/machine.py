@@ -426,6 +426,27 @@ class Machine(Value):
     __str__ = __repr__
 
 
+def machine_of(given: Machine | str | None) -> Machine:
+    """Return the machine that a caller of the library means.
+
+    given  a machine, or the name of one or of a machine file, as `Machine.named` takes it; None:
+           the machine that runs this process
+
+    Raises InputError for an unknown name or a wrong file, or if `given` is of another type.
+    """
+    if given is None:
+        return Machine.detect()
+    if isinstance(given, Machine):
+        return given
+    if isinstance(given, str):
+        return Machine.named(given)
+    raise InputError(
+        "machine",
+        f"is of type {type(given).__name__}",
+        'give a tightfit.Machine, or the name of one, such as "l4" or "h100-sxm:8"',
+    )
+
+
 def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine:
     """Return the machine that one row of the device table describes. Its rates are an assumed
     fraction of the published peak.

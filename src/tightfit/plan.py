@@ -11,12 +11,15 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
 from tightfit.errors import InputError
 from tightfit.values import Value, read_yaml
+
+if TYPE_CHECKING:
+    from tightfit.job import Job
 
 Precision = Literal["fp32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
 
@@ -289,6 +292,29 @@ class Plan(Value):
         return min(self.micro_batch or share, share)
 
 
+def plan_of(given: Plan | Mapping[str, Any] | None, job: Job | None = None) -> Plan:
+    """Return the plan that a caller of the library means.
+
+    given  a plan, or a mapping of plan fields such as {"micro_batch": 4}; None: the reference plan
+           `Plan()` with the fields that the job's `plan` sets
+    job    the job; None: there is none, so None means the reference plan
+
+    Raises InputError if a field is unknown or has a wrong value, or if `given` is of another type.
+    """
+    if given is None:
+        return Plan() if job is None else Plan().replace(**read_pins(job.plan))
+    if isinstance(given, Plan):
+        return given
+    if isinstance(given, Mapping):
+        return Plan.parse(dict(given), "plan")
+    raise InputError(
+        "plan",
+        f"is of type {type(given).__name__}",
+        'give a plan such as tightfit.Plan(micro_batch=4), or its fields: {"micro_batch": 4}; of an estimate that '
+        "tightfit.search returned, give its plan: estimate.plan",
+    )
+
+
 def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | None) -> dict[str, Any]:
     """Return the plan fields that the user has fixed (pinned), as a dict: name -> value.
 
@@ -309,6 +335,19 @@ def read_pins(source: str | Path | Mapping[str, Any] | Literal["reference"] | No
             return Plan().model_dump()
     plan = Plan.parse(content, where)
     return {name: getattr(plan, name) for name in content}
+
+
+def checked_pins(pins: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `pins`, plan fields by name, as a dict with unchanged values; {} for None. Raises
+    InputError if a field is unknown or has a wrong value, or if `pins` is not a mapping."""
+    if pins is not None and not isinstance(pins, Mapping):
+        raise InputError(
+            "pins",
+            f"is of type {type(pins).__name__}, and must be a mapping of plan fields",
+            'write it like {"micro_batch": 4}',
+        )
+    Plan.parse(dict(pins or {}), "plan")
+    return dict(pins or {})
 
 
 PRECISIONS: tuple[str, ...] = get_args(Precision)

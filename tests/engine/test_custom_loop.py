@@ -375,3 +375,16 @@ def test_what_a_loop_keeps_beside_its_models_counts() -> None:
     inputs = batches()[0]
     more = tightfit.explain_loop(keeping, Plan(), inputs).total - tightfit.explain_loop(looped, Plan(), inputs).total
     assert more == 4_000_000
+
+
+def test_a_prepared_model_refuses_an_unfrozen_parameter() -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    net = tightfit.prepare(model, adam)
+    for number in range(2):
+        net.backward(net(torch.ones(2, WIDTH)).sum())
+        if number == 0:
+            net.step()
+    model.head.bias.requires_grad_(True)
+    with pytest.raises(InputError, match=r"head\.bias\.requires_grad: was set to True after the run was built"):
+        net.step()

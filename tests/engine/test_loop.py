@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import tightfit
 from tests import tiny
@@ -128,3 +131,62 @@ def test_a_dynamic_loss_scale_settles() -> None:
     skipped = [step.skipped for step in tightfit.train(run)]
     assert skipped[0]
     assert run.loss_scale.value == 2.0 ** (40 - sum(skipped))
+
+
+def half_frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    return model
+
+
+def half_frozen_job() -> tightfit.Job:
+    samples = [(torch.randn(8), number % 3) for number in range(16)]
+    return tightfit.Job(model=half_frozen, data=samples, train={"batch": 4, "steps": 3, "trackers": []})
+
+
+@pytest.mark.parametrize("plan", [{}, {"micro_batch": 2, "precision": "bf16-mixed", "materialize": "device"}], ids=str)
+def test_a_parameter_unfrozen_in_the_loop_is_refused(plan: dict[str, Any]) -> None:
+    run = tightfit.build(half_frozen_job(), plan)
+    done = []
+
+    def unfreeze_after_each_step() -> None:
+        for step in tightfit.train(run):
+            done.append(step.step)
+            run.model.get_submodule("0").requires_grad_(True)
+
+    with pytest.raises(InputError, match=r"0\.weight\.requires_grad: was set to True after the run") as raised:
+        unfreeze_after_each_step()
+    assert done == [0]
+    assert "build the run again" in raised.value.fix
+
+
+def test_a_parameter_frozen_in_the_loop_stays_allowed() -> None:
+    run = tightfit.build(half_frozen_job())
+    head, weights = run.model.get_parameter("2.weight"), []
+    for _ in tightfit.train(run):
+        head.requires_grad_(False)
+        weights.append(head.detach().clone())
+    assert len(weights) == 3
+    assert torch.equal(weights[0], weights[2])
+
+
+def test_a_saved_step_counts_the_steps_that_are_done(tmp_path: Path) -> None:
+    """As the docstring of `save` says: the number of a step plus 1."""
+    job = half_frozen_job()
+    whole = [step.loss for step in tightfit.train(tightfit.build(job))]
+    run, losses = tightfit.build(job), []
+    for step in tightfit.train(run):
+        losses.append(step.loss)
+        if step.step == 1:
+            tightfit.save(run, tmp_path, step.step + 1)
+            break
+    again = tightfit.build(job)
+    losses += [step.loss for step in tightfit.train(again, tightfit.resume(again, tmp_path))]
+    assert losses == whole
+
+
+@pytest.mark.parametrize("name", ["train", "save", "resume", "evaluate", "evaluate_metrics"])
+def test_a_job_in_place_of_a_run_is_refused(name: str, tmp_path: Path) -> None:
+    more = {"save": (tmp_path, 1), "resume": (tmp_path,)}.get(name, ())
+    with pytest.raises(InputError, match=f"{name}: run: is of type Job, and must be a Run"):
+        list(getattr(tightfit, name)(half_frozen_job(), *more))  # `train` is a generator

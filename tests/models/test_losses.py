@@ -208,6 +208,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"model": Convolution, "data": [(torch.ones(1, 5, 5), torch.ones(5, 5).long())] * 24, "loss": None},
         r"shape \(8, 5, 5, 5\) for labels of shape \(8, 5, 5\)(.|\n)*classes in dim 1",
     ),
+    ("double inputs", {"data": list(zip(INPUTS.double(), REAL, strict=True))}, r"types float64(.|\n)*as float32"),
+    (
+        "images in bytes",
+        {"model": Convolution, "data": [(torch.ones(1, 5, 5).byte(), torch.ones(5, 5, 5))] * 24},
+        r"types uint8(.|\n)*as float32",
+    ),
     ("another shape", {"model": lambda: Perceptron(1)}, r"shape \(8, 1\), and the targets have shape \(8, 3\)"),
     (
         "an objective without a graph",

@@ -470,7 +470,7 @@ def test_a_plan_that_surely_fits_is_preferred(worth: float, monkeypatch: pytest.
     monkeypatch.setattr(
         intervals, "_table", lambda: {"memory": {"gpu": {"low": 0.9, "high": 3.0, "runs": 20}}, "time": {}}
     )
-    monkeypatch.setattr(searching, "WORTH_OF_CERTAINTY", worth)
+    monkeypatch.setattr("tightfit.planner.certainty.WORTH_OF_CERTAINTY", worth)
     job = cases.job("llama")
     runtime = Estimator(job, GPU).estimate(tightfit.Plan()).peak.rows["runtime"]
     whole, small = (search(job, GPU, choices=[tightfit.Plan(micro_batch=size)])[0] for size in (None, 1))
@@ -574,7 +574,7 @@ def test_the_loss_is_chosen_for_the_chosen_precision(
         return start.replace(precision="bf16-mixed", chunked_loss=None), {"chunked_loss": 4096}
 
     monkeypatch.setattr(searching, "with_best_kernels", choose)
-    monkeypatch.setattr(searching, "MIN_KERNEL_SAVING", saving)
+    monkeypatch.setattr("tightfit.planner.variants.MIN_KERNEL_SAVING", saving)
     train = tightfit.Train(batch=4, steps=100_000_000)  # the kernels of a chunked loss are compiled
     job = cases.job("llama").replace(allow=["bf16", "nearest-rounding"], train=train)
     plan = search(job, Machine.named("a100-80gb"), {"compile": "none"})[0].plan

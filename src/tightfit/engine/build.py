@@ -7,6 +7,7 @@ line and the dry run call it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,17 +15,18 @@ import torch
 
 from tightfit.distributed.mesh import make_mesh
 from tightfit.distributed.processes import local_device
+from tightfit.engine.checkpoint.extra_state import check_extra_states
 from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
-from tightfit.machine import Machine
+from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, loader, materialize, microbatch
 from tightfit.models import load_python, task_of
 from tightfit.models.masks import without_mask_checks
 from tightfit.models.objective import Objective, objective_of
 from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.parallel.pipeline import boundaries
-from tightfit.plan import Plan
+from tightfit.plan import Plan, plan_of
 from tightfit.rules import check
 from tightfit.runtime.offload_store import Store
 from tightfit.runtime.run import Data, Run
@@ -32,13 +34,19 @@ from tightfit.target_device import TARGET
 
 
 def build(
-    job: Job, plan: Plan | None = None, machine: Machine | None = None, data: Data | None = None, alone: bool = False
+    job: Job,
+    plan: Plan | Mapping[str, Any] | None = None,
+    machine: Machine | str | None = None,
+    data: Data | None = None,
+    alone: bool = False,
 ) -> Run:
     """Return the Run that trains `job` with `plan` on this process's device: with its model, data
     and optimizer, ready for `train`.
 
-    plan     the plan; None: the reference plan, `Plan()`
-    machine  only its kind of device ("cpu" or "cuda") is used; None: detect this host
+    plan     the plan, or a mapping of its fields. It replaces the job's own `plan`. None: the
+             reference plan `Plan()`, with the fields that the job's `plan` sets
+    machine  a machine or its name, of which only the kind of device ("cpu" or "cuda") is used; None:
+             detect this host
     data     samples to train on in place of the job's data, which is then not opened; None: the
              job's data
     alone    if True, build the run for a single device, although this process is one of several
@@ -47,7 +55,7 @@ def build(
     Raises InputError if the plan cannot work, if the job does not allow it, or if tightfit does not
     train on this kind of device.
     """
-    plan = plan or Plan()
+    plan = plan_of(plan, job)
     kind = kind_of_device(machine)
     check(plan, job, TARGET.get() or kind)  # a dry run obeys the rules of its target device
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
@@ -57,16 +65,18 @@ def build(
     return run
 
 
-def kind_of_device(machine: Machine | None) -> str:
-    """Return the kind of device, "cpu" or "cuda", of `machine`; None: of this host. Raises
-    InputError if tightfit only explains plans for these devices and does not train on them."""
-    if machine is not None and machine.explain_only:
+def kind_of_device(machine: Machine | str | None) -> str:
+    """Return the kind of device, "cpu" or "cuda", of `machine`, a machine or its name; None: of this
+    host. Raises InputError if tightfit only explains plans for these devices and does not train on
+    them."""
+    machine = machine_of(machine)
+    if machine.explain_only:
         raise InputError(
             f"machine {machine.name}",
             "tightfit explains for it and does not train on it",
             "train on a CUDA or ROCm device, or on a CPU",
         )
-    return (machine or Machine.detect()).device
+    return machine.device
 
 
 def begin(
@@ -122,4 +132,6 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
     if run.device.type == "cuda" and plan.compile != "model":  # a compiled model does not check masks
         run = replace(run, loss_sum=without_mask_checks(run.loss_sum, run.model, bool(run.droppable_masks)))
     run.model.train()
-    return run
+    check_extra_states(run)
+    frozen = tuple((name, one) for name, one in run.model.named_parameters() if not one.requires_grad)
+    return replace(run, frozen=frozen)

@@ -17,7 +17,7 @@ at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -41,9 +41,9 @@ from tightfit.methods.zero import ShardedReduction
 from tightfit.models.objective import Batch, Objective
 from tightfit.optim.functions import ExistingOptimizer
 from tightfit.optim.groups import set_learning_rates
-from tightfit.plan import Plan
+from tightfit.plan import Plan, plan_of
 from tightfit.rules import check
-from tightfit.runtime.run import Run, wait_for_weights
+from tightfit.runtime.run import Run, refuse_unfrozen, wait_for_weights
 from tightfit.target_device import TARGET
 
 # The models that `prepare` has fitted to their plans, for the one who watches their memory.
@@ -203,8 +203,10 @@ class Prepared:
               down to it. None: the `clip` of the Train that was passed to `prepare`, if any
 
         Returns the norm before clipping, a scalar tensor; None if the gradients are not clipped.
+        Raises InputError if a parameter was unfrozen after the model was prepared.
         """
         run = self.run
+        refuse_unfrozen(run)
         self._reduce()
         if self._scheduled:
             set_learning_rates(run.optimizer, run.learning_rate(self._steps))
@@ -255,10 +257,10 @@ class Prepared:
 def prepare(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: Optimizer | Callable[[Any], Optimizer] | Train,
-    plan: Plan | None = None,
+    plan: Plan | Mapping[str, Any] | None = None,
     *,
     allow: list[Permission] | None = None,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
 ) -> Prepared:
     """Fit a model and its optimizer to a plan, for a loop that the user writes. Return the
     `Prepared` model.
@@ -267,9 +269,10 @@ def prepare(
     optimizer  a new torch optimizer of the module's parameters; or a function that gets the
                parameters and creates an optimizer; or a `Train`, which describes one of tightfit's
                optimizers with its learning-rate schedule, `clip` and parameter groups
-    plan       the plan; None: the reference plan, `Plan()`
+    plan       the plan, or a mapping of its fields; None: the reference plan, `Plan()`
     allow      which changes of the numerics are permitted, as in a job; None: the default, [bf16]
-    machine    only its kind of device is used; None: detect this host
+    machine    a machine or its name, of which only the kind of device is used; None: detect this
+               host
 
     The random number generators are not seeded. With several processes, all start from the weights
     of the first one.
@@ -277,7 +280,7 @@ def prepare(
     Raises InputError if the plan cannot work, or if it contains a method that cannot be used in a
     loop of the user, such as a pipeline.
     """
-    plan = plan or Plan()
+    plan = plan_of(plan)
     for does, field, reason, fix in _REFUSED:
         if does(plan):
             raise InputError(f"plan: {field}", f"cannot be used in a loop of your own: {reason}", fix)

@@ -14,7 +14,7 @@ from tightfit.errors import InputError
 from tightfit.job_sections.selection import LOSS
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.runtime.activity import note_activity
-from tightfit.runtime.run import DummyMicroBatch, Run, to_device
+from tightfit.runtime.run import DummyMicroBatch, Run, check_run, to_device
 
 
 def evaluate(run: Run, samples: int | None = None) -> float:
@@ -27,6 +27,7 @@ def evaluate(run: Run, samples: int | None = None) -> float:
     statistics and the random number generators are unchanged. All devices must call this function,
     and all get the same value. Raises InputError if the job has no evaluation samples.
     """
+    check_run(run, "evaluate")
     return _evaluate(run, samples, None)[LOSS]
 
 
@@ -40,6 +41,7 @@ def evaluate_metrics(run: Run, samples: int | None = None) -> dict[str, float]:
     for the key "iou" of the metric "segmentation". All devices must call this function, and all get
     the same values. Raises InputError if a metric fails or if the job has no evaluation samples.
     """
+    check_run(run, "evaluate_metrics")
     return _evaluate(run, samples, EvaluationMetrics(run) if run.job.has_metrics else None)
 
 

@@ -15,7 +15,7 @@ from tightfit.errors import InputError
 from tightfit.models.objective import Batch
 from tightfit.optim import schedule
 from tightfit.runtime.activity import note_activity
-from tightfit.runtime.run import Run, wait_for_weights
+from tightfit.runtime.run import Run, check_run, wait_for_weights
 
 TakeStep = Callable[[Run, list[Batch], int], Step]
 
@@ -52,7 +52,9 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
 
     Raises InputError if the job does not set train.steps and the data has no end, or if the
     pipeline's stages compute another result than the undivided model (see the job's `check_split`).
+    Also raises it at the beginning of a step if a parameter was unfrozen after the run was built.
     """
+    check_run(run, "train")
     batch = run.job.train.batch
     until = None
     if run.job.train.steps is None and run.data.samples is not None:

@@ -40,6 +40,7 @@ from tightfit.runtime.run import (
     Run,
     device_batches,
     optimizer_weights_named,
+    refuse_unfrozen,
     tp_shards_of,
     wait_for_weights,
 )
@@ -87,8 +88,10 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     micro_batches  this device's samples of the step, in host memory
     step           number of the step, from 0
 
-    Returns the step's results. The device may still be computing them.
+    Returns the step's results. The device may still be computing them. Raises InputError if a
+    parameter was unfrozen after the run was built.
     """
+    refuse_unfrozen(run)
     note_activity("forward and backward", step)
     real = [batch for batch in micro_batches if not isinstance(batch, DummyMicroBatch)]
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]

@@ -23,7 +23,7 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.importers.importing import import_content
 from tightfit.importers.training_arguments import IMPORTER
 from tightfit.job import Job, Train
-from tightfit.machine import Machine
+from tightfit.machine import Machine, machine_of
 from tightfit.methods.compile import COMPILE_S
 from tightfit.models.create import task_of_class
 from tightfit.models.objective import TASKS, Batch, Objective, sample_count
@@ -143,7 +143,7 @@ def for_trainer(
     be traced. Raises DoesNotFit if no arguments make the job fit; if a plan of tightfit fits, the
     error names it.
     """
-    machine = Machine.named(machine) if isinstance(machine, str) else machine or Machine.detect()
+    machine = machine_of(machine)
     devices = machine.devices_per_node * machine.nodes
     imported = import_content(IMPORTER, IMPORTER.prepare(args.to_dict(), Path.cwd()), WHERE, devices)
     current = _complete(Plan.parse(imported.plan, WHERE), model, machine)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tightfit._torch.modules import Dropout
 from tightfit.distributed.processes import check_world, is_rank_zero, join
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
@@ -27,8 +26,9 @@ from tightfit.engine.pipeline_check import check_split
 from tightfit.engine.step import local
 from tightfit.errors import InputError
 from tightfit.job import Job
-from tightfit.machine import Machine
-from tightfit.plan import Plan
+from tightfit.machine import Machine, machine_of
+from tightfit.models.dropout import switch_off_dropout
+from tightfit.plan import Plan, plan_of
 from tightfit.runtime.run import Reduction, Run, unshard
 
 ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -137,11 +137,18 @@ class Verification:
         }
 
 
-def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3) -> Verification:
+def verify(
+    job: Job,
+    plan: Plan | Mapping[str, Any] | None = None,
+    machine: Machine | str | None = None,
+    steps: int = 3,
+) -> Verification:
     """Train `steps` optimizer steps of `job` with the reference plan and then with `plan`, and
     return how much their losses, gradients and weights differ.
 
-    machine  only its kind of device is used; None: detect this host
+    plan     the plan, or a mapping of its fields; None: the reference plan `Plan()`, with the fields
+             that the job's `plan` sets
+    machine  a machine or its name, of which only the kind of device is used; None: detect this host
 
     A plan for several devices needs as many processes. All of them must call `verify`, and all get
     the same result; rank 0 also runs the reference plan. Raises InputError if the plan updates
@@ -155,6 +162,7 @@ def verify(job: Job, plan: Plan, machine: Machine | None = None, steps: int = 3)
     model computes another result, and does not pass. If a plan has a dynamic loss scale, its run is
     repeated until no step is skipped because of the scale.
     """
+    plan, machine = plan_of(plan, job), machine_of(machine)
     if job.train.steps is None or job.train.steps < steps:
         job = job.replace(train=job.train.replace(steps=steps, epochs=None, warmup=min(job.train.warmup, steps)))
     if plan.devices > 1:
@@ -173,7 +181,7 @@ def compare(plan: Plan, found: Observed, expected: Observed) -> Verification:
     )
 
 
-def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) -> Verification:
+def _verify_together(job: Job, plan: Plan, machine: Machine, steps: int) -> Verification:
     """Run `verify` for a plan of several devices. It compares the gradients that the optimizer
     gets: summed over devices, and clipped if the job clips gradients. Raises InputError if the plan
     updates weights asynchronously."""
@@ -189,7 +197,7 @@ def _verify_together(job: Job, plan: Plan, machine: Machine | None, steps: int) 
                 f"verify the plan with {instead}",
             )
     check_world(plan)
-    join((machine or Machine.detect()).device)
+    join(machine.device)
     expected = observe_sharded(build(job, Plan(), machine, alone=True), steps) if is_rank_zero() else None
     found = observe_settled(job, plan, machine, steps, observe_sharded)
     answer = [compare(plan, found, expected) if expected is not None else None]
@@ -249,19 +257,6 @@ def observe_settled(
         if not observed.skipped or run.loss_scale is None or run.loss_scale.value == scale or scale == 1.0:
             return observed
         scale = run.loss_scale.value
-
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """Set to 0 the dropout probabilities of all modules of `model`: `p` of torch's dropout layers,
-    and each attribute that is a float and has "drop" in its name, such as `attention_dropout`,
-    `drop_prob` or `layerdrop`. Modules read these attributes in their forward. A model that draws
-    random numbers in another way keeps doing so."""
-    for module in model.modules():
-        if isinstance(module, Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if isinstance(value, float) and "drop" in name.lower():
-                setattr(module, name, 0.0)
 
 
 def observe(run: Run, steps: int) -> Observed:

@@ -121,7 +121,8 @@ def warn_of_dropped_tokens(run: Run) -> None:
 
 def advice(ledger: Ledger, device: str) -> list[str]:
     """Return suggestions of layer widths, and on a GPU of a micro-batch size, with which the matrix
-    products of forward fill the hardware's tiles: one sentence for each.
+    products of forward fill the hardware's tiles: one sentence for each. If the model has BatchNorm and
+    the plan micro-batches, also say that they are normalised apart.
 
     ledger  its recorded operations give the sizes of the products. Layers with few FLOPs get no
             suggestion
@@ -140,6 +141,7 @@ def advice(ledger: Ledger, device: str) -> list[str]:
             rows[length] += flops
             for width in set(widths):
                 shares[int(width)] += flops
+    norms = any("batch_norm" in operation.name for _, _, operation, _ in ledger.operations())
     total, multiple = sum(rows.values()), 64 if device == "cuda" else 16
     worth = sorted(width for width, share in shares.items() if share >= MIN_FLOPS_SHARE * total and width > 8)
     said = [
@@ -147,6 +149,11 @@ def advice(ledger: Ledger, device: str) -> list[str]:
         for width in worth
         if width % 8 or (width % multiple and width > multiple)
     ]
+    if norms and ledger.micro_batches > 1:
+        said.append(
+            f"micro_batch {ledger.micro_batch}: BatchNorm normalises each micro-batch by itself, so a plan with whole "
+            "batches trains differently; pin micro_batch to choose"
+        )
     if device == "cuda" and rows and max(rows, key=lambda length: rows[length]) % 8:
         better = math.ceil(ledger.micro_batch / 8) * 8
         said.append(f"micro_batch {ledger.micro_batch}: a multiple of 8, such as {better}, would fill tiles")

@@ -270,7 +270,7 @@ def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
 def _class_logits(model: nn.Module, batch: Batch) -> Tensor:
     if isinstance(batch, dict):
         return _model_logits(model, batch)
-    return _logits_of(model(batch[0]))
+    return _logits_of(_run(model, batch[0]))
 
 
 def _class_targets(batch: Batch) -> Tensor:
@@ -437,13 +437,37 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     Raises InputError if the model's forward does not accept the fields.
     """
     if not isinstance(batch, dict):
-        return model(batch[0] if isinstance(batch, list | tuple) else batch)
+        return _run(model, batch[0] if isinstance(batch, list | tuple) else batch)
     taken = forward_parameters(model)
     reads_labels = "labels" in taken and not hasattr(getattr(model, "config", None), "model_type")
     fields = {name: value for name, value in batch.items() if name != "labels" or reads_labels}
     if "inputs" in batch:
-        return model(batch["inputs"], **{name: fields[name] for name in fields if name in taken and name != "inputs"})
+        others = {name: value for name, value in fields.items() if name in taken and name != "inputs"}
+        return _run(model, batch["inputs"], **others)
     return call_by_name(model, fields)
+
+
+def _run(model: nn.Module, *inputs: Any, **fields: Any) -> Any:
+    """Call the model and return its output. Raises InputError if the model fails on the types of its
+    inputs, which NumPy's default type float64 and images in bytes are not meant for."""
+    if torch.compiler.is_compiling():
+        return model(*inputs, **fields)
+    try:
+        return model(*inputs, **fields)
+    except RuntimeError as error:
+        said = str(error)
+        if not any(kind in said for kind in ("Double", "double", "Byte", "unsigned char")) or not any(
+            how in said for how in ("dtype", "type")
+        ):
+            raise
+        types = {
+            str(one.dtype).removeprefix("torch.") for one in [*inputs, *fields.values()] if isinstance(one, Tensor)
+        }
+        raise InputError(
+            "data",
+            f"the model gets inputs of the types {', '.join(sorted(types))}, and fails ({said.splitlines()[0]})",
+            "let the dataset return real numbers as float32, for example with array.astype('float32') or tensor.float()",
+        ) from error
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:
@@ -464,7 +488,7 @@ def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
     if torch.compiler.is_compiling():
         return model(**inputs)
     try:
-        return model(**inputs)
+        return _run(model, **inputs)
     except TypeError as error:
         try:
             inspect.signature(model.forward).bind(**inputs)

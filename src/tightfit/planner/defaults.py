@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from tightfit.job import Job
-from tightfit.machine import Machine
+from tightfit.machine import Machine, machine_of
 from tightfit.models import task_of
 from tightfit.plan import Plan
 from tightfit.rules import RULES, check
@@ -28,14 +28,16 @@ FEW_BLOCKS = 3  # number of blocks of the model with which `model_supports` trie
 ALLOCATOR: Literal["tuned"] = "tuned"
 
 
-def complete(job: Job, machine: Machine, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
+def complete(job: Job, machine: Machine | str, pins: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
     """Return (plan, reasons): the plan with the user's values and with defaults for the other
     fields, and the reason for each default, as a dict from field name to text.
 
-    pins  plan fields that the user fixed, with their values
+    machine  the devices, or their name, such as "h100-sxm:8"
+    pins     plan fields that the user fixed, with their values. The job's own `plan` is not read
 
     Raises InputError if a value is invalid or the completed plan breaks a rule of RULES.
     """
+    machine = machine_of(machine)
     from tightfit.methods import METHODS, loss
     from tightfit.runtime.method import defaults
 

@@ -9,7 +9,7 @@ In this package, only this module and `loop_dry_run.py` use the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, proces
 from tightfit.models.tensors import tensors_in
 from tightfit.optim.gradient_dtype import empty_gradient
 from tightfit.parallel.fsdp import planning
-from tightfit.plan import Plan
+from tightfit.plan import Plan, plan_of
 from tightfit.planner.tracing.cache import cache_key, cached_number, file_name
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
@@ -130,14 +130,17 @@ DRY_RUN_MACHINE = Machine(
 )
 
 
-def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -> Peak:
+def dry_run(
+    job: Job, plan: Plan | Mapping[str, Any] | None = None, device: str = "cpu", pipeline_rank: int = 0
+) -> Peak:
     """Return the peak memory of a training step on fake tensors: its total bytes and its bytes by
     row. A row is a use of memory, such as parameters or activations.
 
     The peak is that of the second step, because the first step creates the optimizer states.
 
     job            what to train
-    plan           how to train it
+    plan           the plan, or a mapping of its fields; None: the reference plan `Plan()`, with the
+                   fields that the job's `plan` sets
     device         kind of device, "cpu" or "cuda"; fake tensors behave as on a device of this kind
     pipeline_rank  the pipeline rank whose peak is returned; 0 without a pipeline
 
@@ -147,6 +150,7 @@ def dry_run(job: Job, plan: Plan, device: str = "cpu", pipeline_rank: int = 0) -
     Raises Untraceable if the model needs the values of tensors. Raises InputError if the engine
     refuses the plan.
     """
+    plan = plan_of(plan, job)
     ahead = loader.overlaps_uploads(plan, device)
     plan = without_device_options(plan)
     # the number of steps in an epoch is unknown here, and may seem smaller than the warm-up

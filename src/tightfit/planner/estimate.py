@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,12 +25,12 @@ from tightfit.cost.pipeline_schedule import ScheduledAction
 from tightfit.cost.remembered import remembered
 from tightfit.distributed.nccl import communicator_bytes
 from tightfit.job import Job
-from tightfit.machine import Machine
+from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, float8, microbatch, precision
 from tightfit.methods.compile import pays_to_compile
 from tightfit.models.nf4 import element_count
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
-from tightfit.plan import Plan
+from tightfit.plan import Plan, plan_of
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import peak_heap_bytes
@@ -92,6 +93,7 @@ class Estimate:
     not_confirmed       why the dry run failed, so that the estimate is not confirmed; "" if no dry
                         run failed
     rejected_because    why a search rejected the plan; "" for the chosen plan
+    notes               what the search found out about the job, as sentences
     untraceable         options with which the search could not trace the model, and why, such as
                         "compile: block: the model fails on fake tensors: ..."
     schedule            in a pipeline: when each rank runs each action; else empty
@@ -116,6 +118,7 @@ class Estimate:
     includes_allocator: bool = False
     not_confirmed: str = ""
     rejected_because: str = ""
+    notes: tuple[str, ...] = ()
     untraceable: tuple[str, ...] = ()
     schedule: tuple[ScheduledAction, ...] = ()
     host: dict[str, float] = field(default_factory=dict)
@@ -263,6 +266,7 @@ class Estimate:
 
         - Which model dimensions and micro-batches would fill the hardware's tiles. There is no such
           hint for plans with tensor parallelism, which shards the layers.
+        - What the search found out: that the loss depends on how a batch is split.
         - That the device has fast fp16, which the job does not allow, and no fast bf16.
         - What the machine lacks for torch.compile.
         - Which package is missing for float8, if the job allows float8.
@@ -275,6 +279,7 @@ class Estimate:
             hints.append(f"compile is none: torch.compile needs {lacking}")
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
             hints.append("float8 is none: float8 needs the package torchao")
+        hints += self.notes
         return hints + [f"{option}. The search did not consider this option" for option in self.untraceable]
 
     def __repr__(self) -> str:
@@ -399,7 +404,8 @@ class Estimator:
         self.untraceable: dict[str, str] = {}  # option, such as "compile: block" -> why it cannot be predicted
         self._estimates: dict[Plan, Estimate] = {}
         self._settled: dict[Plan, Estimate] = {}  # with the allocator's bytes
-        self._per_sample: dict[tuple[Any, ...], float] = {}
+        # by what plans have in common whose activations are alike: micro-batch -> the fewest bytes per sample
+        self._per_sample: dict[tuple[Any, ...], dict[int, float]] = {}
 
     def runtime_bytes_of(self, plan: Plan) -> float:
         """Return the bytes of the runtime row of `plan`: those that every plan has, and those of
@@ -415,8 +421,8 @@ class Estimator:
             if plan.recompute in ("none", "full") and plan.pp == 1 and not plan.offload:
                 size = plan.micro_batch_of(self.job.train.batch)
                 per_sample = (one.peak.total - self.memory_lower_bound(plan)) / size
-                key = _activation_key(plan)
-                self._per_sample[key] = min(self._per_sample.get(key, math.inf), max(per_sample, 0.0))
+                known = self._per_sample.setdefault(_activation_key(plan), {})
+                known[size] = min(known.get(size, math.inf), max(per_sample, 0.0))
         return self._estimates[plan]
 
     def bytes_per_sample(self, plan: Plan) -> float:
@@ -428,16 +434,25 @@ class Estimator:
         or not; recompute: sqrt is assumed to need half of their bytes or more, or all of them with
         tensor or context parallelism, where traces take long. If there was no plan with this
         parallelism yet, they are those of plans without it, divided by its degrees.
+
+        If the memory grows faster than the micro-batch, a sample of a larger micro-batch needs more bytes.
+        Then only plans with micro-batches of at most the size of that of `plan` count.
         """
         if plan.pp > 1 or "activations" in plan.offload:
             return 0.0
-        known = self._per_sample.get(_activation_key(plan))
+        known = self._known_per_sample(plan)
         if known is None and plan.recompute == "none" and _has_slow_traces(plan):
-            whole = plan.replace(tp=1, cp=1, sequence_parallel=False)
-            known = self._per_sample.get(_activation_key(whole), 0.0) / (plan.tp * plan.cp)
+            known = (self._known_per_sample(plan.replace(tp=1, cp=1, sequence_parallel=False)) or 0.0) / (
+                plan.tp * plan.cp
+            )
         if known is None:
-            known = self._per_sample.get(_activation_key(plan.replace(recompute="full")), 0.0)
+            known = self._known_per_sample(plan.replace(recompute="full")) or 0.0
         return known / (2 if plan.recompute == "sqrt" and not _has_slow_traces(plan) else 1)
+
+    def _known_per_sample(self, plan: Plan) -> float | None:
+        """Return `bytes_per_sample` of plans with the parallelism of `plan`; None if there was none."""
+        known, size = self._per_sample.get(_activation_key(plan), {}), plan.micro_batch_of(self.job.train.batch)
+        return min((each for at, each in known.items() if at <= size or not self.profiler.superlinear), default=None)
 
     def is_far_too_large(self, plan: Plan) -> bool:
         """Return whether `plan` is expected to need more than twice the memory (1.3 times where
@@ -702,15 +717,19 @@ def _estimated_ranks(devices: int) -> list[int]:
     return [device for device in range(devices) if devices <= 4 or device in (0, 1, devices // 2, devices - 1)]
 
 
-def estimate(job: Job, plan: Plan, machine: Machine | None = None) -> Estimate:
+def estimate(job: Job, plan: Plan | Mapping[str, Any] | None = None, machine: Machine | str | None = None) -> Estimate:
     """Predict the memory and time of training `job` with `plan`, before anything is allocated.
 
-    machine  the devices; None: the machine that runs this process
+    plan     the plan, or a mapping of its fields; None: the reference plan `Plan()`, with the fields
+             that the job's `plan` sets
+    machine  the devices, or their name, such as "h100-sxm:8"; None: the machine that runs this
+             process
 
     Raises InputError if the model cannot be traced or a method of the plan does not support it; the
     message says what to do instead.
     """
-    estimator = Estimator(job, machine or Machine.detect())
+    plan, machine = plan_of(plan, job), machine_of(machine)
+    estimator = Estimator(job, machine)
     return estimator.include_allocator(estimator.estimate(plan))
 
 

@@ -8,7 +8,7 @@ such as a moving average of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from tightfit._torch.fake import FakeTensorMode
 from tightfit.engine.custom_loop import WATCHED, Prepared
 from tightfit.errors import InputError
-from tightfit.plan import Plan
+from tightfit.plan import Plan, plan_of
 from tightfit.planner.dry_run import without_device_options
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
@@ -53,13 +53,13 @@ class LoopPeak:
 
 
 def explain_loop(
-    setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor] = (), device: str = "cpu"
+    setup: Setup, plan: Plan | Mapping[str, Any] | None = None, inputs: Sequence[Tensor] = (), device: str = "cpu"
 ) -> LoopPeak:
     """Predict the peak memory of the user's own training loop. Nothing is allocated.
 
     setup   a function that gets the plan, creates everything that the loop keeps, calls `prepare`
             for each model, and returns a function that runs one step of the loop
-    plan    the plan of the loop; None: the reference plan `Plan()`
+    plan    the plan of the loop, or a mapping of its fields; None: the reference plan `Plan()`
     inputs  the arguments for the step function, such as the batch of one process. Only their shapes
             and dtypes are used
     device  the kind of device that trains: "cpu" or "cuda"
@@ -68,7 +68,7 @@ def explain_loop(
     Untraceable if the setup or the step needs the values of tensors, and InputError if `prepare`
     refuses the plan.
     """
-    plan = plan or Plan()
+    plan = plan_of(plan)
     with fake_process_group(plan.devices), FakeTensorMode() as mode, FakeValues(), emulate_device(device):
         fakes = [mode.from_tensor(one) for one in inputs]
         with untraceable_errors():
@@ -76,19 +76,19 @@ def explain_loop(
     return LoopPeak(peak, plan)
 
 
-def measure_loop(setup: Setup, plan: Plan | None = None, inputs: Sequence[Tensor] = ()) -> LoopPeak:
+def measure_loop(setup: Setup, plan: Plan | Mapping[str, Any] | None = None, inputs: Sequence[Tensor] = ()) -> LoopPeak:
     """Measure the peak memory of the second step of the user's own training loop, which
     `explain_loop` predicts. With several processes, each measures its own memory.
 
     setup   a function that gets the plan, creates everything that the loop keeps, calls `prepare`
             for each model, and returns a function that runs one step of the loop
-    plan    the plan of the loop; None: the reference plan `Plan()`
+    plan    the plan of the loop, or a mapping of its fields; None: the reference plan `Plan()`
     inputs  the arguments for the step function
 
     Raises InputError for a plan that compiles, because the memory of a compiled region is not
     visible.
     """
-    plan = plan or Plan()
+    plan = plan_of(plan)
     if plan.compile != "none":
         raise InputError(
             f"plan: compile={plan.compile}", "hides the memory of a compiled region", "measure it with compile: none"

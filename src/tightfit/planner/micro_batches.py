@@ -179,6 +179,25 @@ def _is_surely_too_large(estimator: Estimator, plan: Plan, smaller: Estimate) ->
     return fixed + MIN_GROWTH * times * (smaller.peak_bytes - fixed) > estimator.limit_bytes
 
 
+def shrink_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -> list[Estimate]:
+    """Return estimates of `plans`, the largest micro-batch first, until one fits with the allocator's
+    bytes, is not faster than `best_s` seconds a step, or lets expect that no smaller one fits.
+
+    plans   plans that differ only in the micro-batch, from the largest to the smallest. The largest one
+            fits without the allocator's bytes
+    """
+    found: list[Estimate] = []
+    settled: list[Estimate] = []
+    for plan in plans:
+        if not _may_fit_by_extrapolation(settled[-2:], plans[-1]):
+            break
+        found.append(estimator.estimate(plan))
+        settled.append(estimator.include_allocator(found[-1]))
+        if settled[-1].fits or found[-1].time.step_s >= best_s:
+            break
+    return found
+
+
 def largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
     """Return the largest micro-batch that fits even if the allocator reserves 15 % more than the
     tensors need; 0 if none does. Options that only save memory are then tried only with larger
@@ -197,4 +216,4 @@ def largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
     return last.plan.micro_batch_of(batch) if last is min(fitting, key=lambda one: one.total_s) else batch
 
 
-__all__ = ["MemoryBounds", "largest_safe_micro_batch", "search_micro_batch"]
+__all__ = ["MemoryBounds", "largest_safe_micro_batch", "search_micro_batch", "shrink_micro_batch"]

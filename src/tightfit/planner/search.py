@@ -21,9 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 from tightfit._torch.compiler import keeping_compilations
+from tightfit.errors import DoesNotFit
 from tightfit.job import DataSpec, Job
-from tightfit.machine import Machine
-from tightfit.plan import Plan
+from tightfit.machine import Machine, machine_of
+from tightfit.plan import Plan, checked_pins, read_pins
 from tightfit.planner.ahead import tracing_ahead
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.certainty import dry_run_fastest
@@ -35,6 +36,7 @@ from tightfit.planner.leanest import leanest, offloads
 from tightfit.planner.parallel_plans import context_parallelism_may_fit, estimate_parallelism, first_supported
 from tightfit.planner.parallelism import balanced_split, limited_to_batch, with_sequence_parallel
 from tightfit.planner.refusal import describe_shortages, does_not_fit
+from tightfit.planner.split_check import loss_depends_on_split, splits_batch
 from tightfit.planner.variants import by_time, estimate_candidates, fitting_s, with_leaner_kernels
 from tightfit.units import format_bytes, format_seconds
 
@@ -62,16 +64,18 @@ def _infrequent_gc() -> Iterator[None]:
 @keeping_compilations()
 def search(
     job: Job,
-    machine: Machine | None = None,
+    machine: Machine | str | None = None,
     pins: dict[str, Any] | None = None,
     estimator: Estimator | None = None,
     choices: list[Plan] | None = None,
 ) -> list[Estimate]:
     """Search for the fastest plan that fits on the machine and has the plan fields in `pins`.
 
-    job        what to train
-    machine    the devices; None: the machine that runs this process
-    pins       plan fields that the user fixed, such as {"precision": "fp32"}
+    job        what to train. The fields that its `plan` sets are pins, too
+    machine    the devices, or their name, such as "h100-sxm:8"; None: the machine that runs this
+               process
+    pins       plan fields that the user fixed, such as {"precision": "fp32"}. They replace those of
+               the job
     estimator  the estimator of an earlier search for the same job and machine, whose traces are
                reused; None: a new one
     choices    the plans to choose from; None: all plans that the job and the machine allow
@@ -80,16 +84,46 @@ def search(
     `rejected_because` says why they were not chosen.
 
     Raises DoesNotFit if no plan fits; the error lists the largest uses of memory and the changes
-    that would help. Raises InputError if no plan with these pins is possible.
+    that would help. Raises InputError if no plan with these pins is possible, or if a pin is not a
+    plan field or has a wrong value.
     """
-    machine = machine or Machine.detect()
+    machine = machine_of(machine)
+    pins = {**read_pins(job.plan), **checked_pins(pins)}
     estimator = estimator or Estimator(job, machine)
     # split: None leaves the choice to the search
-    pins = {name: value for name, value in (pins or {}).items() if name != "split" or value is not None}
+    pins = {name: value for name, value in pins.items() if name != "split" or value is not None}
     if choices is not None:
         return _search(estimator, job, machine, pins, choices)
     with tracing_ahead(estimator, pins):
-        return _search(estimator, job, machine, pins, choices)
+        return _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
+
+
+def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
+    """Return the estimates `found` of a search, or, if their first plan has micro-batches that change
+    the job, those of a search without micro-batches. The loss of a job may depend on how a batch is
+    split (see `split_check.py`). The first estimate then says so in its notes.
+
+    A plan is returned unchanged if the user pinned its micro-batch, or if it only divides the batch
+    over devices, which cannot be avoided: its note says that it trains something else.
+
+    Raises DoesNotFit if no plan without micro-batches fits.
+    """
+    chosen = found[0].plan
+    why = loss_depends_on_split(estimator) if splits_batch(estimator, chosen) else ""
+    if not why:
+        return found
+    why = f"the loss depends on how a batch is split: {why}"
+    if chosen.micro_batch is not None and "micro_batch" not in pins:
+        try:
+            found = _search(estimator, estimator.job, estimator.machine, {**pins, "micro_batch": None}, None)
+        except DoesNotFit as error:
+            said = f"{error}\n{why}. So only plans without micro-batches were tried; pin micro_batch to split it all the same"
+            raise DoesNotFit(said, error.content) from error
+    if splits_batch(estimator, found[0].plan):
+        note = f"{why}. This plan splits it, so it trains another loss than one device with the whole batch"
+    else:
+        note = f"{why}. So this plan has no micro-batches"
+    return [replace(found[0], notes=(note,)), *found[1:]]
 
 
 def _search(

@@ -9,13 +9,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, Untraceable
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.kernels import MIN_COMPILE_SAVING, MIN_KERNEL_SAVING, saves
-from tightfit.planner.micro_batches import MemoryBounds, largest_safe_micro_batch, search_micro_batch
+from tightfit.planner.micro_batches import (
+    MemoryBounds,
+    largest_safe_micro_batch,
+    search_micro_batch,
+    shrink_micro_batch,
+)
 from tightfit.planner.parallelism import balanced_split
 from tightfit.planner.time_model import BLOCKING
 
@@ -23,6 +28,10 @@ MAX_REFINED = 2  # plans with recompute: full for which fewer recomputed blocks 
 MAX_REFINED_MICRO_BATCHES = 3  # for each of them, the largest ones that fit
 # for each of these factors on the tensors' bytes, the fewest recomputed blocks that fit are found
 SPARE_FACTORS = (1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.07, 1.1, 1.15)
+MAX_SHRUNK = 3  # plans without room for the allocator of which smaller micro-batches are tried
+# they are tried if the fastest plan with room for the allocator is this many times slower: with half of
+# the micro-batch, a step may take twice as long
+WORTH_OF_SHRINKING = 2.0
 SAVES_NO_MEMORY: dict[str, Any] = {"recompute": "none", "update_in_backward": False}
 
 
@@ -41,6 +50,8 @@ def estimate_candidates(
       So it is compared with the largest micro-batch without recomputation.
     - In a pipeline, ZeRO-2 and ZeRO-3 communicate in every micro-batch. A higher ZeRO stage is
       therefore never faster than a lower stage that fits.
+    - Where a much faster plan has no room for the allocator's bytes, smaller micro-batches are tried
+      until one has.
     - A plan whose parameters and optimizer states alone exceed the memory is not searched further.
       Of such plans with the same precision and optimizer states, only one is estimated, so that the
       user sees why they were rejected. If no plan fits, the leanest of them is estimated.
@@ -53,6 +64,7 @@ def estimate_candidates(
     """
     found: list[Estimate] = []
     refused: list[InputError] = []
+    untraceable: dict[str, set[str]] = {}  # why values of recompute cannot be predicted -> these values
     ruled_out: dict[Any, list[Plan]] = {}
     # key: a plan without its micro-batch and data-parallel fields; value: its lowest ZeRO stage
     # that fits
@@ -65,6 +77,8 @@ def estimate_candidates(
     # key: a plan with recompute: full and without its micro-batch; value: the plan with each useful
     # micro-batch, the largest first
     full: dict[Plan, list[Plan]] = {}
+    # the same for every value of recompute, with all micro-batches
+    sizes: dict[Plan, list[Plan]] = {}
     bounds = MemoryBounds(estimator)
     for plans in candidates(estimator, start, pins):
         if estimator.memory_lower_bound(plans[0]) > estimator.limit_bytes:
@@ -88,10 +102,15 @@ def estimate_candidates(
                 # the model does not support this plan: for example, ZeRO-3 cannot shard a parameter
                 # with one element
                 refused.append(error)
+                if isinstance(error, Untraceable) and plans[0].recompute != "none":
+                    untraceable.setdefault(f"{error.asked.removeprefix('job: ')} {error.found}", set()).add(
+                        plans[0].recompute
+                    )
                 continue
             found += seen
             if not seen:
                 continue
+            sizes[_without_micro_batch(plans[0])] = plans
             if plans[0].recompute == "full":
                 full[_without_micro_batch(plans[0])] = larger
             if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
@@ -101,8 +120,12 @@ def estimate_candidates(
                 without_saving_s[least] = seen[0].time.step_s
     if not found and not ruled_out and refused:
         raise refused[0]
+    if found:
+        for why, values in untraceable.items():
+            estimator.untraceable[f"recompute: {', '.join(sorted(values))}"] = why
     if "recompute" not in pins and start.compile != "model":  # there, each number of blocks would need a trace
         found += _with_fewest_recomputed(estimator, found, full)
+    found += _with_room_for_allocator(estimator, found, sizes, best_s)
     if any(one.fits for one in found):
         if start.tp * start.pp * start.cp > 1:  # of many such plans, each would need a trace
             return found
@@ -154,12 +177,48 @@ def _with_fewest_recomputed(
     more: list[Estimate] = []
     for base, same in list(by_plan.items())[:MAX_REFINED]:
         batch, blocks = estimator.job.train.batch, same[0].ledger.blocks
+        if blocks < 2:
+            continue
         largest = max(one.plan.micro_batch_of(batch) for one in same)
         plans = [plan for plan in full[base] if plan.micro_batch_of(batch) <= largest]
         if base.pp > 1:  # each has a split of its own
             plans = sorted((one.plan for one in same), key=lambda plan: -plan.micro_batch_of(batch))
         for plan in plans[:MAX_REFINED_MICRO_BATCHES]:
             more += _fewest_recomputed(estimator, plan, max(map(len, stage_ranges(plan, blocks))))
+    return more
+
+
+def _with_room_for_allocator(
+    estimator: Estimator, found: list[Estimate], sizes: dict[Plan, list[Plan]], best_s: float
+) -> list[Estimate]:
+    """Return estimates of plans with smaller micro-batches than those of `found` that fit only without
+    the allocator's bytes. There are none if a plan with room for the allocator is hardly slower.
+
+    found   estimates of the candidates
+    sizes   plan without micro-batch -> the plan with each micro-batch, the largest first
+    best_s  seconds of a step that a plan has to beat
+
+    There are none for a pipeline, whose micro-batch grows from the smallest. If each micro-batch needs a
+    trace of its own that takes seconds, smaller ones are tried only where nothing else fits.
+
+    Example: 4,096 samples take 0.7 GiB, and 1.2 GiB with the allocator. 1 GiB is available, and of the
+    other candidates only a micro-batch of one sample fits, 30 times slower. Then 2,048 samples are tried.
+    """
+    more: list[Estimate] = []
+    best_s, shrunk = min(best_s, fitting_s(estimator, found)), 0
+    for one in sorted((one for one in found if one.fits), key=by_time):
+        plan, batch = one.plan, one.job.train.batch
+        if plan.pp > 1 or WORTH_OF_SHRINKING * one.time.step_s >= best_s or shrunk == MAX_SHRUNK:
+            break
+        if best_s < math.inf and (plan.tp * plan.cp > 1 or plan.compile == "model"):
+            break
+        size = plan.micro_batch_of(batch)
+        smaller = [each for each in sizes.get(_without_micro_batch(plan), ()) if each.micro_batch_of(batch) < size]
+        if not smaller or estimator.include_allocator(one).fits:
+            continue
+        shrunk += 1
+        more += shrink_micro_batch(estimator, smaller, best_s)
+        best_s = min(best_s, fitting_s(estimator, more))
     return more
 
 

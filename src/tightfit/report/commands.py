@@ -205,6 +205,7 @@ def decide(
 
     try:
         found = search_or_estimate(Estimator(job, machine), pins)[0]
+        content = found.content()
     except InputError as error:
         if isinstance(error, Untraceable):
             say(f"predict  not possible: {error.found}")
@@ -213,7 +214,9 @@ def decide(
     for name in Plan.field_names():
         if name not in pins and getattr(found.plan, name) != getattr(start, name):
             kept[name] = "predicted to be the fastest plan that fits"
-    return found.content(), found.plan, kept
+    for note in found.notes:
+        kept["micro_batch"] = note
+    return content, found.plan, kept
 
 
 def tensor_bytes_of(predicted: dict[str, Any]) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +15,11 @@ from rich.table import Table
 from tightfit.cost.ledger import ROWS
 from tightfit.data import describe_tokenizer
 from tightfit.job import Job
-from tightfit.machine import Machine
+from tightfit.machine import Machine, machine_of
 from tightfit.models.lora import lora_of
 from tightfit.models.nf4 import element_count
 from tightfit.optim.groups import first_match, full_rate
-from tightfit.plan import Plan
+from tightfit.plan import Plan, plan_of, read_pins
 from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.refusal import describe_shortages
 from tightfit.planner.search import search_or_estimate
@@ -33,17 +34,25 @@ HEIGHT = 8
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
-def explain(job: Job, machine: Machine | None = None, plan: Plan | None = None, price: float | None = None) -> str:
+def explain(
+    job: Job,
+    machine: Machine | str | None = None,
+    plan: Plan | Mapping[str, Any] | None = None,
+    price: float | None = None,
+) -> str:
     """Return the text that `tightfit explain` prints for a job.
 
-    machine  the machine to predict for; None: this machine
-    plan     the plan to explain; None: the fastest plan that fits the machine
+    machine  the machine to predict for, or its name, such as "h100-sxm:8"; None: this machine
+    plan     the plan to explain, or a mapping of its fields, in which fields that are left out have
+             the values of the reference plan `Plan()`. None: the fastest plan that fits the machine
+             and has the fields that the job's `plan` sets
     price    price of one device per hour; with it, the text has the cost of the whole training
 
     Raises DoesNotFit if no plan fits, and InputError if the model cannot be traced.
     """
-    estimator = Estimator(job, machine or Machine.detect())
-    estimates = search_or_estimate(estimator, {} if plan is None else plan.model_dump())
+    pins = read_pins(job.plan) if plan is None else plan_of(plan).model_dump()
+    estimator = Estimator(job, machine_of(machine))
+    estimates = search_or_estimate(estimator, pins)
     console = Console(width=120, file=io.StringIO())
     show(console, estimates, waterfall(estimator, estimates[0].plan), price)
     assert isinstance(console.file, io.StringIO)

@@ -3,6 +3,7 @@ training."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tightfit.engine.checkpoint.save import newest
+from tightfit.engine.checkpoint.extra_state import KIND, restore_extra_states
+from tightfit.engine.checkpoint.save import STATE, newest
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.models import is_transformers_model, model_factory
@@ -65,13 +67,22 @@ def _load(model: nn.Module, saved: Reader, path: Path) -> None:
     missing = sorted({name for name, _ in model.named_parameters()} - saved.names)
     wrong = [name for name in sorted(saved.names & tensors.keys()) if saved.get(name).shape != tensors[name].shape]
     if missing or wrong:
-        raise InputError(
-            f"checkpoint {path}",
-            f"does not fit the model of job.yaml ({(missing or wrong)[0]})",
-            "use the model's code from the time of the training",
-        )
+        raise _does_not_fit(path, (missing or wrong)[0])
     for name in saved.names & tensors.keys():
         tensors[name].data = saved.get(name).clone()  # the file is mapped
+    states = json.loads((path / STATE).read_text()).get(KIND, {})
+    try:
+        restore_extra_states(model, states, path, torch.device("cpu"))
+    except RuntimeError as error:
+        raise _does_not_fit(path, str(error)) from error
+
+
+def _does_not_fit(path: Path, found: str) -> InputError:
+    return InputError(
+        f"checkpoint {path}",
+        f"does not fit the model of job.yaml ({found})",
+        "use the model's code from the time of the training",
+    )
 
 
 def export(run: Path, folder: Path, merge: bool = False, dtype: str | None = None) -> str:

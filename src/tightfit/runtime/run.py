@@ -258,6 +258,8 @@ class Run:
                        samples
     droppable_masks    set by `loader`: names of a batch's masks that are not copied to the device
                        if they are all ones
+    frozen             (name, parameter) of each parameter that was frozen when the run was built,
+                       so that the optimizer does not have it
     """
 
     job: Job
@@ -282,7 +284,34 @@ class Run:
     count_labels: Callable[[Batch], LabelCount | None] | None = None
     prefetcher: BatchPrefetcher | None = None
     droppable_masks: tuple[str, ...] = ()
+    frozen: tuple[tuple[str, nn.Parameter], ...] = ()
     own_loop: bool = False
+
+
+def check_run(run: Any, function: str) -> None:
+    """Raise InputError if `run` is not a Run. Functions that users call check their argument with it.
+
+    function  the name of the function that was called, for the error message
+    """
+    if not isinstance(run, Run):
+        raise InputError(
+            f"{function}: run",
+            f"is of type {type(run).__name__}, and must be a Run",
+            f"give what tightfit.build returns: run = tightfit.build(job), then tightfit.{function}(run, ...)",
+        )
+
+
+def refuse_unfrozen(run: Run) -> None:
+    """Raise InputError if a parameter that was frozen when the run was built is not frozen any more.
+    The optimizer does not have this parameter, so it would never be updated."""
+    for name, parameter in run.frozen:
+        if parameter.requires_grad:
+            raise InputError(
+                f"model: {name}.requires_grad",
+                "was set to True after the run was built, but the run's optimizer has only the parameters that were "
+                "trainable before: this parameter would never be updated",
+                "unfreeze it where the model is created, and build the run again",
+            )
 
 
 def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = None) -> Batch:

@@ -39,9 +39,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     trace = Profiler._trace
 
-    def counted(self: Profiler, plan: tightfit.Plan, samples: int, training: bool) -> object:
+    def counted(self: Profiler, plan: tightfit.Plan, samples: int, *phase: bool) -> object:
         seen.append(samples)
-        return trace(self, plan, samples, training)
+        return trace(self, plan, samples, *phase)
 
     monkeypatch.setattr(Profiler, "_trace", counted)
     return seen

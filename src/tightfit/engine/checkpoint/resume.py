@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import is_sharded, names_of, unsharded_shape
+from tightfit.engine.checkpoint.extra_state import FILE, KIND, restore_extra_states
 from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, checkpoints, newest
 from tightfit.engine.rng import seed_all, set_random_states
 from tightfit.errors import InputError
@@ -26,7 +27,7 @@ from tightfit.optim.groups import restore_changed_rates
 from tightfit.optim.per_parameter import MASTER, dequantize_state
 from tightfit.optim.whole_parameters import has_parameter_shape
 from tightfit.runtime.activity import note_activity
-from tightfit.runtime.run import Run, shard, wait_for_weights
+from tightfit.runtime.run import Run, check_run, shard, wait_for_weights
 from tightfit.tensor_files import CHECKSUMS, Reader, checksum, file_name, index_name, read_checksums
 
 INDEX = ".index.json"
@@ -34,8 +35,9 @@ SHARED = "name a folder that all hosts share with --out"
 
 
 def resume(run: Run, folder: str | Path) -> int:
-    """Load the newest checkpoint under `folder` into `run`: weights, optimizer states, loss scale
-    and states of the random number generators. Return the number of the step to continue from.
+    """Load the newest checkpoint under `folder` into `run`: weights, optimizer states, loss scale,
+    extra states of modules and states of the random number generators. Return the number of the
+    step to continue from, which is the number of steps that were done.
 
     Every file is checked against its checksum before it is used. All devices must call this
     function.
@@ -43,6 +45,7 @@ def resume(run: Run, folder: str | Path) -> int:
     Raises InputError on all devices if there is no checkpoint, if it is damaged, or if it belongs
     to another job or does not fit the model. Also raises it if hosts see different checkpoints.
     """
+    check_run(run, "resume")
     note_activity("reading a checkpoint")
     wait_for_weights(run)  # weights that arrive later would overwrite the loaded ones
     path, state, needed = _agreed(run, lambda: _begin(run, folder))
@@ -108,6 +111,8 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
                 needed |= saved.files_of([key for key in saved.names if key.partition(":")[2] in names or key in names])
         else:
             needed.add(file_name(kind, 0, 1))
+    if FILE in known:
+        needed.add(FILE)
     if is_rank_zero():  # verify files that no rank reads here, too, such as config.json
         needed |= {name for name in known if not name.endswith(".safetensors")}
     return path, state, sorted(needed)
@@ -174,6 +179,7 @@ def _load(run: Run, path: Path, state: dict[str, Any]) -> None:
         with Reader(path, "model") as model, Reader(path, "optimizer") as optimizer:
             _load_model(run, model, optimizer)
             states = _parts(run, model, optimizer, state["counts"])
+        restore_extra_states(run.model, state.get(KIND, {}), path, run.device, run.executor is None)
         groups = run.optimizer.state_dict()["param_groups"]
         run.optimizer.load_state_dict({"state": states, "param_groups": groups})
     except (RuntimeError, ValueError, SafetensorError) as error:

@@ -7,7 +7,9 @@ checkpoint is a folder such as `step-00000120` with
     config.json            the config of a transformers model, so that transformers can load it;
                            also the tokenizer's files, if the data has a tokenizer
     optimizer.safetensors  optimizer states
-    state.json             step, loss scale, states of the random number generators
+    state.json             step, loss scale, states of the random number generators, and the extra
+                           states of modules (see `engine/checkpoint/extra_state.py`)
+    extra_state.safetensors  the tensors in these extra states, if there are any
     checksums.json         the SHA-256 of every other file of the folder
     adapter/               the adapters of a model with adapters, as peft reads them
 
@@ -31,11 +33,13 @@ from typing import Any
 
 import torch.distributed as dist
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tightfit._torch.fake import FakeTensorMode
 from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import SavedTensors, model_of, states_of
+from tightfit.engine.checkpoint.extra_state import FILE, KIND, ExtraStates, extra_states_of
 from tightfit.engine.rng import random_states
 from tightfit.engine.step import drain
 from tightfit.errors import InputError, TightfitError
@@ -44,7 +48,7 @@ from tightfit.models.caches import isolated_model_caches
 from tightfit.models.lora import has_adapters, save_adapters
 from tightfit.optim.groups import changed_rates
 from tightfit.runtime.activity import note_activity
-from tightfit.runtime.run import Run
+from tightfit.runtime.run import Run, check_run
 from tightfit.tensor_files import (
     CHECKSUMS,
     Layout,
@@ -65,7 +69,9 @@ def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = f
     """Write a checkpoint of the run into a new folder under `folder`, and return the path of the
     new folder.
 
-    step        how many steps the run has done
+    step        how many steps the run has done. Steps count from 0, so after the `Step` that `train`
+                yields this is its number plus 1: save(run, folder, result.step + 1). A run that
+                resumes continues with the step of this number
     kept_steps  steps whose checkpoints are never deleted, such as the step of the best evaluation
 
     Afterwards, old checkpoints are deleted: the job's `keep_checkpoints` newest ones and those of
@@ -73,15 +79,18 @@ def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = f
     all-gathered and each device writes some of the files. An asynchronous pipeline first completes
     the steps that are in flight, and their number is added to `step`.
 
-    Raises TightfitError if the checkpoint cannot be written. Earlier checkpoints are then kept.
+    Raises TightfitError if the checkpoint cannot be written, and InputError if a module returns an
+    extra state that cannot be saved. Earlier checkpoints are then kept.
     """
+    check_run(run, "save")
     drain(run)
     step += len(run.executor.losses) if run.executor is not None else 0
     folder = Path(folder)
     final = folder / folder_name(step)
     unfinished = folder / f".{final.name}.partial"
     model, states = model_of(run), states_of(run)
-    state = _state(run, step, states)
+    extra = _extra_states(run)
+    state = {**_state(run, step, states), KIND: extra.values}
     _together(run, lambda: _begin(folder, unfinished) if is_rank_zero() else None, step, folder)
     writers = _writers(run, unfinished)
     if not all(all_gather_values(run, bool(writers))):
@@ -105,6 +114,8 @@ def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = f
             write_index(unfinished, kind, layout, size)
         _describe(run, unfinished)
         _write_adapters(run, unfinished)
+        if extra.tensors:
+            save_file(extra.tensors, unfinished / FILE, metadata={"format": "pt"})
         (unfinished / STATE).write_text(json.dumps(state) + "\n")
         write_checksums(unfinished, {name: sum for one in written for name, sum in one.items()})
         shutil.rmtree(final, ignore_errors=True)
@@ -302,6 +313,21 @@ def newest(folder: str | Path) -> Path:
             "leave out --resume, or name the folder of an earlier run with --out",
         )
     return found[-1]
+
+
+def _extra_states(run: Run) -> ExtraStates:
+    """Return the extra states of the model's modules: those on rank 0, and in a pipeline also those
+    of the modules that only other ranks have. A parameter server runs no forward, so with one they
+    are those of the first worker. All devices must call this function."""
+    own = extra_states_of(run.model)
+    if run.mesh is not None and run.mesh.servers:
+        found: ExtraStates = all_gather_values(run, own if own.values else None)[1]
+        return found or own
+    stages = _stages(run, own)[::-1]  # of a module on several ranks, the first rank's value counts
+    return ExtraStates(
+        {name: value for one in stages for name, value in one.values.items()},
+        {name: tensor for one in stages for name, tensor in one.tensors.items()},
+    )
 
 
 def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:

@@ -3,6 +3,10 @@ the number of samples.
 
 Example: a buffer has 6 MiB with 2 samples and 10 MiB with 4. In the combined trace its size is
 `BatchLinear(fixed=2 MiB, per_sample=2 MiB)`, which gives 34 MiB for 16 samples.
+
+Some models compare all samples of a batch with each other, in a matrix with a row and a column for
+each sample. Such sizes are not linear, and their traces are not combined. Example: a matrix has 16
+MiB with 2,048 samples and 64 MiB with 4,096. The line through both would give -8 MiB for 1,024.
 """
 
 from __future__ import annotations
@@ -12,6 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from tightfit.cost.recorded_step import TRACED_ROWS, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
+
+# a size grows faster than the number of samples if the line through its two values is below minus this
+# share of the smaller value for 0 samples. The line of a square is below minus the smaller value; rounded
+# sizes and differences of neighbouring samples are a little below 0
+MAX_BELOW_ZERO = 0.25
 
 
 def fit_batch_scaling(
@@ -29,7 +38,8 @@ def fit_batch_scaling(
     with other segments, and the number of operations of each kind.
 
     Returns None if the traces have different segments, or if the buffers that a segment shares with
-    other segments are not the same in both traces.
+    other segments are not the same in both traces. Raises SuperlinearGrowth if a buffer, the FLOPs of
+    an operation or the peak of a segment grow faster than the number of samples.
     """
     if [one.key for one in small] != [one.key for one in large]:
         return None
@@ -41,6 +51,10 @@ def fit_batch_scaling(
         )
     except _TracesDiffer:
         return None
+
+
+class SuperlinearGrowth(Exception):
+    """Raised if a size grows faster than the number of samples, as a matrix of all pairs of samples."""
 
 
 class _BatchScaling:
@@ -55,6 +69,14 @@ class _BatchScaling:
             return BatchLinear(small)
         slope = (large - small) / (second - first)
         return BatchLinear(small - slope * first, slope)
+
+    def at_most_linear(self, small: float, large: float) -> BatchLinear:
+        """Return the line through a size in the two traces. Raises SuperlinearGrowth if the size grows
+        faster than the number of samples."""
+        found = self.line(small, large)
+        if small > 0 and found.fixed < -MAX_BELOW_ZERO * small:
+            raise SuperlinearGrowth
+        return found
 
     def timeline(self, small: Timeline, large: Timeline) -> Timeline:
         if small not in self.timelines:
@@ -82,7 +104,7 @@ class _BatchScaling:
 
     def _buffer(self, small: Buffer, large: Buffer) -> Buffer:
         if small not in self.buffers:
-            size = self.line(small.size.fixed, large.size.fixed)
+            size = self.at_most_linear(small.size.fixed, large.size.fixed)
             operands, terms = (
                 tuple(self._buffer(one, other) for one, other in zip(*pair, strict=False))
                 for pair in ((small.operands, large.operands), (small.terms, large.terms))
@@ -97,9 +119,11 @@ class _BatchScaling:
         They are the events of the buffers that this segment does not both allocate and free,
         because other segments use these buffers. All other buffers are replaced by one buffer per
         row, with the row's bytes at the segment's peak. Raises _TracesDiffer if the buffers that
-        the segment shares with other segments are not the same in both traces.
+        the segment shares with other segments are not the same in both traces, and SuperlinearGrowth if
+        the bytes at the peak grow faster than the number of samples.
         """
         one, other = _Outline(small), _Outline(large)
+        self.at_most_linear(one.most, other.most)
         common = Counter(map(_event_key, one.outside)) & Counter(map(_event_key, other.outside))
         mine, its = one.kept(common), other.kept(common)
         if list(map(_event_key, mine)) != list(map(_event_key, its)):
@@ -120,7 +144,7 @@ class _BatchScaling:
         return Operation(
             small.name,
             small.dtype,
-            self.line(small.flops.fixed, large.flops.fixed),
+            self.at_most_linear(small.flops.fixed, large.flops.fixed),
             self.line(small.bytes_accessed.fixed, large.bytes_accessed.fixed),
             tuple(self.line(one.fixed, other.fixed) for one, other in zip(small.sizes, large.sizes, strict=True)),
             computed_share=small.computed_share,

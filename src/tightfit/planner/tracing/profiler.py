@@ -7,16 +7,17 @@ effect is therefore never described twice.
 
 The profiler traces at two micro-batch sizes and interpolates every other size. Example: a buffer
 has 6 MiB with 2 samples and 10 MiB with 4. Its size is then 2 MiB + 2 MiB per sample, and 34 MiB
-with 16 samples.
+with 16 samples. A model whose sizes are not linear, such as one that compares all samples of a batch
+with each other, is traced at every micro-batch size.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +56,8 @@ from tightfit.parallel.context import sequence_chunks
 from tightfit.parallel.fsdp import planning
 from tightfit.parallel.pipeline import boundaries
 from tightfit.parallel.tensor import sequence_parallel
-from tightfit.plan import Plan
-from tightfit.planner.tracing.batch_scaling import fit_batch_scaling
+from tightfit.plan import Plan, plan_of
+from tightfit.planner.tracing.batch_scaling import SuperlinearGrowth, fit_batch_scaling
 from tightfit.planner.tracing.cache import cache_key, cached, file_name
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
@@ -87,13 +88,15 @@ SHARED = (  # attributes of a Profiler that are the same for any data
 )  # fmt: skip
 
 
-class _TraceKey(NamedTuple):
+@dataclass(frozen=True)
+class _TraceKey:
     """The options of a plan by which traces differ, beside the number of samples.
 
     operations     values of the plan fields that decide which operations run
     filled         whether inputs are padded for float8
     again          value of `recompute`, if it changes the trace of the forward; else "none"
     training       True: forward and backward; False: the forward of an evaluation
+    gradients      whether autograd is on in the forward of an evaluation
     is_part        whether the samples do not fill a chunk of the chunked loss
     layout         degrees and kinds of tensor and context parallelism
     narrow         whether weights are gathered in a narrower type
@@ -103,6 +106,7 @@ class _TraceKey(NamedTuple):
     filled: bool
     again: str
     training: bool
+    gradients: bool
     is_part: bool
     layout: tuple[Any, ...]
     narrow: bool
@@ -123,6 +127,8 @@ class Profiler:
     tokens       number of tokens in the example batch; of samples, if the model has no tokens
     unit         what throughput counts: "tokens" or "samples"
     shared_work  the traces that other processes make for this one; None: it makes all itself
+    superlinear  whether two traces have shown that the model's memory or FLOPs grow faster than the
+                 number of samples
     """
 
     def __init__(self, job: Job, device: str) -> None:
@@ -132,8 +138,9 @@ class Profiler:
         self.samples, self.tokens = sample_count(self.batch), processed_count(self.batch)
         self.padded = is_padded(self.batch)
         self.labelled = label_share(job, self.batch)
-        self.unit = self._objective().unit
+        self.unit = self.objective().unit
         self.shared_work: SharedWork | None = None
+        self.superlinear = False
         self._mode = FakeTensorMode()  # one for all traces, so that they can share a model's tensors
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, BlockMap]] = {}
         self._tensor_parallel_models: dict[Any, tuple[nn.Module, BlockMap]] = {}
@@ -145,6 +152,7 @@ class Profiler:
         self._known_parameters: dict[tuple[Parameter, ...], tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
         self._refused: dict[str, InputError] = {}  # value of recompute that the model does not support -> why
+        self._refused_evaluations: dict[_TraceKey, InputError] = {}  # evaluations that cannot be traced -> why
         self._segments_tried = False
         self._segments_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
@@ -176,13 +184,13 @@ class Profiler:
         batch = plan.share_of(self.job.train.batch)  # samples of one device
         micro_batch = plan.micro_batch_of(self.job.train.batch)
         programs, sizes = self.recorded_step(plan, micro_batch)
-        # an evaluation runs without torch.compile
-        inference = partial(self.recorded_step, plan.replace(compile="none"), micro_batch, training=False, sizes=sizes)
+        # a recomputed block's first forward is that of an evaluation, which has to save nothing
+        may_save = not recompute.enabled(plan) or recompute.changes_trace(plan)
         return Ledger(
             micro_batch=batch,
             micro_batches=1,
             training=programs.segments,
-            inference=lambda: inference()[0].segments,
+            inference=lambda: self._evaluation(plan, micro_batch, sizes, may_save).segments,
             parameters=programs.parameters,
             blocks=programs.blocks,
             experts=programs.experts,
@@ -196,6 +204,29 @@ class Profiler:
             check_segments=self.try_segments,
         )
 
+    def _evaluation(self, plan: Plan, micro_batch: int, sizes: tuple[int, int], may_save: bool) -> RecordedStep:
+        """Return the recorded forward of an evaluation, which runs without torch.compile.
+
+        micro_batch, sizes  see `recorded_step`
+        may_save            whether the forward may save tensors for backward. If so, a model whose
+                            forward needs autograd, such as one that computes forces as gradients of an
+                            energy, is traced with autograd. What it saves lives until the loss is
+                            computed, so more memory is predicted than without autograd; the operations
+                            are the same
+
+        Raises Untraceable if the model cannot be traced.
+        """
+        traced = partial(self.recorded_step, plan.replace(compile="none"), micro_batch, training=False, sizes=sizes)
+        try:
+            return traced()[0]
+        except Untraceable as error:
+            if not may_save:
+                found = (
+                    f"needs autograd in its forward; recompute is predicted from a forward without it ({error.found})"
+                )
+                raise Untraceable(error.asked, found, "use recompute: none, or train without a prediction") from error
+            return traced(gradients=True)[0]
+
     def dataflow(self) -> Dataflow:
         """Return the dataflow graph of a forward: which operation computes each tensor from which
         others. It is traced at the first call. Most repeated blocks of a transformers model are
@@ -208,7 +239,7 @@ class Profiler:
                 model, depth = self._model(torch.float32, False)
                 boundaries.refuse_encoder_decoder(model)
                 blocks = find_blocks(model, self.job.blocks_name)
-                batch, total = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective().total
+                batch, total = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self.objective().total
                 self._dataflow = trace_dataflow(model, total, batch, blocks, tuple(depth.numbers))
         return self._dataflow
 
@@ -233,7 +264,7 @@ class Profiler:
                 model, depth = self._model(torch.float32, True)
             model.train()
             blocks = [block for _, block in find_blocks(model, self.job.blocks_name)]
-            batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self._objective()
+            batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self.objective()
             segments = [blocks] if depth.removed else recompute.make_segments(blocks)
             with untraceable_errors(model):
                 check_segments(model, segments, lambda: objective.total(model, batch))
@@ -247,7 +278,12 @@ class Profiler:
             return tensor_bytes(tensors_in(self._sized(plan, 1)))
 
     def recorded_step(
-        self, plan: Plan, micro_batch: int, training: bool = True, sizes: tuple[int, int] | None = None
+        self,
+        plan: Plan,
+        micro_batch: int,
+        training: bool = True,
+        sizes: tuple[int, int] | None = None,
+        gradients: bool = False,
     ) -> tuple[RecordedStep, tuple[int, int]]:
         """Return the recorded step of one micro-batch, with the plan's precision, attention and
         loss, and the two sizes between which it is interpolated. They are both `micro_batch` if the
@@ -259,6 +295,7 @@ class Profiler:
         sizes        the two sizes to interpolate between. `recompute` looks for the buffers of
                      training in the evaluation by their sizes, so both are interpolated between the
                      same two. None: any
+        gradients    whether autograd is on in the forward of an evaluation
 
         Raises InputError if the model cannot be traced.
         """
@@ -274,7 +311,7 @@ class Profiler:
         plan = plan.replace(precision=kind, master_weights=plan.master_weights and training and not gathered)
         operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
         filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
-        key = _TraceKey(operations, filled, again, training, micro_batch < whole, layout, narrow)
+        key = _TraceKey(operations, filled, again, training, gradients, micro_batch < whole, layout, narrow)
         traced = self._traced.setdefault(key, {})
         if sizes is None:
             sizes = self._sizes_to_trace(traced, micro_batch, whole)
@@ -334,7 +371,10 @@ class Profiler:
     ) -> RecordedStep | None:
         if (key, small, large) not in self._fitted_steps:
             one, other = traced[small], traced[large]
-            segments = fit_batch_scaling(one.segments, other.segments, (small, large))
+            try:
+                segments = fit_batch_scaling(one.segments, other.segments, (small, large))
+            except SuperlinearGrowth:
+                segments, self.superlinear = None, True
             self._fitted_steps[key, small, large] = None if segments is None else replace(one, segments=segments)
         return self._fitted_steps[key, small, large]
 
@@ -360,18 +400,22 @@ class Profiler:
         """
         if key.again in self._refused:  # no longer found once the compiled blocks are known
             raise self._refused[key.again]
+        if key in self._refused_evaluations:
+            raise self._refused_evaluations[key]
         try:
             return self._read_or_trace(key, plan, samples, ahead)
         except InputError as error:
             if key.again == "attention":
                 self._refused[key.again] = error
+            if not key.training:
+                self._refused_evaluations[key] = error
             raise
 
     def _read_or_trace(self, key: _TraceKey, plan: Plan, samples: int, ahead: dict[int, bool]) -> RecordedStep:
         name, make = self._named_trace(key, plan, samples)
         if self.shared_work is None or name is None:
             return make()
-        others = (self._named_trace(key._replace(is_part=is_part), plan, size) for size, is_part in ahead.items())
+        others = (self._named_trace(replace(key, is_part=is_part), plan, size) for size, is_part in ahead.items())
         return self.shared_work.once(name, plan.compile != "none", make, others)
 
     def _named_trace(self, key: _TraceKey, plan: Plan, samples: int) -> tuple[str | None, Callable[[], RecordedStep]]:
@@ -379,28 +423,28 @@ class Profiler:
         stored there, and a function that reads the trace or makes it."""
         model = cache_key(self.job)
         if model is None:
-            return None, partial(self._trace, plan, samples, key.training)
+            return None, partial(self._trace, plan, samples, key.training, key.gradients)
         shapes = str(tree_map_only(Tensor, lambda tensor: (str(tensor.dtype), tensor.shape[1:]), self.batch))
         kernels = self.device == "cuda" and can_generate_kernels()
         imbalance = self.job.train.expert_imbalance
         what = (model, shapes, self.padded, str(self.labelled), self.device, kernels, key, samples, imbalance)
-        return file_name(what), partial(cached, what, partial(self._trace, plan, samples, key.training))
+        return file_name(what), partial(cached, what, partial(self._trace, plan, samples, key.training, key.gradients))
 
-    def _trace(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
+    def _trace(self, plan: Plan, samples: int, training: bool, gradients: bool = False) -> RecordedStep:
         before = self._repeated
         while True:
             try:
-                return self._trace_once(plan, samples, training)
+                return self._trace_once(plan, samples, training, gradients)
             except _RepeatedBlockFailure as short:
                 (self._repeated,) = short.args
             except InputError:  # the repeated blocks were not the reason
                 self._repeated = before
                 raise
 
-    def _trace_once(self, plan: Plan, samples: int, training: bool) -> RecordedStep:
+    def _trace_once(self, plan: Plan, samples: int, training: bool, gradients: bool) -> RecordedStep:
         """Trace one micro-batch of `samples` samples: forward and backward, or only the forward of
-        an evaluation if not `training`. Raises _RepeatedBlockFailure if the model fails while
-        repeated blocks are removed or skipped."""
+        an evaluation if not `training`, with autograd if `gradients`. Raises _RepeatedBlockFailure if
+        the model fails while repeated blocks are removed or skipped."""
         values = self._values()
         with fake_process_group(plan.tp * plan.cp), self._mode, values, emulate_device(self.device):
             run, depth = self._build_traced_run(plan)
@@ -428,6 +472,7 @@ class Profiler:
                         blocks,
                         training,
                         depth.removed,
+                        gradients=gradients,
                         run_all=self._repeated == EXECUTED,
                     )
             except InputError as error:
@@ -463,7 +508,7 @@ class Profiler:
 
         Call this inside `_mode`, the fake tensor mode.
         """
-        objective = self._objective()
+        objective = self.objective()
         unset, processor = cast(Any, None), torch.device("cpu")
         model, depth = self._model(materialize.weights_dtype(plan), plan.compile == "model")
         run = Run(
@@ -542,7 +587,7 @@ class Profiler:
     def _values(self) -> FakeValues:
         return FakeValues(self.padded, self.job.train.expert_imbalance)
 
-    def _objective(self) -> Objective:
+    def objective(self) -> Objective:
         given = self.job.loss
         return objective_of(
             load_python(given.python) if isinstance(given, LossSpec) else given, task_of(self.job.model)
@@ -645,16 +690,17 @@ def _parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[
     return tuple(found)
 
 
-def profile(job: Job, plan: Plan | None = None, device: str = "cpu") -> Ledger:
+def profile(job: Job, plan: Plan | Mapping[str, Any] | None = None, device: str = "cpu") -> Ledger:
     """Trace the model of `job`, and return its base ledger: the buffers and operations of a step.
 
-    plan    of its methods, only those that decide which operations run are applied; None: the
-            reference plan `Plan()`
+    plan    the plan, or a mapping of its fields. Of its methods, only those that decide which
+            operations run are applied. None: the reference plan `Plan()`, with the fields that the
+            job's `plan` sets
     device  kind of device to predict for: "cpu" or "cuda"
 
     Raises InputError if the model cannot be traced.
     """
-    return Profiler(job, device).ledger(plan or Plan())
+    return Profiler(job, device).ledger(plan_of(plan, job))
 
 
 __all__ = ["Profiler", "profile"]

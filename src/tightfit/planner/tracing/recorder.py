@@ -490,6 +490,7 @@ def trace(
     training: bool = True,
     removed: Mapping[int, int] | None = None,
     run_all: bool = False,
+    gradients: bool = False,
 ) -> tuple[Segment, ...]:
     """Record what one micro-batch of fake tensors does, and return it as segments, in the order in
     which they ran.
@@ -498,11 +499,12 @@ def trace(
     loss_sum  function of a batch that returns its summed loss
     batch     the micro-batch
     blocks    the model's blocks, in order, without those that were removed
-    training  True: forward and backward; False: the forward of an evaluation, which saves nothing
-              for backward
+    training  True: forward and backward; False: the forward of an evaluation
     removed   number of each block that was removed from the model -> number of the block that it
               repeats
     run_all   whether to run all blocks; otherwise repeated blocks are skipped
+    gradients  whether autograd is on in the forward of an evaluation. What it saves then lives until
+              the loss is computed; without autograd, nothing is saved
 
     Afterwards all gradients are None, and the model is otherwise unchanged.
     """
@@ -512,7 +514,7 @@ def trace(
     if not training:
         recorder.phase = "inference"
     with (
-        torch.set_grad_enabled(training),
+        torch.set_grad_enabled(training or gradients),
         recorder,
         record_blocks(blocks, recorder, removed, run_all),
         iterations_chosen_by(recorder.deduplicate_loop),

@@ -1,0 +1,98 @@
+"""Find out on a few samples whether a job's loss depends on how a batch is split.
+
+A plan divides a batch into micro-batches and over devices, and adds up what the parts give. That is
+the loss of the whole batch only if each sample's loss is its own. It is not if the model or the loss
+compares the samples of a batch with each other, as a contrastive loss does.
+
+Example: CLIP's loss of 4 pairs of image and text is a cross entropy over 4 candidates. The mean of
+the losses of two halves is one over 2 candidates, and that of single samples is always 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit._torch.modules import RunningNorm
+from tightfit.data.rng import generators_restored, seed_generators
+from tightfit.methods.materialize import create_on_host
+from tightfit.models.dropout import switch_off_dropout
+from tightfit.models.objective import Batch, map_tensors
+from tightfit.plan import Plan
+from tightfit.planner.estimate import Estimate, Estimator
+
+SAMPLES = 4
+TOLERANCE = 1e-4  # relative difference of two losses from which on they are different; rounding changes 1e-6
+MOST_BYTES = 2**30  # of the parameters, and of a step with SAMPLES samples, in fp32: larger jobs are not checked
+
+
+def splits_batch(estimator: Estimator, plan: Plan) -> bool:
+    """Return whether the plan divides a step's batch into micro-batches or over devices."""
+    batch = estimator.job.train.batch
+    return plan.micro_batch_of(batch) < batch
+
+
+def loss_depends_on_split(estimator: Estimator) -> str:
+    """Return how the loss of a few samples changes if they are split in halves, as a phrase such as
+    "4 samples have a loss of 1.3, and their halves together 0.6". Return an empty text if it does not
+    change, or if it is not known: the check runs the model on the CPU, so it leaves out large models,
+    and models and losses that draw random numbers or fail.
+
+    Dropout is switched off, and norms with running statistics, such as BatchNorm, use these: that
+    they normalise each micro-batch by itself is no surprise to their users.
+    """
+    job = estimator.job
+    if (job.of_transformers and job.loss is None) or not _is_small(estimator):
+        return ""
+    batch, objective = estimator.profiler.batch, estimator.profiler.objective()
+    try:
+        with generators_restored():
+            seed_generators(job.train.seed)
+            model = create_on_host(job.model, torch.device("cpu"), torch.float32)
+            _switch_off_randomness(model)
+            whole, again, *halves = (
+                float(objective.total(model, part).detach()) / SAMPLES
+                for part in (_samples(batch, 0, SAMPLES), _samples(batch, 0, SAMPLES), *_halves(batch))
+            )
+    except Exception:  # whatever the user's code raises: the search reports it where it matters
+        return ""
+    if _differ(whole, again) or not _differ(whole, sum(halves)):
+        return ""
+    return f"{SAMPLES} samples have a loss of {whole:.3g}, and their halves together {sum(halves):.3g}"
+
+
+def _is_small(estimator: Estimator) -> bool:
+    plan = Plan(micro_batch=SAMPLES) if estimator.job.train.batch > SAMPLES else Plan()
+    if estimator.profiler.samples < SAMPLES or estimator.job.train.batch < SAMPLES:
+        return False
+    one: Estimate = estimator.estimate(plan)
+    return one.peak_bytes - one.peak.rows["runtime"] <= MOST_BYTES
+
+
+def _switch_off_randomness(model: nn.Module) -> None:
+    model.train()
+    switch_off_dropout(model)
+    for module in model.modules():
+        if isinstance(module, RunningNorm):
+            module.eval()
+
+
+def _samples(batch: Batch, first: int, stop: int) -> Batch:
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[first:stop].float() if tensor.is_floating_point() else tensor[first:stop]
+
+    return map_tensors(part, batch)
+
+
+def _halves(batch: Batch) -> list[Any]:
+    return [_samples(batch, *ends) for ends in itertools.pairwise(range(0, SAMPLES + 1, SAMPLES // 2))]
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > TOLERANCE * max(abs(one), abs(other), 1e-6)
+
+
+__all__ = ["loss_depends_on_split", "splits_batch"]

@@ -1,0 +1,131 @@
+"""Losses that compare the samples of a batch: a search does not split their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tightfit
+from tightfit.errors import DoesNotFit
+from tightfit.machine import Machine
+from tightfit.planner import split_check
+from tightfit.planner.estimate import Estimator
+from tightfit.planner.search import search
+from tightfit.planner.split_check import loss_depends_on_split
+
+GPU = Machine.named("l4")
+WIDTH, BATCH = 256, 8192
+
+
+class Tower(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        hidden = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+        self.first, self.layers = nn.Linear(8, WIDTH), nn.Sequential(*hidden, *layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(self.layers(self.first(x)), dim=-1)
+
+
+class Noisy(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.rand_like(x))
+
+
+class Centred(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found - found.mean(0)
+
+
+class Pairs:
+    def __len__(self) -> int:
+        return 2 * BATCH
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(8, generator=generator), torch.randn(WIDTH, generator=generator)
+
+
+def contrast(output: Tensor, batch: Any) -> Tensor:
+    """That of CLIP, without the product of all pairs, whose memory is quadratic in the batch."""
+    far = output - functional.normalize(batch[1].roll(1, 0), dim=-1)
+    return functional.softplus(2 - far.square().sum(1)).mean()
+
+
+def apart(output: Tensor, batch: Any) -> Tensor:
+    return functional.mse_loss(output, batch[1])
+
+
+def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> Estimator:
+    train = tightfit.Train(batch=BATCH, steps=2)
+    return Estimator(tightfit.Job(model=model, data=Pairs(), loss=loss, train=train, allow=[], **job), machine)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "depends"),
+    [
+        (Tower, contrast, True),
+        (Tower, tightfit.Objective(lambda model, batch: contrast(model(batch[0]), batch) * len(batch[0]), len), True),
+        (Centred, nn.MSELoss(), True),
+        (Tower, apart, False),
+        (Tower, nn.MSELoss(), False),
+        (lambda: Tower(nn.Dropout(0.5)), apart, False),
+        (lambda: Tower(nn.BatchNorm1d(WIDTH)), apart, False),  # its users know
+        (Noisy, contrast, False),  # it cannot be told from noise
+        (Tower, lambda output, batch: output.missing, False),  # building the run says why it fails
+    ],
+    ids=[
+        "contrast",
+        "objective",
+        "mean over samples",
+        "own",
+        "torch",
+        "dropout",
+        "BatchNorm",
+        "random",
+        "fails",
+    ],
+)
+def test_a_loss_that_compares_samples_is_found(model: Any, loss: Any, depends: bool) -> None:
+    estimator = estimator_of(model, loss)
+    estimator.estimate = lambda plan: estimator_of(Tower, apart).estimate(plan)  # type: ignore[method-assign]
+    drawn = torch.get_rng_state()
+    assert bool(loss_depends_on_split(estimator)) is depends
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_large_models_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loss_depends_on_split(estimator_of(Tower, contrast))
+    monkeypatch.setattr(split_check, "MOST_BYTES", 1)
+    assert not loss_depends_on_split(estimator_of(Tower, contrast))
+
+
+def test_a_search_keeps_such_a_batch_whole() -> None:
+    pins = {"compile": "none", "recompute": "none"}
+    whole = estimator_of(Tower, contrast).estimate(tightfit.Plan())
+    runtime = whole.peak.rows["runtime"]
+    tight = {"limits": {"memory": int(runtime + 0.6 * (whole.peak_bytes - runtime))}}
+    ordinary = estimator_of(Tower, apart, **tight)
+    assert search(ordinary.job, GPU, pins, ordinary)[0].plan.micro_batch is not None
+    compared = estimator_of(Tower, contrast, **tight)
+    with pytest.raises(DoesNotFit, match="the loss depends on how a batch is split: 4 samples have a loss of"):
+        search(compared.job, GPU, pins, compared)
+    (note,) = search(compared.job, GPU, {**pins, "micro_batch": 256}, compared)[0].notes
+    assert "This plan splits it, so it trains another loss" in note
+    enough = estimator_of(Tower, contrast, limits={"memory": int(1.5 * whole.peak_bytes)})
+    chosen = search(enough.job, GPU, pins, enough)[0]
+    assert (chosen.plan.micro_batch, chosen.notes) == (None, ())
+
+
+def test_dividing_such_a_batch_over_devices_is_said() -> None:
+    two = Machine.named("l4:2")
+    estimator = estimator_of(Tower, contrast, two)
+    chosen = search(estimator.job, two, {"compile": "none", "recompute": "none"}, estimator)[0]
+    assert chosen.plan.devices == 2
+    assert "This plan splits it" in chosen.notes[0]
+    assert chosen.notes[0] in chosen.advice
