@@ -89,3 +89,9 @@ def test_compressed_gradients_are_on_the_device_that_sends_them(device: str, com
     with pytest.raises(InputError, match="use zero: 3 with both parameters and gradients in offload, or neither"):
         check(plan, job, device)
     check(plan.replace(offload=("states",)), job, device)
+
+
+def test_a_wrong_value_is_named_once() -> None:
+    with pytest.raises(InputError) as refused:
+        tightfit.Plan.parse({"recompute": "ful"}, "plan")
+    assert refused.value.asked == "plan: recompute=ful"

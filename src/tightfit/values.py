@@ -195,8 +195,9 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InputError):
         kind, _, rest = inner.asked.partition(": ")
-        if path and kind in _names_of_values(Value):  # the error of a value within this one
-            return InputError(f"{place}.{rest}", inner.found, inner.fix)
+        if path and kind in _names_of_values(Value):  # the error of a value within this one, or of a field
+            outer = path[:-1] if rest.partition("=")[0] == str(path[-1]) else path
+            return InputError(f"{where}: {'.'.join([*map(str, outer), rest])}", inner.found, inner.fix)
         named = not path or str(path[-1]) in inner.asked
         return inner if named else InputError(f"{place}: {inner.asked}", inner.found, inner.fix)
     branches = [detail for detail in details if _path(detail) == path]  # a union's types
