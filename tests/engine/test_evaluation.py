@@ -3,6 +3,7 @@ averaged."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,27 @@ def test_values_are_those_over_all_samples_at_once(micro_batch: int | None) -> N
     assert found["loss"] == tightfit.evaluate(run)
     assert tightfit.evaluate_metrics(run) == found
     assert run.model.training
+
+
+class Forces(Net):
+    """Adds the gradient of an energy, as a model of molecules does."""
+
+    def __init__(self, allowed: bool) -> None:
+        super().__init__()
+        self.allowed = allowed
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad() if self.allowed else contextlib.nullcontext():
+            place = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(place).square().sum(), place, create_graph=True)
+        return super().forward(x + force)
+
+
+def test_gradients_in_an_evaluation_need_enable_grad() -> None:
+    assert tightfit.evaluate(tightfit.build(job().replace(model=lambda: Forces(True)), tightfit.Plan())) > 0
+    run = tightfit.build(job().replace(model=lambda: Forces(False)), tightfit.Plan())
+    with pytest.raises(InputError, match=r"evaluate_every: the model computes gradients(.|\n)*torch\.enable_grad"):
+        tightfit.evaluate(run)
 
 
 def test_evaluate_samples_bounds_the_evaluation() -> None:

@@ -47,11 +47,20 @@ def evaluate_metrics(run: Run, samples: int | None = None) -> dict[str, float]:
 
 @torch.no_grad()
 def _evaluate(run: Run, samples: int | None, metrics: EvaluationMetrics | None) -> dict[str, float]:
-    if metrics is None:
-        return {LOSS: _mean_loss(run, samples, None)}
-    with metrics.observed():
-        loss = _mean_loss(run, samples, metrics)
-    return {LOSS: loss, **metrics.values()}
+    try:
+        if metrics is None:
+            return {LOSS: _mean_loss(run, samples, None)}
+        with metrics.observed():
+            loss = _mean_loss(run, samples, metrics)
+        return {LOSS: loss, **metrics.values()}
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise InputError(
+            "train: evaluate_every",
+            "the model computes gradients in its forward, and an evaluation runs without autograd",
+            "write `with torch.enable_grad():` around them in forward, or leave out evaluate_every",
+        ) from error
 
 
 def _mean_loss(run: Run, samples: int | None, metrics: EvaluationMetrics | None) -> float:
