@@ -143,7 +143,7 @@ def published_runs() -> list[Measured]:
 
 def guessed(known: dict[str, float]) -> dict[str, float]:
     """The interval for a GPU that is not in the table of devices, whose large products are assumed to reach a fixed
-    share of the peak: that of known machines, widened by the quantiles of the table's shares."""
+    share of the peak: that of known machines of the same class, widened by the quantiles of the table's shares."""
     shares = [(share / ACHIEVED, 1.0) for row in devices().values() if isinstance(row.get("achieved"), dict)
               for kind, share in row["achieved"].items() if kind in ("bf16", "fp16")]  # fmt: skip
     low = math.hypot(math.log(known["low"]), math.log(quantile(shares, HIGH)))
@@ -165,9 +165,10 @@ def table(runs: list[Measured]) -> dict[str, dict[str, dict[str, float]]]:
                 "high": round(quantile(weighted(same), HIGH), 3),
                 "runs": len(same),
             }
-    if "known machine" in found["time"]:
-        wide = guessed(found["time"]["known machine"])
-        found["time"]["guessed machine"] = {name: round(value, 3) for name, value in wide.items()}
+    for name, known in list(found["time"].items()):
+        if name.startswith("known machine"):
+            wide = {end: round(value, 3) for end, value in guessed(known).items()}
+            found["time"][name.replace("known", "guessed", 1)] = wide
     return found
 
 

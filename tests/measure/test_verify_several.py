@@ -28,8 +28,8 @@ def verified(fields: dict[str, Any], factor: float = 1.0) -> tightfit.Verificati
     """factor: what recomputed blocks multiply their output by, to be wrong."""
     honest = recompute.recomputed
 
-    def sabotaged(forward: Any, modules: Any, selective: int = 0) -> Any:
-        again = honest(forward, modules, selective)
+    def sabotaged(*arguments: Any) -> Any:
+        again = honest(*arguments)
         return lambda *args, **kwargs: again(*args, **kwargs) * factor
 
     recompute.recomputed = sabotaged if factor != 1.0 else honest

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job, ModelSpec, Train
 from tightfit.methods import materialize
 from tightfit.methods.materialize import create_on_device, create_on_host, own_parameters, weights_dtype
@@ -386,3 +386,39 @@ def test_a_model_that_a_stage_cannot_create_is_refused():
     run = SimpleNamespace(job=job, mesh=SimpleNamespace(rank=lambda axis: 0))
     with pytest.raises(InputError, match="materialize: host"):
         own_parameters(run, Plan(pp=2, materialize="device"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_stage_reads_its_own_weights_of_a_folder(rank: int, tied: bool, tmp_path):
+    """transformers reads the weights in the order of their names: layer 10 comes before layer 2."""
+    config = {**SMALL, "num_hidden_layers": 11, "tie_word_embeddings": tied}
+    whole = create_on_host(ModelSpec(architecture="llama", config=config), CPU, torch.float32)
+    whole.save_pretrained(tmp_path, max_shard_size="100KB")
+    job = Job(
+        model={"from": str(tmp_path)}, data={"synthetic": "tokens", "sequence_length": 8}, train=Train(batch=2, steps=1)
+    )
+    run = SimpleNamespace(job=job, mesh=SimpleNamespace(rank=lambda axis: rank))
+    plan = Plan(pp=2, materialize="device", split=(6, 5))
+    own = own_parameters(run, plan)
+    stage = create_on_device(job.model, CPU, torch.float32, None, own)
+    materialize._check_values(run, plan, stage)
+    expected, mine = whole.state_dict(), range(6) if rank == 0 else range(6, 11)
+    names = {name for name in expected if any(name.startswith(f"model.layers.{number}.") for number in mine)}
+    names |= {"model.embed_tokens.weight"} if rank == 0 or tied else {"lm_head.weight"}
+    for name, found in stage.state_dict().items():
+        if name in names:
+            assert torch.equal(found, expected[name]), name
+        elif "layers" in name:
+            assert not any(found.stride()), name
+
+
+def test_a_stage_without_its_values_is_refused():
+    model = create_on_host(LLAMA, CPU, torch.float32)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data = torch.zeros(()).expand(weight.shape)
+    run = SimpleNamespace(job=SimpleNamespace(blocks_name=None), mesh=SimpleNamespace(rank=lambda axis: 1))
+    with pytest.raises(
+        TightfitError, match=r"left model\.layers\.1\.mlp\.up_proj\.weight without values on pipeline rank 1"
+    ):
+        materialize._check_values(run, Plan(pp=2, materialize="device"), model)

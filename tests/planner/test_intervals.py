@@ -66,8 +66,11 @@ def test_every_prediction_has_an_interval_from_runs() -> None:
                 assert interval_of("memory", machine, plan, tokens).runs >= intervals.FEWEST_RUNS
 
 
-def test_a_guessed_machine_has_the_widest_interval() -> None:
-    known, guessed = (interval_of("time", one, tightfit.Plan(), True) for one in (KNOWN, cpu("estimated")))
+@pytest.mark.parametrize("fields", [{}, {"dp_shard": 8}, {"pp": 4}])
+def test_a_guessed_machine_has_the_widest_interval(fields: dict[str, int]) -> None:
+    plan = tightfit.Plan(**fields)
+    known, guessed = (interval_of("time", one, plan, True) for one in (KNOWN, cpu("estimated")))
+    assert guessed.name.removeprefix("guessed") == known.name.removeprefix("known")
     assert guessed.low < known.low
     assert guessed.high > known.high
 

@@ -37,7 +37,7 @@ from tightfit._torch.tensors import storage_use_count
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import move_shards_to_meta, shard_parameter, unshard_parameter
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks, parameter_uses
@@ -160,9 +160,26 @@ def apply(run: Run, plan: Plan) -> Run:
         put = run.store.put if mapped and run.store is not None else None
         own = own_parameters(run, plan)
         model = create_on_device(run.job.model, device, weights_dtype(plan), divided, own, put)
+        if own is not None:
+            _check_values(run, plan, model)
     else:
         model = create_on_host(run.job.model, device, weights_dtype(plan))
     return replace(run, model=model, loss_sum=functools.partial(run.objective.total, model))
+
+
+def _check_values(run: Run, plan: Plan, model: nn.Module) -> None:
+    """Raise TightfitError if a block of this pipeline rank has a parameter without values of its own,
+    which would mean that parameters were numbered wrongly."""
+    assert run.mesh is not None
+    blocks = find_blocks(model, run.job.blocks_name)
+    for piece, numbers in enumerate(stage_ranges(plan, len(blocks))):
+        for path, block in [blocks[number] for number in numbers] if piece % plan.pp == run.mesh.rank("pp") else []:
+            for name, parameter in block.named_parameters():
+                if parameter.numel() > 1 and not any(parameter.stride()):
+                    raise TightfitError(
+                        f"materialize: device left {path}.{name} without values on pipeline rank {run.mesh.rank('pp')}\n"
+                        "  fix: use materialize: host, and please report this model"
+                    )
 
 
 def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
@@ -358,6 +375,11 @@ class _Staging(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.own, self.count = own, 0
+        # transformers creates a pretrained model without values first. It then replaces each parameter by
+        # one with values, in the order of the files. So these dictionaries have the numbers of parameters
+        # without values: by their module and name, and by the parameter
+        self.numbers = WeakIdKeyDictionary()
+        self.empty = WeakIdKeyDictionary()
         self.put = put
         self.stored = WeakIdKeyDictionary()  # parameter -> its values in the store
         self.foreign: set[int] = set()
@@ -394,11 +416,29 @@ class _Staging(TorchFunctionMode):
     def _on_register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         """Begin to track a new parameter. torch calls this hook when `module` registers the
         parameter under `name`."""
-        if parameter not in self.kept and not parameter.is_meta and not nn.parameter.is_lazy(parameter):
-            if self.own is not None and self.count not in self.own:
+        if parameter in self.kept or nn.parameter.is_lazy(parameter):
+            return
+        number = self._number_of(module, name, parameter)
+        if not parameter.is_meta:
+            self.foreign.discard(id(parameter))  # that of a parameter that is gone
+            if self.own is not None and number not in self.own:
                 self.foreign.add(id(parameter))
-            self.count += 1
             self._keep(parameter, storage_dtype(module, name, parameter, self.dtype))
+
+    def _number_of(self, module: nn.Module, name: str, parameter: nn.Parameter) -> int:
+        """Return the number of a parameter that `module` registers under `name`, counted from 0 in the
+        order in which parameters were created. One that replaces a parameter without values has the
+        number of that one."""
+        waiting = self.numbers.setdefault(module, {})
+        if not parameter.is_meta and name in waiting:
+            return waiting.pop(name)
+        if parameter in self.empty:  # tied to one that was created before
+            number = self.empty[parameter]
+        else:
+            number, self.count = self.count, self.count + 1
+        if parameter.is_meta:
+            waiting[name] = self.empty[parameter] = number
+        return number
 
     def _track_copy(self, parameter: nn.Parameter, copy: nn.Parameter) -> None:
         """Begin to track `copy`, the deep copy of a tracked parameter, because torch calls no hook
