@@ -154,6 +154,10 @@ def test_loss_on_chosen_roles_or_all(tmp_path: Path, saved: Any) -> None:
     assert said == "".join(f"<|im_start|>user\n{TALK[at]['content']}<|im_end|>\n" for at in (1, 3))
     with pytest.raises(InputError, match=r"the roles of its messages are assistant, system, user(.|\n)*data.loss_on"):
         opened(data, **named, loss_on=["critic"])
+    with pytest.warns(
+        TightfitWarning, match="has the role critic of data.loss_on; the roles are assistant, system, user"
+    ):
+        opened(data, **named, loss_on=["user", "critic"])
 
 
 def test_templates_whose_prefixes_differ_are_refused(tmp_path: Path, saved: Any) -> None:

@@ -15,7 +15,9 @@ from tightfit.data import open_samples
 from tightfit.data import tokens as tokens_module
 from tightfit.data.cache import cache_folder
 from tightfit.data.tokens import PackedSequences, PaddedSequences
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*texts are longer than data.sequence_length")
 
 DOCUMENTS = ["def f(x):\n    return x\n" * 20, "Grüße aus 東京 🙂\r\n\tend  ", "def g(y):\n    return y\n" * 30]
 
@@ -72,6 +74,13 @@ def test_padded_rows_hold_one_document_each(folder: Path) -> None:
     short = samples.batch(np.array([1]), np.array([0]))
     text = samples.tokenizer.decode(short["input_ids"][0])
     assert text == (DOCUMENTS[1] + "<|endoftext|>")[: len(text)]
+
+
+def test_padding_texts_says_what_is_cut_off(folder: Path) -> None:
+    with pytest.warns(
+        TightfitWarning, match=r"3 of 3 texts are longer .*sequence_length=16: only their first 16 tokens"
+    ):
+        language(folder, packing="padded", sequence_length=16)
 
 
 def test_padding_has_no_labels(folder: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_run_writes_its_files_and_resumes(
         "record.json",
         "checkpoints",
         "tensorboard",
+        ".lock",
     }
     record = json.loads((out / "record.json").read_text())
     assert {

@@ -123,12 +123,25 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
         return PairSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, targets=targets)
     if spec.packing == "separate":
         return SegmentSamples(separate_rows(tokens, None, length, special.pad), tokenizer, damaged)
-    rows = (
-        PaddedSequences(tokens, length, special.pad)
-        if spec.packing == "padded"
-        else _packed_sequences(source, tokens, length)
-    )
+    if spec.packing == "padded":
+        _warn_of_cut_texts(tokens, length, source.name)
+        rows: Any = PaddedSequences(tokens, length, special.pad)
+    else:
+        rows = _packed_sequences(source, tokens, length)
     return task_samples(task, rows, special, spec, seed, tokenizer, damaged)
+
+
+def _warn_of_cut_texts(tokens: TokenFile, length: int, name: str) -> None:
+    """Issue a TightfitWarning if texts are longer than `length` tokens, so that their rest is not used."""
+    lengths = np.diff(tokens.offsets)
+    longer = int((lengths > length).sum())
+    if longer:
+        warnings.warn(
+            f"data: {name}: {longer:,} of {len(lengths):,} texts are longer than data.sequence_length={length}: only their "
+            f"first {length} tokens are used. packing: packed or packing: separate uses all tokens",
+            TightfitWarning,
+            stacklevel=3,
+        )
 
 
 def synthetic_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
@@ -158,6 +171,14 @@ def _conversations(source: TextSource, spec: DataSpec, special: SpecialTokens, t
     length = spec.sequence_length
     tokens = conversation_tokens(source, renderer(spec, tokenizer), special, spec.skip_damaged)
     kept, longer, left_out = kept_conversations(tokens, length, source.name)
+    absent = {*spec.loss_on} - {*tokens.facts["roles"]} if isinstance(spec.loss_on, list | tuple) else set()
+    if absent:
+        warnings.warn(
+            f"data: {source.name}: no message has the role {' or '.join(sorted(absent))} of data.loss_on; the roles are "
+            f"{', '.join(tokens.facts['roles'])}",
+            TightfitWarning,
+            stacklevel=2,
+        )
     if longer or left_out:
         count = len(kept) + left_out
         cut = f"{longer:,} of {count:,} samples are longer than data.sequence_length={length}: only their first {length} tokens "

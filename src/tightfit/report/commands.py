@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -27,6 +28,7 @@ from tightfit.machines.gpus import unused
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.defaults import ALLOCATOR, complete
+from tightfit.report.folder_lock import folder_held
 from tightfit.report.heartbeat import never_silent
 from tightfit.report.processes import (
     LaunchOptions,
@@ -149,9 +151,10 @@ def train_command(
         from tightfit.distributed.processes import check_world
 
         check_world(chosen)
+        held.enter_context(folder_held(out))
         return predicted, chosen
 
-    with watched_process(world, around) as join:
+    with watched_process(world, around) as join, ExitStack() as held:
         predicted, chosen = plan_it() if world == 1 else on_rank_zero(plan_it, partial(join, machine.device))
         if predicted is not None:
             say(
