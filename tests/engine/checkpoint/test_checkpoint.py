@@ -121,6 +121,19 @@ def test_another_job_is_refused(change: dict[str, Any], field: str, tmp_path: Pa
         tightfit.resume(tightfit.build(tiny.job(**change)), tmp_path)
 
 
+def test_data_with_another_number_of_samples_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+
+    def run(samples: int) -> Any:
+        file.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(samples)))
+        return tightfit.build(tiny.job().replace(data={"jsonl": str(file), "packing": "padded", "sequence_length": 32}))
+
+    tightfit.save(run(20), tmp_path, 1)
+    with pytest.raises(InputError, match="the data had 20 samples and now has 19, so their order is another one"):
+        tightfit.resume(run(19), tmp_path)
+    assert tightfit.resume(run(20), tmp_path) == 1
+
+
 def test_a_finished_training_resumes_with_more_steps(tmp_path: Path) -> None:
     run = tightfit.build(tiny.job())
     list(tightfit.train(run))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import is_sharded, names_of, unsharded_shape
 from tightfit.engine.checkpoint.extra_state import FILE, KIND, restore_extra_states
-from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, checkpoints, newest
+from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, checkpoints, dataset_samples, newest
 from tightfit.engine.rng import seed_all, set_random_states
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
@@ -103,6 +103,7 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
     _hold(path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}})
     state = json.loads((path / STATE).read_text())
     _same_job(state["job"], run.job, path)
+    _same_count(state.get("dataset_samples"), run, path)
     names = {*run.model.state_dict().keys(), *(name for name, _ in names_of(run))}
     needed: set[str] = set()
     for kind in ("model", "optimizer"):
@@ -296,6 +297,23 @@ _MAY_CHANGE = {
     "evaluate_samples",
     "trackers",
 }
+
+
+def _same_count(saved: int | None, run: Run, where: Path) -> None:
+    """Raise InputError if the data has other samples than when the checkpoint was written: then the
+    order of the samples is another one, and some would be used twice or never. Only their number is
+    known, so changed samples are not noticed.
+
+    saved  their number then; None: not known
+    where  the checkpoint's folder, for the error message
+    """
+    now = dataset_samples(run)
+    if None not in (saved, now) and saved != now:
+        raise InputError(
+            f"resume from {where}",
+            f"the data had {saved:,} samples and now has {now:,}, so their order is another one",
+            "give the data of that run, or start afresh with another --out",
+        )
 
 
 def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:

@@ -330,6 +330,12 @@ def _extra_states(run: Run) -> ExtraStates:
     )
 
 
+def dataset_samples(run: Run) -> int | None:
+    """Return how many samples the run's data has, those for evaluations included; None for a stream."""
+    source: Any = getattr(run.data, "source", None)
+    return len(source) if hasattr(source, "__len__") else None
+
+
 def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
     """Return the content of state.json: everything of a checkpoint that is not a tensor, such as
     the step, the job and the states of the random number generators. All devices must call this
@@ -342,6 +348,7 @@ def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
     return {
         "step": step,
         "job": json.loads(run.job.to_json()),
+        "dataset_samples": dataset_samples(run),
         "counts": counts,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
         "changed_rates": rates,
