@@ -13,6 +13,7 @@ from tests import tiny
 from tests.report.test_run_folder import command
 from tightfit.machine import COMPILED_ARITHMETIC, Machine, calibration_path
 from tightfit.measure import calibrate
+from tightfit.report.commands import this_machine
 
 
 def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +48,19 @@ def test_a_failed_quick_calibration_leaves_a_guess(tmp_path: Path, monkeypatch: 
     machine = Machine.detect()
     assert calibrate.quick_calibrate(machine) == machine
     assert not calibration_path(machine.name).exists()
+
+
+@pytest.mark.parametrize(("load", "said"), [(0.0, 1), (99.0, 2)])
+def test_a_busy_machine_is_said_to_be_measured_again(
+    load: float, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(calibrate.sys, "executable", "/bin/false")
+    lines: list[str] = []
+    this_machine(lines.append)
+    assert len(lines) == said
+    assert ("later commands will measure it again" in lines[-1]) is (said == 2)
 
 
 @pytest.mark.slow

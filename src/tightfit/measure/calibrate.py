@@ -159,7 +159,7 @@ def quick_calibrate(machine: Machine) -> Machine:
     cache cannot be written. The measurement runs in a process of its own, because it changes the
     state of the process's heap.
     """
-    busy = os.getloadavg()[0] > BUSY * machine.cores
+    busy = is_busy(machine)
     code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
@@ -171,6 +171,11 @@ def quick_calibrate(machine: Machine) -> Machine:
         if not busy:
             seen.keep()
     return seen
+
+
+def is_busy(machine: Machine) -> bool:
+    """Return whether other programs use so much of this machine that measured speeds are not kept."""
+    return os.getloadavg()[0] > BUSY * machine.cores
 
 
 def glanced(text: str) -> str:

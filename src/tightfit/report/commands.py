@@ -368,8 +368,10 @@ def this_machine(say: Callable[[str], None]) -> Machine:
     if machine.device != "cpu" or machine.matrix_flops_per_s:
         return machine
     say("measuring the speed of this machine (some seconds, only once)")
-    from tightfit.measure.calibrate import quick_calibrate
+    from tightfit.measure.calibrate import is_busy, quick_calibrate
 
+    if is_busy(machine):
+        say("other programs use this machine, so later commands will measure it again")
     return quick_calibrate(machine)
 
 
