@@ -251,10 +251,10 @@ def test_a_model_gets_the_labels_that_its_forward_takes(plan: dict[str, Any]) ->
     classes = CLASSES.clamp(min=0)
     noise = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
     rows = zip(INPUTS, noise, classes, strict=True)
-    data = [{"inputs": x, "scale": 2.0, "noise": one, "labels": label} for x, one, label in rows]
+    data = [{"inputs": x, "scale": torch.tensor(2.0), "noise": one, "labels": label} for x, one, label in rows]
     run = tightfit.build(job_of(loss, model=Conditioned, data=data), tightfit.Plan(**plan))
     (batch,) = next(run.data.steps(0, 8))
-    output = Conditioned()(batch["inputs"], batch["scale"].float(), batch["labels"])
+    output = Conditioned()(batch["inputs"], batch["scale"], batch["labels"])
     assert next(iter(tightfit.train(run))).loss == pytest.approx(loss(output, batch).item(), rel=1e-5)
 
 
