@@ -85,6 +85,13 @@ def test_a_stream_has_the_samples_of_the_file(file: str, model: Any, packing: st
     assert (stream.ragged, stream.sample_items) == (whole.ragged, whole.sample_items)
 
 
+def test_texts_that_a_stream_cuts_are_warned_of_once(file: str) -> None:
+    with pytest.warns(TightfitWarning, match=r"longer than data.sequence_length=4: only their first 4 tokens") as said:
+        batch = batch_of(opened({"jsonl": file, "packing": "padded", "sequence_length": 4, "shuffle_buffer": 1}), 12)
+    assert batch["input_ids"].shape == (12, 4)
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("packing", ["padded", "separate"])
 def test_conversations_are_streamed(tmp_path: Path, packing: str) -> None:
     rows = [{"prompt": f"question {number}?", "response": " yes" * (number % 4 + 1)} for number in range(20)]

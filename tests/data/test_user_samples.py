@@ -305,5 +305,5 @@ def test_padding_without_a_mask_is_warned_of(recwarn: pytest.WarningsRecorder) -
 
 
 def test_real_labels_of_different_lengths_are_refused() -> None:
-    with pytest.raises(InputError, match="padding would be trained on"):
+    with pytest.raises(InputError, match="their padding would be trained on"):
         losses_of_rows(Rows(labels=torch.rand, attention_mask=torch.ones))

@@ -87,6 +87,16 @@ def test_advice_names_sizes_that_waste_tiles(
     assert all(line.startswith(start) for line, start in zip(advice, said, strict=True))
 
 
+@pytest.mark.parametrize(("norm", "micro_batch", "said"), [(True, 8, 1), (True, None, 0), (False, 8, 0)])
+def test_advice_says_that_batch_norm_is_split(norm: bool, micro_batch: int | None, said: int) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128) if norm else nn.LayerNorm(128), nn.Linear(128, 64))
+
+    job = tightfit.Job(model=model, data=[(torch.zeros(64), 1)] * 24, train=tightfit.Train(batch=24, steps=1))
+    advice = Estimator(job, Machine.named("a100-80gb")).estimate(tightfit.Plan(micro_batch=micro_batch)).advice
+    assert [line.startswith("micro_batch 8: BatchNorm normalises each micro-batch") for line in advice] == [True] * said
+
+
 def routed(architecture: str, capacity: int = 4) -> tightfit.Job:
     sizes = {"vocab_size": 48, "d_model": 16, "num_experts": 2, "decoder_start_token_id": 2}
     stacks = {"layers": 2, "ffn_dim": 16, "sparse_step": 2, "attention_heads": 2, "layerdrop": 0.0}

@@ -144,3 +144,10 @@ def test_a_gpu_without_bf16_gets_the_advice_of_fp16(
     said = advice(Plan(precision=precision), job, Machine.named(machine))
     assert len(said) == hints
     assert all("add fp16 to `allow`" in hint and "times as fast" in hint for hint in said)
+
+
+def test_the_advice_of_fp16_needs_no_rates() -> None:
+    machine = Machine.named("t4")
+    for rates in ({}, {"fp32": machine.matrix_flops_per_s["fp32"]}):
+        (said,) = advice(Plan(), tiny.job().replace(allow=None), machine.replace(matrix_flops_per_s=rates))
+        assert said.endswith("to use its fp16")

@@ -296,5 +296,9 @@ def test_positions_that_16_bits_round_are_warned_of(many: int, warned: int) -> N
         warnings.simplefilter("always")
         plan = tightfit.Plan(precision="bf16-true", rounding="kahan")
         tightfit.build(job_of(nn.MSELoss(), model=lambda: Positions(many), allow=["bf16"]), plan)
-    said = [str(one.message) for one in seen if "the buffer places holds numbers of 256 or more" in str(one.message)]
+    said = [
+        str(one.message)
+        for one in seen
+        if "stores the buffer places in bfloat16, which rounds whole numbers above 256" in str(one.message)
+    ]
     assert len(said) == warned

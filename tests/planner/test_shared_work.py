@@ -243,3 +243,16 @@ def test_a_helped_search_finds_the_same_plan(
     assert [one.plan for one in helped] == [one.plan for one in alone]
     assert [one.time.step_s for one in helped] == [one.time.step_s for one in alone]
     assert [one.peak_bytes for one in helped] == [one.peak_bytes for one in alone]
+
+
+def test_sizes_ahead_are_those_that_are_never_interpolated(tmp_path: Path) -> None:
+    known = profiler.Profiler(cases.job("llama", batch=32), "cuda")
+    mixed, narrow = tightfit.Plan(precision="bf16-mixed", micro_batch=8), tightfit.Plan(precision="bf16-true")
+    assert known._sizes_ahead(mixed, 8, 2) == {}, "no other process traces"
+    known.shared_work = SharedWork(tmp_path, any_micro_batch=False)
+    assert known._sizes_ahead(mixed, 8, 2) == {}, "the user has chosen the size"
+    known.shared_work = SharedWork(tmp_path, any_micro_batch=True)
+    assert known._sizes_ahead(mixed, 8, 2) == {4: False, 2: False, 1: True}
+    assert known._sizes_ahead(mixed, 4, 0) == {2: False, 1: False}, "the loss has no chunks"
+    for plan, samples in ((mixed, 32), (mixed, 1), (narrow, 8)):
+        assert known._sizes_ahead(plan, samples, 2) == {}

@@ -16,6 +16,7 @@ from tightfit.planner import split_check
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.search import search
 from tightfit.planner.split_check import loss_depends_on_split
+from tightfit.report.commands import decide
 
 GPU = Machine.named("l4")
 WIDTH, BATCH = 256, 8192
@@ -129,3 +130,11 @@ def test_dividing_such_a_batch_over_devices_is_said() -> None:
     assert chosen.plan.devices == 2
     assert "This plan splits it" in chosen.notes[0]
     assert chosen.notes[0] in chosen.advice
+
+
+def test_training_prints_why_a_batch_stays_whole_or_is_split() -> None:
+    estimator = estimator_of(Tower, contrast)
+    pins = {"compile": "none", "recompute": "none", "micro_batch": 256}
+    _, plan, reasons = decide(estimator.job, GPU, pins, lambda line: None)
+    assert plan.micro_batch == 256
+    assert "the loss depends on how a batch is split" in reasons["micro_batch"]

@@ -208,8 +208,8 @@ def _refuse_padded_numbers(labels: Tensor) -> None:
     if labels.is_floating_point():
         raise InputError(
             "data",
-            "samples differ in the length of labels, which are real numbers, so that padding would be trained on",
-            "pad them in the dataset and add a mask as a field of its own, which your own loss reads",
+            "labels are real numbers of different lengths, and their padding would be trained on",
+            "pad them in the dataset, add a field with a mask, and give the job a loss that reads it",
         )
 
 

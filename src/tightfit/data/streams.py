@@ -219,15 +219,23 @@ class _Source:
 
     def _texts(self, damage: DamagePolicy) -> Iterator[StreamRow]:
         """Yield texts that are joined and cut (packing: packed), truncated (padded), or cut
-        (separate)."""
+        (separate). Issues a TightfitWarning at the first text that is truncated."""
         text, dtype, packing = self.text, token_dtype(self.text.special), self.spec.packing
         encoder = ChunkEncoder(text.tokenizer, text.special, text.task != "causal-lm")
         pieces = chunk_documents(text.source.documents(damage), encoder.encode, PIECE)
-        held = np.empty(0, dtype)
+        held, is_told = np.empty(0, dtype), False
         for batch in batches(pieces, _CHARACTERS):
             for piece, ids in encoder.tokens(batch):
                 held = np.concatenate([held, np.array(ids, dtype)])
                 if packing == "padded":
+                    if len(held) > text.length and not is_told:
+                        is_told = True
+                        warnings.warn(
+                            f"data: {text.source.name}: some texts are longer than data.sequence_length={text.length}: only "
+                            f"their first {text.length} tokens are used. packing: packed or packing: separate uses all tokens",
+                            TightfitWarning,
+                            stacklevel=2,
+                        )
                     held = held[: text.length]
                 else:
                     whole = len(held) - len(held) % text.length

@@ -12,9 +12,9 @@ import yaml
 # fraction of the peak that large matrix products are assumed to reach if this was not measured;
 # about the fraction of the devices that were measured
 ACHIEVED = 0.7
-# the same for 16-bit and tf32 products of a GeForce card with tensor cores at half the rate, whose
-# clocks rise above the published ones: 0.83 to 1.19, median 1.0, of 14 notebooks' cards in the
-# repository that `devices.yaml` names
+# the same for 16-bit and tf32 products of a GeForce card with tensor cores at half the rate. Of 15
+# notebooks' cards in the repository that `devices.yaml` names, fp16 products reach 0.80 to 1.16 of
+# what `gpus.py` estimates without their clocks, at the median 0.99
 GEFORCE_ACHIEVED = 1.0
 MEMORY_ACHIEVED = 0.85  # fraction of the published bandwidth that copies reach
 # fraction of a link's published bandwidth that NCCL's collectives reach with large messages: within

@@ -89,7 +89,9 @@ def advice(plan: Plan, job: Job, machine: Machine) -> list[str]:
     if has_fast_bf16(machine) or not has_fast_fp16(machine):
         return []
     rates = {kind: figure.value for kind, figure in machine.matrix_flops_per_s.items()}
-    faster = f", whose matrix products are {rates['fp16'] / rates[plan.precision]:.1f} times as fast" if rates else ""
+    faster = ""
+    if {"fp16", plan.precision} <= rates.keys():
+        faster = f", whose matrix products are {rates['fp16'] / rates[plan.precision]:.1f} times as fast"
     return [f"precision is {plan.precision}: this device has no fast bf16; add fp16 to `allow` to use its fp16{faster}"]
 
 
@@ -175,7 +177,7 @@ def apply(run: Run, plan: Plan) -> Run:
         run = replace(run, loss_sum=autocast(run.loss_sum, run.device.type, dtype))
     elif plan.is_true:
         dtype = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
-        warn_of_rounded_counts(run.model, dtype)
+        warn_of_rounded_buffers(run.model, dtype)
         run = replace(run, loss_sum=cast_inputs(run.loss_sum, dtype, run.model, run.objective.calls_model_itself))
     if plan.precision.startswith("fp16"):
         dynamic = plan.loss_scale == "dynamic"
@@ -222,10 +224,9 @@ def cast_inputs(
     return true
 
 
-def warn_of_rounded_counts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Issue a TightfitWarning if a buffer of the model was created with whole numbers that `dtype`
-    does not have, such as positions up to 511 in bf16, which has only every second whole number
-    from 256 on."""
+def warn_of_rounded_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Issue a TightfitWarning if a buffer that is stored in `dtype` has large whole numbers, as
+    positions are. Example: from 256 on, bf16 has only every second whole number."""
     largest = 2 ** (8 if dtype == torch.bfloat16 else 11)
     for name, buffer in model.named_buffers():
         if (
@@ -237,9 +238,8 @@ def warn_of_rounded_counts(model: nn.Module, dtype: torch.dtype) -> None:
             continue
         if bool((buffer == buffer.round()).all()) and float(buffer.abs().max()) >= largest:
             warnings.warn(
-                f"the buffer {name} holds numbers of {largest} or more, which are rounded to whole numbers or more coarsely, for "
-                f"with this plan the model is in {str(dtype).removeprefix('torch.')}. Compute them in forward in fp32, register "
-                "them as integers, or use a -mixed precision",
+                f"this plan stores the buffer {name} in {str(dtype).removeprefix('torch.')}, which rounds whole numbers above "
+                f"{largest}. Register it as integers, compute it in forward in fp32, or use a -mixed precision",
                 TightfitWarning,
                 stacklevel=2,
             )
