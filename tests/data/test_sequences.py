@@ -186,7 +186,25 @@ def test_a_tokenizer_template_encloses_each_document(tmp_path: Path) -> None:
     assert ids[0] == 0
     assert ids[-1] == 1
     assert ids.count(1) == 1
-    assert at(open_samples(make_job("causal-lm", data)), [0])["input_ids"][0].tolist() == ids[1:]
+    assert at(open_samples(make_job("causal-lm", data)), [0])["input_ids"][0].tolist() == ids
+
+
+def test_plain_text_begins_as_the_tokenizer_begins_it(tmp_path: Path) -> None:
+    """Gemma's and Llama's tokenizers put <bos> before a text and nothing after it. Packed documents
+    keep their <bos>, and end with the end-of-text token."""
+    from tokenizers import Tokenizer, processors
+
+    place = saved(tmp_path, text_samples(tmp_path, "causal-lm"))
+    backend = Tokenizer.from_file(f"{place}/tokenizer.json")
+    first, end = backend.token_to_id("A"), backend.token_to_id("<|endoftext|>")
+    backend.post_processor = processors.TemplateProcessing(single="A $A", special_tokens=[("A", first)])
+    backend.save(f"{place}/tokenizer.json")
+    file = tmp_path / "d.jsonl"
+    file.write_text('{"text": "the fox"}\n' * 8)
+    data = {"jsonl": str(file), "tokenizer": place, "sequence_length": 8}
+    text = backend.encode("the fox", add_special_tokens=False).ids
+    ids = at(open_samples(make_job("causal-lm", data)), [0])["input_ids"][0].tolist()
+    assert ids == ([first, *text, end] * 8)[:8]
 
 
 @pytest.mark.parametrize("name", ["causal-lm", "masked-lm", "seq2seq-lm", "text"])

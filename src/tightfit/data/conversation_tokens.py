@@ -23,7 +23,7 @@ from tightfit.data.order import Integers
 from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import TextSource
 from tightfit.data.tokenizer import SpecialTokens
-from tightfit.data.tokens import Mask, TokenFile, plain_backend, token_dtype
+from tightfit.data.tokens import Mask, TokenFile, leading_tokens, plain_backend, token_dtype
 from tightfit.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def tokenized_conversations(
     """Yield the tokens of a source's conversations in lists of about so many characters. A
     conversation that the chat template refuses is damaged."""
     backend = plain_backend(renderer.tokenizer)
-    before = _leading_tokens(backend)
+    before = leading_tokens(backend)
     for batch in _batches(_conversations(source, damage), characters):
         pairs = list(_rendered(batch, renderer, damage))
         encodings = backend.encode_batch([one.text for _, one in pairs], add_special_tokens=False)
@@ -146,16 +146,6 @@ def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _leading_tokens(backend: Any) -> list[int]:
-    """Return the ids of the special tokens that a tokenizer puts before a text, such as <s>.
-
-    backend: the tokenizers.Tokenizer
-    """
-    plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
-    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-    return whole[: places[0]] if places else []
 
 
 def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[list[int], Mask]:

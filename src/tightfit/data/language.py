@@ -113,7 +113,7 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     task, source, length, tokenizer, special = text.task, text.source, text.length, text.tokenizer, text.special
     if spec.format:
         return _conversations(source, spec, special, tokenizer)
-    tokens = token_file(source, tokenizer, special, task != "causal-lm", spec.skip_damaged)
+    tokens = token_file(source, tokenizer, special, spec.skip_damaged)
     damaged = tokens.facts["damaged"]
     if text.labelled:
         model.check_labels(f"data: {source.name}", tokens.labels)

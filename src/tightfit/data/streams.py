@@ -221,7 +221,7 @@ class _Source:
         """Yield texts that are joined and cut (packing: packed), truncated (padded), or cut
         (separate). Issues a TightfitWarning at the first text that is truncated."""
         text, dtype, packing = self.text, token_dtype(self.text.special), self.spec.packing
-        encoder = ChunkEncoder(text.tokenizer, text.special, text.task != "causal-lm")
+        encoder = ChunkEncoder(text.tokenizer, text.special)
         pieces = chunk_documents(text.source.documents(damage), encoder.encode, PIECE)
         held, is_told = np.empty(0, dtype), False
         for batch in batches(pieces, _CHARACTERS):

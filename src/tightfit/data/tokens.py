@@ -86,24 +86,20 @@ class TokenFile:
         return np.load(self.folder / "first-counted.npy")
 
 
-def token_file(
-    source: TextSource, tokenizer: Any, special: SpecialTokens, template: bool, skip_damaged: bool
-) -> TokenFile:
+def token_file(source: TextSource, tokenizer: Any, special: SpecialTokens, skip_damaged: bool) -> TokenFile:
     """Return the token file of a source. The source is tokenized once, and the result is cached.
 
     tokenizer     a transformers tokenizer
     special       its special tokens
-    template      whether to put the tokenizer's special tokens around each text, such as [CLS] and
-                  [SEP]
     skip_damaged  True leaves damaged documents out; False raises InputError at the first one
 
     Raises InputError also if some labels are text and some are numbers.
     """
-    identity = [source.identity, tokenizer.backend_tokenizer.to_str(), special.end, template, skip_damaged]
+    identity = [source.identity, tokenizer.backend_tokenizer.to_str(), special.end, skip_damaged]
 
     def make(folder: Path) -> None:
         damage = DamagePolicy(skip_damaged)
-        writer = _Writer(folder, tokenizer, special, template)
+        writer = _Writer(folder, tokenizer, special)
         counted = writer.counted(source.documents(damage))
         for batch in batches(chunk_documents(counted, writer.encode, PIECE)):
             writer.write(batch)
@@ -141,14 +137,22 @@ def plain_backend(tokenizer: Any) -> Any:
     return backend
 
 
-class ChunkEncoder:
-    """Tokenizes documents in chunks, and puts their special tokens around them.
+def leading_tokens(backend: Any) -> list[int]:
+    """Return the ids of the special tokens that a tokenizer puts before a text, such as <s>.
 
-    template  whether to put the tokenizer's special tokens around each text
+    backend: the tokenizers.Tokenizer
     """
+    plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return whole[: places[0]] if places else []
 
-    def __init__(self, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
-        self.special, self.template = special, template
+
+class ChunkEncoder:
+    """Tokenizes documents in chunks, and puts special tokens around each document: those of the
+    tokenizer, such as <s> before it or [CLS] and [SEP] around it, and the end-of-text token last."""
+
+    def __init__(self, tokenizer: Any, special: SpecialTokens) -> None:
+        self.special = special
         self.backend = plain_backend(tokenizer)
         self._closing: list[int] = []  # the special tokens that follow the current document
         self._last = -1  # the last token of the current document
@@ -166,7 +170,7 @@ class ChunkEncoder:
     def _ids(self, piece: DocumentChunk, encoding: Any) -> list[int]:
         ids = encoding.ids
         if piece.begins:
-            before, self._closing = self._template_tokens(encoding) if self.template else ([], [])
+            before, self._closing = self._template_tokens(encoding)
             ids = [*before, *ids]
         if piece.ends:
             ids = [*ids, *self._closing]
@@ -195,8 +199,8 @@ class _Writer(ChunkEncoder):
     Wrap the documents in `counted`, call `write` for each list of chunks, and `finish` at the end.
     """
 
-    def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens, template: bool) -> None:
-        super().__init__(tokenizer, special, template)
+    def __init__(self, folder: Path, tokenizer: Any, special: SpecialTokens) -> None:
+        super().__init__(tokenizer, special)
         self.folder = folder
         self.dtype = token_dtype(special)
         self.written = {"text": 0, "target": 0}

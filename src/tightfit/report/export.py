@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.data.tokens import leading_tokens, plain_backend
 from tightfit.engine.checkpoint.extra_state import KIND, restore_extra_states
 from tightfit.engine.checkpoint.save import STATE, newest
 from tightfit.errors import InputError
@@ -184,8 +185,7 @@ def generate(
     if chat:
         said = [{"role": "user", "content": prompt}]
         prompt = trained.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
-    # a template writes its special tokens itself
-    inputs = trained.tokenizer(prompt, return_tensors="pt", add_special_tokens=not chat, return_token_type_ids=False)
+    inputs = _prompt_tokens(trained.tokenizer, prompt, chat, model.config.is_encoder_decoder)
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     end = trained.tokenizer.eos_token_id
@@ -195,6 +195,21 @@ def generate(
     new = made if model.config.is_encoder_decoder else made[inputs["input_ids"].shape[1] :]
     text: str = trained.tokenizer.decode(new, skip_special_tokens=True)
     return text
+
+
+def _prompt_tokens(tokenizer: Any, prompt: str, chat: bool, whole: bool) -> dict[str, torch.Tensor]:
+    """Return a prompt's input_ids and attention_mask, both (1, L).
+
+    chat   whether a chat template wrote the prompt, with its own special tokens
+    whole  whether the model reads the prompt as a whole text, as an encoder does. Else it continues
+           the prompt, which then has no special tokens at its end
+    """
+    if whole and not chat:
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        backend = plain_backend(tokenizer)
+        ids = [*([] if chat else leading_tokens(backend)), *backend.encode(prompt, add_special_tokens=False).ids]
+    return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
 
 
 def generate_command(run: Path, prompt: str, tokens: int, temperature: float, chat: bool) -> None:
