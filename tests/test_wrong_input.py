@@ -164,6 +164,7 @@ MISTAKES = [
     Mistake("unknown permission", {"allow": ["bf61"]}, ("bf16",)),
     Mistake("memory in parsecs", {"limits": {"memory": "3 parsecs"}}, ("24GiB",)),
     # the plan
+    Mistake("loss scale without fp16", {"plan": {"loss_scale": 128}}, ("loss_scale has no effect", "fp16-mixed")),
     Mistake("unknown plan field", {"plan": {"precison": "fp32"}}, ("did you mean 'precision'",)),
     Mistake("unknown precision", {"plan": {"precision": "bf16"}}, ("bf16-mixed",)),
     Mistake("micro-batch is a boolean", {"plan": {"micro_batch": True}}, ("plan: micro_batch", "not true")),

@@ -15,6 +15,7 @@ from tightfit.job import DataSpec, Job
 from tightfit.models import model_config
 from tightfit.plan import read_pins
 from tightfit.units import parse_bytes
+from tightfit.values import nearest, read_yaml
 from tightfit.yaml_input import MOST_BYTES, parse_yaml, write_yaml
 
 LLAMA = "architecture: llama, hidden_size: 16, num_attention_heads: 2, num_key_value_heads: 2, num_hidden_layers: 2"
@@ -144,3 +145,17 @@ def test_zero_over_more_groups_than_there_are_devices(tmp_path: Path) -> None:
 
     (tmp_path / "plan.yaml").write_text("dp_replicate: 9\nzero: 1\n")
     assert data_parallel_degrees(Machine.named("h100-sxm:8"), read_pins(tmp_path / "plan.yaml"))["dp_shard"] == 1
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_bytes(b"model: {preset: gpt2}\n# caf\xe9\n")
+    with pytest.raises(InputError, match=r"job.yaml:2: is not UTF-8 text"):
+        read_yaml(tmp_path / "job.yaml")
+
+
+def test_the_nearest_words_are_proposed() -> None:
+    known = ["rtx-3060", "rtx-3090", "rtx-4090", "h100-sxm"]
+    assert nearest("rtx-3006", known) == "did you mean 'rtx-3060'?"
+    assert nearest("rtx-3091", known) == "did you mean 'rtx-3090'?"
+    assert nearest("rtx-9090", known) == "did you mean 'rtx-3090' or 'rtx-4090'?"
+    assert nearest("tpu", known).startswith("use one of")

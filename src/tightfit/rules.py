@@ -76,6 +76,11 @@ RULES = (
         "use precision: bf16-true, or rounding: nearest",
     ),
     Rule(
+        "loss_scale has no effect without fp16",
+        lambda plan, job, device: plan.loss_scale == "dynamic" or plan.precision.startswith("fp16"),
+        "use precision: fp16-mixed or fp16-true, or leave out loss_scale",
+    ),
+    Rule(
         "master_weights keeps fp32 weights beside 16-bit ones; the other precisions have fp32 weights only",
         lambda plan, job, device: not plan.master_weights or plan.is_true,
         "use precision: bf16-true or fp16-true, or master_weights: false",

@@ -143,7 +143,10 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         )
     try:
         content = parse_yaml(raw.decode())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise InputError(f"{path}:{line}", "is not UTF-8 text", "save the file as UTF-8") from None
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}" if mark else str(path)
         raise InputError(
@@ -163,13 +166,21 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 def nearest(word: str, known: list[str]) -> str:
     """Return a remedy for an unknown word, for an error message. It is "did you mean ...?" with the
-    known words that begin with `word`, or with the most similar known word; if there is none, it is
-    "use one of: ..." with all known words."""
+    known words that begin with `word`, or with the most similar known words; if there is none, it
+    is "use one of: ..." with all known words."""
     longer = [one for one in known if word and one.startswith(word.lower())]
     if 0 < len(longer) <= 4:
         return "did you mean " + " or ".join(map(repr, longer)) + "?"
-    near = difflib.get_close_matches(word.lower(), known, 1, 0.5)
-    return f"did you mean {near[0]!r}?" if near else "use one of: " + ", ".join(known)
+    near = difflib.get_close_matches(word.lower(), known, 8, 0.5)
+    alike = [one for one in sorted(near) if _likeness(word, one) == max(_likeness(word, other) for other in near)]
+    return f"did you mean {' or '.join(map(repr, alike))}?" if alike else "use one of: " + ", ".join(known)
+
+
+def _likeness(word: str, known: str) -> tuple[bool, float]:
+    """Return how alike two words are, to compare: first whether they have the same letters, as after
+    two keys were swapped, and then the share of characters that match in order."""
+    swapped = sorted(word.lower()) == sorted(known)
+    return swapped, difflib.SequenceMatcher(None, word.lower(), known).ratio()
 
 
 def nearest_field(name: str, known: list[str]) -> str:

@@ -87,6 +87,18 @@ def test_advice_names_sizes_that_waste_tiles(
     assert all(line.startswith(start) for line, start in zip(advice, said, strict=True))
 
 
+def test_advice_takes_no_number_of_tokens_for_a_width() -> None:
+    """The loss in chunks computes the head's weight gradient in forward, whose inner size is the tokens."""
+    llama = {"architecture": "llama", "vocab_size": 320, "hidden_size": 16, "intermediate_size": 32}
+    job = tightfit.Job(
+        model=llama | {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2},
+        data={"synthetic": "tokens", "sequence_length": 8},
+        train={"batch": 4, "steps": 1},
+    )
+    estimate = Estimator(job, Machine.detect()).estimate(tightfit.Plan(chunked_loss=28))
+    assert estimate.advice == []
+
+
 @pytest.mark.parametrize(("norm", "micro_batch", "said"), [(True, 8, 1), (True, None, 0), (False, 8, 0)])
 def test_advice_says_that_batch_norm_is_split(norm: bool, micro_batch: int | None, said: int) -> None:
     def model() -> nn.Module:

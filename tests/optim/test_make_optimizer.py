@@ -159,3 +159,36 @@ def test_the_job_sets_the_layerwise_step_length(name: str, fields: dict[str, obj
 def test_a_norm_clamp_in_the_wrong_order_is_refused() -> None:
     with pytest.raises(InputError, match="smaller one first"):
         Train(optimizer="lamb", norm_clamp=(2.0, 1.0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("momentum", 0.3), ("betas", (0.3, 0.4)), ("epsilon", 0.3), ("trust", 0.3), ("norm_clamp", (0.01, 0.02))],
+)
+def test_a_setting_without_effect_is_named(name: str, field: str, value: object) -> None:
+    """The job names a field as without effect exactly if two steps with it end at the same weights."""
+    ends = []
+    for fields in ({}, {field: value}):
+        model, train = make_model(), Train(optimizer=name, **fields)
+        optimizer = make_optimizer(model, train)
+        step(model, optimizer, 1)
+        step(model, optimizer, 2)
+        ends.append(torch.nn.utils.parameters_to_vector(model.parameters()))
+    assert bool(train.without_effect) == torch.equal(*ends)
+    if train.without_effect:
+        assert [line.split("=")[0] for line in train.without_effect] == [f"train.{field}"]
+
+
+def test_settings_of_another_schedule_are_named() -> None:
+    def named(**fields: object) -> list[str]:
+        return [line.split("=")[0].removeprefix("train.") for line in Train(steps=9, **fields).without_effect]
+
+    assert named() == []
+    assert named(final_learning_rate=0.1) == ["final_learning_rate"]
+    assert named(final_learning_rate=0.1, schedule="cosine") == []
+    assert named(decay=0.1, schedule="cosine") == ["decay"]
+    assert named(decay=0.1, schedule="warmup-stable-decay", final_learning_rate=0.1) == []
+    assert named(base_batch=8) == ["base_batch"]
+    assert named(base_batch=8, scale_learning_rate="sqrt") == []
+    assert named(momentum=0.1, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)) == ["momentum"]

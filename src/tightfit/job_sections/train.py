@@ -16,6 +16,14 @@ OptimizerName = Literal["adamw", "adafactor", "sgd", "lamb", "lars", "lion", "mu
 ScheduleName = Literal["constant", "linear", "cosine", "warmup-stable-decay"]
 WithoutDecay = Literal["norms", "biases", "embeddings"]
 
+READ_BY: dict[str, tuple[str, ...]] = {
+    "momentum": ("sgd", "lars", "muon"),
+    "betas": ("adamw", "lamb", "lion", "muon"),
+    "epsilon": ("adamw", "lamb", "muon"),
+    "trust": ("lars",),
+    "norm_clamp": ("lamb",),
+}  # fields of Train, each with the optimizers that read it
+
 
 class ParameterGroup(Value):
     """A group of parameters with a learning rate or a weight decay of their own.
@@ -178,6 +186,26 @@ class Train(Value):
                     raise InputError(
                         f"job: train.{field}={value}", f"has no effect, because train.{name} is a function", fix
                     )
+
+    @property
+    def without_effect(self) -> list[str]:
+        """One sentence for each field that has a value other than its default, and that the chosen
+        optimizer or schedule does not read."""
+        unread = [(field, f"train.optimizer={self.optimizer_name}") for field in READ_BY if not self._reads(field)]
+        if self.schedule == "constant":
+            unread += [("final_learning_rate", "train.schedule=constant")]
+        if self.schedule != "warmup-stable-decay":
+            unread += [("decay", "any schedule but warmup-stable-decay")]
+        if self.scale_learning_rate == "none":
+            unread += [("base_batch", "train.scale_learning_rate=none")]
+        values = {field: getattr(self, field) for field, _ in unread}
+        changed = {field for field, value in values.items() if value != type(self).model_fields[field].default}
+        return [
+            f"train.{field}={values[field]} has no effect with {reader}" for field, reader in unread if field in changed
+        ]
+
+    def _reads(self, field: str) -> bool:
+        return not self.uses_function("optimizer") and self.optimizer in READ_BY[field]
 
     def uses_function(self, field: str) -> bool:
         """Return whether a function of the user takes the place of a name, such as adamw or cosine.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +120,15 @@ def warn_of_dropped_tokens(run: Run) -> None:
         )
 
 
+def _is_weight_gradient(product: tuple[float, ...], products: Container[tuple[float, ...]]) -> bool:
+    """Return whether `products` has the layer whose weight gradient `product` is, as in a loss that
+    computes its gradients in forward. Both are (rows, columns, inner size); the inner size of a
+    weight gradient is the layer's number of rows."""
+    rows, columns, inner = product
+    layer = (inner, rows, columns)
+    return layer != product and layer in products
+
+
 def advice(ledger: Ledger, device: str) -> list[str]:
     """Return suggestions of layer widths, and on a GPU of a micro-batch size, with which the matrix
     products of forward fill the hardware's tiles: one sentence for each. If the model has BatchNorm and
@@ -134,13 +144,17 @@ def advice(ledger: Ledger, device: str) -> list[str]:
     """
     shares: dict[int, float] = defaultdict(float)  # layer width -> FLOPs of its products
     rows: dict[float, float] = defaultdict(float)  # number of rows of a product -> FLOPs
+    products: dict[tuple[float, ...], float] = defaultdict(float)  # (rows, columns, inner size) -> FLOPs
     for phase, _, operation, count in ledger.operations():
         if phase == "forward" and operation.name in WEIGHT_PRODUCTS and operation.sizes:
-            _, length, *widths = (size.at(ledger.micro_batch) for size in operation.sizes)
-            flops = operation.flops.at(ledger.micro_batch) * count
-            rows[length] += flops
-            for width in set(widths):
-                shares[int(width)] += flops
+            _, *sizes = (size.at(ledger.micro_batch) for size in operation.sizes)
+            products[tuple(sizes)] += operation.flops.at(ledger.micro_batch) * count
+    for (length, *widths), flops in products.items():
+        if _is_weight_gradient((length, *widths), products):
+            continue
+        rows[length] += flops
+        for width in set(widths):
+            shares[int(width)] += flops
     norms = any("batch_norm" in operation.name for _, _, operation, _ in ledger.operations())
     total, multiple = sum(rows.values()), 64 if device == "cuda" else 16
     worth = sorted(width for width, share in shares.items() if share >= MIN_FLOPS_SHARE * total and width > 8)

@@ -269,6 +269,7 @@ class Estimate:
         - What the search found out: that the loss depends on how a batch is split.
         - That the device has fast fp16, which the job does not allow, and no fast bf16.
         - What the machine lacks for torch.compile.
+        - Which fields of the job have no effect, because its optimizer or schedule does not read them.
         - Which package is missing for float8, if the job allows float8.
         - Which options the search could not consider, because they cannot be predicted.
         """
@@ -279,6 +280,7 @@ class Estimate:
             hints.append(f"compile is none: torch.compile needs {lacking}")
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
             hints.append("float8 is none: float8 needs the package torchao")
+        hints += self.job.train.without_effect
         hints += self.notes
         return hints + [f"{option}. The search did not consider this option" for option in self.untraceable]
 

@@ -398,8 +398,9 @@ def check_out(out: Path, resume: bool) -> None:
 
 
 def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str, str], machine: Machine) -> None:
-    """Print the plan, the reason for each field that tightfit chose, and the changes of numerics
-    that the plan makes, or that would make use of the machine's fp16.
+    """Print the plan, the reason for each field that tightfit chose, the changes of numerics that
+    the plan makes, or that would make use of the machine's fp16, and the fields of the job that
+    have no effect.
 
     say      prints a line
     reasons  the reason for each chosen plan field, by name
@@ -413,7 +414,7 @@ def announce(say: Callable[[str], None], job: Job, plan: Plan, reasons: dict[str
     if changed:
         why = "the default of `allow`; write allow: [] to keep fp32" if job.allow is None else "as the job allows"
         say(f"         changes numerics: {', '.join(changed)} ({why})")
-    for hint in precision.advice(plan, job, machine):
+    for hint in [*precision.advice(plan, job, machine), *job.train.without_effect]:
         say(f"advice   {hint}")
 
 
