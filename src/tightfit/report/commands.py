@@ -138,6 +138,10 @@ def train_command(
 
     def plan_it() -> tuple[dict[str, Any] | None, Plan]:
         check_out(out, resume)
+        if resume:
+            from tightfit.report.run_folder import find_checkpoint
+
+            find_checkpoint(out)
         say(f"job      {job!r}\nmachine  {machine!r}")
         quiet_transformers(job)
         kept = (

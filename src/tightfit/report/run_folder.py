@@ -87,7 +87,7 @@ def train_in_folder(
     check_trackers(job)
     callbacks = CallbackCalls(job.callbacks or ())
     if again:
-        _find_checkpoint(out)
+        find_checkpoint(out)
     with memory_errors_named(plan, job, machine.device):
         with never_silent(
             partial(console.print, highlight=False, markup=False, soft_wrap=True), "preparing model and data"
@@ -160,7 +160,7 @@ def _best_checkpoint(selection: Selection, out: Path) -> BestCheckpoint | None:
     return BestCheckpoint(step=best.step, metric=best.metric, value=best.value, checkpoint=str(folder))
 
 
-def _find_checkpoint(out: Path) -> None:
+def find_checkpoint(out: Path) -> None:
     """Raise InputError if the folder `out` has no checkpoint to resume from. Called before anything
     is built."""
     described = read_yaml(out / "job.yaml") if (out / "job.yaml").exists() else {}

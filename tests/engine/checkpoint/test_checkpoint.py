@@ -18,7 +18,7 @@ from tests.devices import on_each_device
 from tightfit import tensor_files
 from tightfit.engine.checkpoint.save import checkpoints
 from tightfit.engine.rng import random_states, set_random_states
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("adamw", {}, {}),
@@ -140,6 +140,18 @@ def test_a_finished_training_resumes_with_more_steps(tmp_path: Path) -> None:
     tightfit.save(run, tmp_path, 8)
     longer = tightfit.build(tiny.job(steps=10))
     assert len(list(tightfit.train(longer, tightfit.resume(longer, tmp_path)))) == 2
+
+
+def test_a_longer_training_says_how_its_learning_rate_changes(tmp_path: Path) -> None:
+    def run(**train: Any) -> Any:
+        return tightfit.build(tiny.job(schedule="cosine", learning_rate=1e-3, **train))
+
+    tightfit.save(run(steps=8), tmp_path, 4)
+    assert tightfit.resume(run(steps=8), tmp_path) == 4
+    with pytest.warns(TightfitWarning, match=r"learning rate of step 5 is 0.000854 and not 0.0005"):
+        tightfit.resume(run(steps=16), tmp_path)
+    with pytest.warns(TightfitWarning, match=r"after 8 steps and now ends after 16"):
+        tightfit.resume(run(steps=None, epochs=64 / 45), tmp_path)
 
 
 def test_another_plan_resumes_the_same_job(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ keeps only its own shards of them."""
 from __future__ import annotations
 
 import json
+import math
 import socket
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,12 @@ from tightfit.engine.checkpoint.contents import is_sharded, names_of, unsharded_
 from tightfit.engine.checkpoint.extra_state import FILE, KIND, restore_extra_states
 from tightfit.engine.checkpoint.save import EARLIER, STATE, all_gather_values, checkpoints, dataset_samples, newest
 from tightfit.engine.rng import seed_all, set_random_states
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, Train
 from tightfit.optim.gradient_dtype import gradient_dtype
 from tightfit.optim.groups import restore_changed_rates
 from tightfit.optim.per_parameter import MASTER, dequantize_state
+from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole_parameters import has_parameter_shape
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run, check_run, shard, wait_for_weights
@@ -64,6 +67,7 @@ def resume(run: Run, folder: str | Path) -> int:
     restore_changed_rates(run.optimizer, state.get("changed_rates", {}))
     _set_random_states(run, state)
     step: int = state["step"]
+    _warn_of_another_rate(run, state, step)
     return step
 
 
@@ -335,6 +339,29 @@ def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
                     f"{section}.{name} was {before.get(name)!r} and is now {now.get(name)!r}",
                     f"set {section}.{name} to its old value, or start afresh with another --out",
                 )
+
+
+def _warn_of_another_rate(run: Run, state: dict[str, Any], step: int) -> None:
+    """Warn if the length of the training changed, and with it the learning rate of the next step.
+
+    state  the content of the checkpoint's state.json
+    step   the number of steps that were done
+    """
+    now = run.job.train
+    if now.uses_function("schedule") or not is_rank_zero():
+        return
+    lengths = {name: state["job"].get("train", {}).get(name) for name in ("steps", "epochs")}
+    before = now.replace(**lengths)
+    totals = [total_steps(train, run.data.samples) for train in (before, now)]
+    rates = [learning_rate(train, total)(step) for train, total in zip((before, now), totals, strict=True)]
+    if not math.isclose(*rates):
+        warnings.warn(
+            f"resume: the training ended after {totals[0]} steps and now ends after {totals[1]}, so the learning rate of "
+            f"step {step + 1} is {rates[1]:.3g} and not {rates[0]:.3g}: schedule {now.schedule} decays over the whole "
+            "training",
+            TightfitWarning,
+            stacklevel=3,
+        )
 
 
 __all__ = ["resume"]
