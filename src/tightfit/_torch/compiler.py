@@ -29,6 +29,13 @@ def is_compiler_file(path: str) -> bool:
     return "_functorch/_aot_autograd" in path or "/_inductor/" in path
 
 
+def guard_hooks() -> None:
+    """Let torch.compile distinguish modules of one class by their forward hooks, from now on in this
+    process. By default, a module is run with the code that was compiled for the first module of its
+    class, and with the hooks of that one."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+
+
 class _Compilations:
     """Says whether compilations are kept, and for which kind of run the present ones were made."""
 

@@ -32,6 +32,12 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def buffer_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's buffers, without the buffers of its children. The buffers of a
+    scripted module (torch.jit.script) are no dict, and have only the method `keys`."""
+    return list(module._buffers.keys())
+
+
 def set_own_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
     """Replace the dict name -> buffer of a module. This is needed for a module that copy.copy has
     made, because it shares its dict with the original."""

@@ -125,6 +125,7 @@ def model_input(job: Job) -> ModelInput:
         image_size=size if isinstance(size, int) else None,
         channels=getattr(config, "num_channels", None),
         tokenizer=_own_tokenizer(job.model),
+        pretrained=job.model.from_ if isinstance(job.model, ModelSpec) else None,
     )
 
 

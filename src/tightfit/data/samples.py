@@ -62,6 +62,7 @@ class ModelInput:
     image_size   height and width of the input images in pixels
     channels     number of channels of the input images
     tokenizer    the folder of the model's own tokenizer
+    pretrained   the folder or id of the pretrained weights
     """
 
     task: str | None
@@ -72,6 +73,7 @@ class ModelInput:
     image_size: int | None = None
     channels: int | None = None
     tokenizer: str | None = None
+    pretrained: str | None = None
 
     def check_length(self, asked: str, length: int) -> None:
         """Raise InputError if `length` tokens are more than the model has positions.

@@ -113,7 +113,9 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
 
     sentinels  how many sentinel tokens (<extra_id_0>, ...) the tokenizer needs
 
-    Raises InputError if the vocabulary size is unknown, or less than 256 (one token for each byte)
+    Raises InputError if the model has pretrained weights, which another tokenizer's ids would not fit,
+    and the job does not ask for a new tokenizer by `data.vocabulary_size`. Also raises it if the
+    vocabulary size is unknown, or less than 256 (one token for each byte)
     plus the number of special tokens.
     """
     if source.identity is None:
@@ -121,6 +123,12 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
             f"data: {source.name}",
             "is a stream, whose content may change, so no tokenizer is trained on it",
             "set data.tokenizer, or use a model whose folder has a tokenizer",
+        )
+    if model.pretrained is not None and spec.vocabulary_size is None:
+        raise InputError(
+            f"job: model.from={model.pretrained}",
+            "has no tokenizer, and with a new one, its pretrained weights would get other tokens than those they learned",
+            "set data.tokenizer to the model's tokenizer; or data.vocabulary_size, to train a new one all the same",
         )
     names, size = _special_names(model.task, sentinels), spec.vocabulary_size or model.vocabulary
     names += CHATML_NAMES if spec.chat_template == "chatml" else []

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit._torch.compiler import is_compiler_error, is_compiler_file
+from tightfit._torch.compiler import guard_hooks, is_compiler_error, is_compiler_file
 from tightfit._torch.fake import active_fake_mode
-from tightfit._torch.modules import RunningNorm, own_buffers
+from tightfit._torch.modules import RunningNorm, has_hooks, own_buffers
 from tightfit.capabilities import missing_for_compile
 from tightfit.cost.entries import EVERYWHERE, Parameter
 from tightfit.cost.ledger import Ledger
@@ -134,6 +134,9 @@ def apply(run: Run, plan: Plan) -> Run:
             raise InputError(
                 "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
             )
+        inner = [module for _, block in blocks for module in block.modules() if module is not block]
+        if any(map(has_hooks, inner)):  # one block may have hooks that another one has not
+            guard_hooks()
         for _, block in blocks:
             block.compile(dynamic=dynamic, backend=backend, mode=mode)
         compiled = run.loss_sum

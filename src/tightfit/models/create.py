@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from tightfit.errors import InputError
 from tightfit.job import ModelSpec
@@ -90,16 +91,17 @@ _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 
 def task_of(model: Any) -> str | None:
     """Return the task of a job's model, such as causal-lm: `model.task` if it is set, else the
-    usual task of the architecture or of the pretrained model.
+    usual task of the architecture or of the pretrained model. If a function of the user's own
+    creates the model, it is the task of the class of transformers that the function returns, and
+    None for any other model.
 
-    Return None for the user's own callable, and for `model.python` without `model.task`. Raises
-    InputError for an unknown preset or architecture, for one without any of the tasks, and for a
-    folder without a readable config.json.
+    Raises InputError for an unknown preset or architecture, for one without any of the tasks, and
+    for a folder without a readable config.json.
     """
     if not isinstance(model, ModelSpec):
-        return None
+        return _task_of_function(model)
     if model.task or model.python:
-        return model.task
+        return model.task or _task_of_function(load_python(model.python))
     if not model.from_:
         return _task_of_architecture(_architecture(model))
     content = read_config(model.from_)
@@ -114,6 +116,44 @@ def task_of_class(name: str) -> str | None:
     """Return the task of a class of transformers, such as causal-lm for "LlamaForCausalLM". None if
     the name does not say it."""
     return next((task for ending, task in _TASK_OF_CLASS.items() if name.endswith(ending)), None)
+
+
+_TASKS_OF_FUNCTIONS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+
+
+def _task_of_function(function: Any) -> str | None:
+    """Return the task of the model that a function of the user's own returns, found on fake tensors;
+    None if it is no model of transformers, or if it cannot be created on them."""
+    try:
+        if function in _TASKS_OF_FUNCTIONS:
+            return _TASKS_OF_FUNCTIONS[function]
+    except TypeError:  # an object without a hash or without weak references
+        return _task_of_made(function)
+    return _TASKS_OF_FUNCTIONS.setdefault(function, _task_of_made(function))
+
+
+def _task_of_made(function: Any) -> str | None:
+    made = _made_of_fakes(function)
+    if made is None or not is_transformers_model(made):
+        return None
+    kinds = [kind.__name__ for kind in type(made).__mro__]
+    found = next((task for task in map(task_of_class, kinds) if task is not None), None)
+    config: Any = made.config
+    if found is None and made.can_generate():  # classes such as T5ForConditionalGeneration
+        return "seq2seq-lm" if config.is_encoder_decoder else "causal-lm"
+    return found
+
+
+def _made_of_fakes(model: Any) -> nn.Module | None:
+    """Return the model of a user's own function with fake tensors, or None if it fails on them."""
+    from tightfit._torch.fake import FakeTensorMode
+    from tightfit.models.caches import isolated_model_caches
+
+    try:
+        with isolated_model_caches(), FakeTensorMode():
+            return model_factory(model)()
+    except InputError:
+        return None
 
 
 def model_config(spec: ModelSpec) -> Any:
@@ -504,14 +544,8 @@ def has_complex_parameters(model: Any) -> bool:
     """
     if isinstance(model, ModelSpec) and not model.python:
         return False
-    from tightfit._torch.fake import FakeTensorMode
-    from tightfit.models.caches import isolated_model_caches
-
-    try:
-        with isolated_model_caches(), FakeTensorMode():
-            return any(parameter.is_complex() for parameter in model_factory(model)().parameters())
-    except InputError:
-        return False
+    made = _made_of_fakes(model)
+    return made is not None and any(parameter.is_complex() for parameter in made.parameters())
 
 
 def is_transformers_model(model: nn.Module) -> bool:

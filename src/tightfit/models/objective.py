@@ -252,10 +252,10 @@ def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
     Blenderbot); this raises InputError if the model's config has no decoder_start_token_id.
     """
     prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if prepare is not None:
-        return prepare(labels=labels)
     config: Any = getattr(model, "config", None)
     start = getattr(config, "decoder_start_token_id", None)
+    if prepare is not None and (start is not None or not hasattr(config, "model_type")):
+        return prepare(labels=labels)
     if start is None:
         raise InputError(
             "job: model",
@@ -335,6 +335,12 @@ def objective_of(loss: Any, task: str | None) -> Objective:
             "job: loss",
             f"correct the loss; it is called as loss(output, batch), and the data gives {_describe(batch)} as batch",
         )
+        if value is None and _is_of_transformers(model):
+            raise InputError(
+                "loss",
+                "returned None: a model of transformers gets no labels, so its output has no loss",
+                "leave out the loss to train with the model's own; or compute one from output.logits and batch['labels']",
+            )
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise InputError(
                 "loss",
@@ -431,7 +437,8 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
 
     If the batch is a dict, the model gets every field by name, except `labels`. A module of the
     user's own also gets `labels` if its forward has a parameter of that name; a model of
-    transformers would compute a loss from them. A dict with the field `inputs` is different: the
+    transformers would compute a loss from them. The decoder of an encoder-decoder of transformers
+    gets them shifted right, as it does without a loss of the user's own. A dict with the field `inputs` is different: the
     model gets this field, and by name those of the others that its forward has parameters for.
 
     Raises InputError if the model's forward does not accept the fields.
@@ -439,35 +446,68 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     if not isinstance(batch, dict):
         return _run(model, batch[0] if isinstance(batch, list | tuple) else batch)
     taken = forward_parameters(model)
-    reads_labels = "labels" in taken and not hasattr(getattr(model, "config", None), "model_type")
+    reads_labels = "labels" in taken and not _is_of_transformers(model)
     fields = {name: value for name, value in batch.items() if name != "labels" or reads_labels}
+    if _is_of_transformers(model) and "labels" in batch and _lacks_decoder_input(model, batch):
+        fields["decoder_input_ids"] = _shifted_right(model, batch["labels"])
     if "inputs" in batch:
         others = {name: value for name, value in fields.items() if name in taken and name != "inputs"}
         return _run(model, batch["inputs"], **others)
     return call_by_name(model, fields)
 
 
+def _is_of_transformers(model: nn.Module) -> bool:
+    return hasattr(getattr(model, "config", None), "model_type")
+
+
+def _lacks_decoder_input(model: nn.Module, batch: dict[str, Any]) -> bool:
+    """Return whether the model is an encoder-decoder whose decoder's input is not in the batch."""
+    given = {"decoder_input_ids", "decoder_inputs_embeds"}
+    config: Any = model.config
+    return bool(getattr(config, "is_encoder_decoder", False)) and given.isdisjoint(batch)
+
+
 def _run(model: nn.Module, *inputs: Any, **fields: Any) -> Any:
     """Call the model and return its output. Raises InputError if the model fails on the types of its
-    inputs, which NumPy's default type float64 and images in bytes are not meant for."""
+    inputs, which NumPy's default type float64 and images in bytes are not meant for, on types that it
+    mixes itself, or on gradients of its own that recomputed or offloaded activations do not allow."""
     if torch.compiler.is_compiling():
         return model(*inputs, **fields)
     try:
         return model(*inputs, **fields)
     except RuntimeError as error:
-        said = str(error)
-        if not any(kind in said for kind in ("Double", "double", "Byte", "unsigned char")) or not any(
-            how in said for how in ("dtype", "type")
-        ):
+        explained = _explained(error, [one for one in [*inputs, *fields.values()] if isinstance(one, Tensor)])
+        if explained is None:
             raise
-        types = {
-            str(one.dtype).removeprefix("torch.") for one in [*inputs, *fields.values()] if isinstance(one, Tensor)
-        }
-        raise InputError(
+        raise explained from error
+
+
+def _explained(error: RuntimeError, inputs: list[Tensor]) -> InputError | None:
+    """Return an InputError for some errors of a model's forward, or None for any other error."""
+    said = str(error).partition("\n")[0]
+    if "saved tensor hooks" in said:
+        return InputError(
+            "plan: recompute or offload",
+            f"the model's forward computes gradients with torch.func, which does not work with either ({said})",
+            "use recompute: none, and leave activations out of offload; or call torch.autograd.grad in forward",
+        )
+    if "type" not in said:
+        return None
+    if any(kind in said for kind in ("Double", "double", "Byte", "unsigned char")):
+        types = {str(one.dtype).removeprefix("torch.") for one in inputs}
+        return InputError(
             "data",
-            f"the model gets inputs of the types {', '.join(sorted(types))}, and fails ({said.splitlines()[0]})",
+            f"the model gets inputs of the types {', '.join(sorted(types))}, and fails ({said})",
             "let the dataset return real numbers as float32, for example with array.astype('float32') or tensor.float()",
-        ) from error
+        )
+    if any(kind in said for kind in ("BFloat16", "Half", "c10::Half")) and "dtype" in said:
+        return InputError(
+            "job: model",
+            f"fails on types that do not match ({said}); plan.precision gives all parameters the same type",
+            "leave .bfloat16(), .half() and .float() out of the model, and use precision: bf16-mixed, in which each operation "
+            "casts its inputs",
+        )
+    return None
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:

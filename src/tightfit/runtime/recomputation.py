@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 )
 
 from tightfit._torch.dispatch import TorchDispatchMode
-from tightfit._torch.modules import own_buffers
+from tightfit._torch.modules import buffer_names, own_buffers
 from tightfit._torch.operations import schema_of
 from tightfit._torch.pytree import tree_leaves
 from tightfit._torch.tensors import storage_id, version_of
@@ -95,7 +95,7 @@ class ChangingBuffers:
 
     def __init__(self, modules: list[nn.Module]) -> None:
         each = dict.fromkeys(module for block in modules for module in block.modules())
-        self.tracked = [(module, name) for module in each for name in own_buffers(module)]
+        self.tracked = [(module, name) for module in each for name in buffer_names(module)]
         self.known = False
 
     def values(self) -> SavedBuffers:

@@ -21,11 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tightfit._torch.dispatch import TorchDispatchMode
+from tightfit._torch.modules import plain_attributes
 from tightfit._torch.pytree import tree_leaves
+from tightfit._torch.tensors import storage_id
 from tightfit.errors import InputError
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state
-from tightfit.runtime.recomputation import Forward, recomputed
+from tightfit.runtime.recomputation import Forward, recomputed, written_tensors
 from tightfit.runtime.recomputed_draws import GlobalGenerators
 
 Result = TypeVar("Result")
@@ -67,7 +70,7 @@ def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | No
             raise _not_sequential()
         output = run_chain(first, *args, **kwargs)
         if len(forwards) > 1:
-            last_call.update(output=output, args=args, kwargs=kwargs)
+            last_call.update(output=output, args=args, kwargs=kwargs, modes=_modes())
         return output
 
     def pass_through(position: int, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +80,12 @@ def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | No
             raise _not_sequential()
         if first is not last_call["output"] or not _are_same(args, kwargs, last_call["args"], last_call["kwargs"]):
             raise _not_sequential()
+        if _modes() != last_call["modes"]:  # the whole segment has run in the modes of its first block
+            raise InputError(
+                "plan: recompute=sqrt",
+                "the model runs some blocks of a group under torch.no_grad or another autocast than the others",
+                "use recompute: full, which recomputes each block alone",
+            )
         if position == len(forwards) - 1:
             last_call.clear()
             is_sequential = True
@@ -90,6 +99,14 @@ def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | No
     for position, block in enumerate(blocks[1:], start=1):
         block.forward = partial(pass_through, position)
     return end
+
+
+def _modes() -> tuple[Any, ...]:
+    """Return the modes of torch in which a block may run otherwise than its neighbours: whether
+    gradients are recorded, and autocast."""
+    devices = ("cpu", "cuda")
+    autocast = tuple((torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices)
+    return torch.is_grad_enabled(), autocast
 
 
 def _are_same(
@@ -158,6 +175,31 @@ _METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device
                     "is_contiguous", "is_floating_point", "get_device", "__len__", "element_size", "grad_fn"})  # fmt: skip
 
 
+class _UndoneWrites(TorchDispatchMode):
+    """Undoes the writes of the code inside to the parameters of `model` and to tensors that are
+    attributes of its modules, such as a codebook or a running mean. Only what is written to is
+    copied."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        attributes = [value for module in model.modules() for _, value in plain_attributes(module)]
+        self.held = {storage_id(one): one for one in [*model.parameters(), *tensors_in(attributes)]}
+        self.copies: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in written_tensors(func, args, kwargs or {}):
+            place = storage_id(one) if isinstance(one, Tensor) else None
+            if place in self.held and place not in self.copies:
+                self.copies[place] = self.held[place].detach().clone()
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for place, copy in self.copies.items():
+                self.held[place].copy_(copy)
+
+
 def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
     """Run the model once without gradients. Raise InputError if the model's own code, outside its
     blocks, uses the output of a block that is not the last of its segment. Passing this output on
@@ -166,10 +208,11 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
     segments  the blocks of each segment, in order
     forward   a function that calls the model
 
-    The model is the same afterwards.
+    The model is the same afterwards, also its parameters and the tensors that its modules hold as
+    attributes, which the forward may write to. Buffers are left to the caller.
     """
     watch = _OutputUses()
-    with restoring_state(model), torch.no_grad(), watch:
+    with restoring_state(model), torch.no_grad(), _UndoneWrites(model), watch:
         for segment in segments:
             for block in segment:
                 block.forward = partial(watch.call, block.forward, block is segment[-1])

@@ -86,30 +86,35 @@ def _keep_dtype(module: nn.Module) -> None:
     wrap_conversion(module, unless_gathered)
 
 
+def _has_values(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter holds real or complex numbers, not the integers of 4-bit layers."""
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
 def _modules_of_other_dtype(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules with parameters whose dtype is not the most common dtype of the model,
     such as fp32 norms in a model of 16-bit weights.
 
     Only parameters that a module has directly count, not those of its child modules. fully_shard
-    gathers each of the returned modules separately, because floating-point parameters that are
-    gathered together must have one dtype. The integers of frozen layers in 4 bits do not count: they
-    are gathered together with other parameters.
+    gathers each of the returned modules separately, because parameters that are gathered together
+    must have one dtype. The integers of frozen layers in 4 bits do not count: they are gathered
+    together with other parameters.
 
     blocks  the model's blocks
 
     Raises InputError if the model itself or a block directly has such a parameter, and also
     contains parameters of another dtype.
     """
-    types = Counter(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    types = Counter(parameter.dtype for parameter in model.parameters() if _has_values(parameter))
     most = types.most_common(1)[0][0]
     found = [
         module
         for module in model.modules()
-        if any(p.is_floating_point() and p.dtype != most for p in module.parameters(recurse=False))
+        if any(_has_values(p) and p.dtype != most for p in module.parameters(recurse=False))
     ]
     for whole in (model, *blocks):
         if whole in found:
-            if len({parameter.dtype for parameter in whole.parameters() if parameter.is_floating_point()}) > 1:
+            if len({parameter.dtype for parameter in whole.parameters() if _has_values(parameter)}) > 1:
                 raise InputError(
                     "plan: zero=3",
                     f"{type(whole).__name__} has both {str(most).removeprefix('torch.')} parameters and parameters of another "

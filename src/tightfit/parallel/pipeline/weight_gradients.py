@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from tightfit._torch.tensors import has_gradient_hooks
+
 LINEAR = torch.nn.functional.linear
 
 
@@ -40,8 +42,8 @@ class DeferredWeightGradients(TorchFunctionMode):
     `run` accumulates gradients as a normal backward does, hooks included. A weight that was used
     several times gets one gradient, the sum of the gradients of its uses.
 
-    Only calls of `linear` and of `addmm` (transformers' Conv1D) on a trainable nn.Parameter are
-    deferred. The gradients of all other operations and of all biases are computed at once.
+    Only calls of `linear` and of `addmm` (transformers' Conv1D) on a trainable nn.Parameter without
+    hooks of the user's own are deferred. The gradients of all other operations and of all biases are computed at once.
 
     left  number of a micro-batch -> for each use of a weight, (weight, a function that computes the
           gradient)
@@ -51,11 +53,14 @@ class DeferredWeightGradients(TorchFunctionMode):
         super().__init__()
         self.left: dict[int, list[tuple[nn.Parameter, Callable[[], Tensor]]]] = {}
         self._group: int | None = None
+        self._hooked: set[nn.Parameter] = set()
 
     def attach(self, model: nn.Module) -> None:
         """Make the linear layers (nn.Linear and Conv1D) of `model` defer their weight gradients:
-        from now on, their forwards run in this mode.
+        from now on, their forwards run in this mode. A weight that has a gradient hook already, which
+        is the user's, is not deferred: autograd would call the hook without a gradient.
         """
+        self._hooked = {weight for weight in model.parameters() if has_gradient_hooks(weight)}
         for module in model.modules():
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
                 module.forward = partial(self._forward_in_mode, module.forward)  # type: ignore[method-assign]
@@ -108,16 +113,15 @@ class DeferredWeightGradients(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_grad_enabled() and not kwargs:
-            if func is LINEAR and _is_trainable(args[1]):
+            if func is LINEAR and self._is_deferred(args[1]):
                 bias = args[2] if len(args) > 2 else None
                 return _deferred_linear(args[0], args[1], bias, self, transposed=False)
-            if func is torch.addmm and _is_trainable(args[2]):  # transformers' Conv1D: (bias, input, weight)
+            if func is torch.addmm and self._is_deferred(args[2]):  # transformers' Conv1D: (bias, input, weight)
                 return _deferred_linear(args[1], args[2], args[0], self, transposed=True)
         return func(*args, **kwargs)
 
-
-def _is_trainable(weight: Any) -> bool:
-    return isinstance(weight, nn.Parameter) and weight.requires_grad
+    def _is_deferred(self, weight: Any) -> bool:
+        return isinstance(weight, nn.Parameter) and weight.requires_grad and weight not in self._hooked
 
 
 def _deferred_linear(
