@@ -30,9 +30,9 @@ DIVIDED: list[dict[str, Any]] = [
     {"zero": 1, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1},
     {"zero": 2, "dp_shard": 2, "dp_replicate": 2, "micro_batch": 1},
     {"zero": 2, "dp_shard": 4},
+    {"zero": 3, "dp_shard": 2, "gradient_sync": "step", "micro_batch": 1},
     {"parameter_server": "sync", "dp_replicate": 2},
 ]
-POWERSGD = {"dp_replicate": 2, "compressed_gradients": "powersgd", "powersgd_rank": 1, "micro_batch": 1}
 POWERSGD = {"dp_replicate": 2, "compressed_gradients": "powersgd", "powersgd_rank": 1, "micro_batch": 1}
 ALONE: list[dict[str, Any]] = [
     {},
@@ -85,7 +85,7 @@ def test_several_devices_skip_parameters_without_gradient(fields: dict[str, Any]
     hold(fields, OPTIMIZERS if every else ("adamw", "lars"))
 
 
-@pytest.mark.parametrize("fields", [DIVIDED[2], DIVIDED[6], DIVIDED[8]], ids=named)
+@pytest.mark.parametrize("fields", [DIVIDED[2], DIVIDED[6], DIVIDED[8], DIVIDED[9]], ids=named)
 def test_several_devices_skip_missing_gradients_when_clipping(fields: dict[str, Any]) -> None:
     hold(fields, ("adamw", "sgd"), clip=0.05)
 

@@ -80,13 +80,40 @@ def test_gpt2_ties_its_head_to_its_embedding():
         (ModelSpec(preset="qwen3-8b"), "causal-lm"),
         (ModelSpec(architecture="olmo2"), "causal-lm"),
         (ModelSpec(architecture="bert", task="causal-lm"), "causal-lm"),
-        (ModelSpec(python="a.py:f"), None),
+        (ModelSpec(python="torch.nn:Identity"), None),
         (nn.Identity, None),
     ],
     ids=str,
 )
 def test_the_task_follows_from_the_model(spec, task):
     assert task_of(spec) == task
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "task"),
+    [
+        ("GPT2LMHeadModel", {"n_layer": 1, "n_embd": 8, "n_head": 2}, "causal-lm"),
+        ("BertForMaskedLM", {"num_hidden_layers": 1, "hidden_size": 24}, "masked-lm"),
+        ("BertForSequenceClassification", {"num_hidden_layers": 1, "hidden_size": 24}, "classification"),
+        ("T5ForConditionalGeneration", {"num_layers": 1, "d_model": 8}, "seq2seq-lm"),
+        ("WhisperForConditionalGeneration", {"encoder_layers": 1, "decoder_layers": 1, "d_model": 12}, "seq2seq-lm"),
+        ("BertModel", {"num_hidden_layers": 1, "hidden_size": 24}, None),
+    ],
+)
+def test_a_function_s_model_has_the_task_of_its_class(kind: str, config: dict[str, int], task: str | None) -> None:
+    import transformers
+
+    made = getattr(transformers, kind)
+    calls = []
+
+    def create() -> nn.Module:
+        calls.append(1)
+        return made(made.config_class(**config))
+
+    assert task_of(create) == task
+    assert task_of(create) == task
+    assert len(calls) == 1
+    assert task_of(lambda: nn.Sequential(create())) is None
 
 
 def test_vocabulary_size_is_known_before_the_model_exists():
@@ -194,7 +221,9 @@ def test_folders_without_a_model_are_refused(pretrained):
 def test_weights_of_another_shape_are_refused(pretrained):
     content = json.loads((pretrained / "config.json").read_text())
     (pretrained / "config.json").write_text(json.dumps(content | {"intermediate_size": 48}))
-    assert "mismatch" in refusal(ModelSpec.parse({"from": str(pretrained)})).found.lower()
+    found = refusal(ModelSpec.parse({"from": str(pretrained)})).found
+    assert "model.layers.0.mlp.down_proj.weight has [16, 32] there and [16, 48] here" in found
+    assert found.endswith("and 3 more")
 
 
 FILE = """

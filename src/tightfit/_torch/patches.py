@@ -120,10 +120,35 @@ def convertible_fake_modules() -> Iterator[None]:
         nn.Module._apply = apply  # type: ignore[method-assign]
 
 
+@contextmanager
+def copyable_fake_tensors() -> Iterator[None]:
+    """Context manager in which `copy.deepcopy` of a fake tensor gives a fake tensor of the same mode.
+
+    torch would copy the mode, too, and refuses to compute with tensors of two modes.
+    nn.TransformerEncoder deep-copies its first layer, and a model with a teacher its student.
+    """
+
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if id(tensor) not in memo:
+            with torch.no_grad():
+                copied = tensor.detach().clone()
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if parameter else copied
+        return memo[id(tensor)]  # type: ignore[no-any-return]
+
+    before = FakeTensor.__deepcopy__
+    FakeTensor.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.__deepcopy__ = before  # type: ignore[method-assign]
+
+
 __all__ = [
     "after_deepcopy",
     "after_resize",
     "convertible_fake_modules",
+    "copyable_fake_tensors",
     "formatting_as_numbers",
     "without_truncated_normal",
 ]

@@ -116,7 +116,7 @@ def move_shards_to_meta(model: nn.Module) -> None:
             if parameter not in put:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 put[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                put[parameter].rows = parameter.rows  # type: ignore[attr-defined]
+                put[parameter].rows = parameter.rows.contiguous()  # type: ignore[attr-defined]
             own_parameters(module)[name] = put[parameter]
 
 

@@ -274,6 +274,9 @@ def apply(run: Run, plan: Plan) -> Run:
     and each device updates its shards; in stage 3, the parameters themselves are sharded.
     """
     assert run.mesh is not None
+    for parameter in run.model.parameters():  # weights in channels_last have gaps between their rows
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
     if plan.zero < 3:
         broadcast_parameters(run.model, run.mesh)
         rows = ShardedReduction(run.model, run.mesh, plan, model_blocks(run) if overlaps_gathers(plan) else [])

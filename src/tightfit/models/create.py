@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.models.presets import preset
 from tightfit.models.pretrained import PRETRAINED_FOLDER_FIX, pretrained_folder, read_config
+from tightfit.models.pretrained_weights import check_sizes, read_weights
 from tightfit.models.python import as_input_error, checked_model_function, load_python
 from tightfit.values import nearest
 
@@ -59,13 +61,17 @@ TASK_OF_ARCHITECTURE = {
     **dict.fromkeys(("vit", "deit", "swin", "beit", "dinov2", "resnet", "convnext"), "classification"),
 }
 _TASK_OF_CLASS = {
+    "T5WithLMHeadModel": "seq2seq-lm",
     "ForCausalLM": "causal-lm",
     "LMHeadModel": "causal-lm",
     "ForMaskedLM": "masked-lm",
     "ForPreTraining": "masked-lm",
     "ForImageClassification": "classification",
+    "ForImageClassificationWithTeacher": "classification",
     "ForSequenceClassification": "classification",
 }
+# their heads say which tokens were replaced, and predict no tokens
+_DISCRIMINATORS = ("ElectraForPreTraining", "FunnelForPreTraining")
 _TRANSFORMERS_TABLES = {
     "seq2seq-lm": "SEQ_TO_SEQ_CAUSAL_LM",
     "masked-lm": "MASKED_LM",
@@ -95,8 +101,9 @@ def task_of(model: Any) -> str | None:
     creates the model, it is the task of the class of transformers that the function returns, and
     None for any other model.
 
-    Raises InputError for an unknown preset or architecture, for one without any of the tasks, and
-    for a folder without a readable config.json.
+    Raises InputError for an unknown preset or architecture, for one without any of the tasks, for a
+    folder without a readable config.json, and for a pretrained model of a class for another task,
+    such as BertForTokenClassification.
     """
     if not isinstance(model, ModelSpec):
         return _task_of_function(model)
@@ -105,43 +112,75 @@ def task_of(model: Any) -> str | None:
     if not model.from_:
         return _task_of_architecture(_architecture(model))
     content = read_config(model.from_)
-    for name in content.get("architectures") or []:
+    names = [str(name) for name in content.get("architectures") or []]
+    for name in names:
         task = task_of_class(name)
         if task is not None:
             return task
-    return _task_of_architecture(content.get("model_type", ""))
+    task = _task_of_architecture(content.get("model_type", ""))
+    for name in names:
+        if re.search("For[A-Z]", name) and name not in _class_names(task, content["model_type"]):
+            raise InputError(
+                f"job: model.from={model.from_}",
+                f"its model is a {name}, and tightfit has no task for this class",
+                f"set model.task, such as {task}, to train its other weights with a new head; or let a function of yours "
+                'return the model (model.python), with a loss of your own (loss: {python: "file.py:function"})',
+            )
+    return task
 
 
 def task_of_class(name: str) -> str | None:
     """Return the task of a class of transformers, such as causal-lm for "LlamaForCausalLM". None if
     the name does not say it."""
+    if name in _DISCRIMINATORS:
+        return None
     return next((task for ending, task in _TASK_OF_CLASS.items() if name.endswith(ending)), None)
 
 
-_TASKS_OF_FUNCTIONS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
+def _class_names(task: str, architecture: str) -> list[str]:
+    """Return the names of the classes of transformers that have this task and model type."""
+    from transformers.models.auto import modeling_auto
+
+    names = vars(modeling_auto)[f"MODEL_FOR_{_TRANSFORMERS_TABLES[task]}_MAPPING_NAMES"].get(architecture, ())
+    return [names] if isinstance(names, str) else list(names)
+
+
+_FACTS_OF_FUNCTIONS: WeakKeyDictionary[Any, tuple[str | None, Any]] = WeakKeyDictionary()
 
 
 def _task_of_function(function: Any) -> str | None:
     """Return the task of the model that a function of the user's own returns, found on fake tensors;
     None if it is no model of transformers, or if it cannot be created on them."""
+    return _facts_of_function(function)[0]
+
+
+def config_of_function(model: Any) -> Any:
+    """Return the transformers config of the model that a function of the user's own returns: a
+    callable, or a ModelSpec with `python`. None if it is no model of transformers, or if it cannot be
+    created on fake tensors."""
+    return _facts_of_function(load_python(model.python) if isinstance(model, ModelSpec) else model)[1]
+
+
+def _facts_of_function(function: Any) -> tuple[str | None, Any]:
+    """Return (the task, the config) of the model that a function returns. It is called once."""
     try:
-        if function in _TASKS_OF_FUNCTIONS:
-            return _TASKS_OF_FUNCTIONS[function]
+        if function in _FACTS_OF_FUNCTIONS:
+            return _FACTS_OF_FUNCTIONS[function]
     except TypeError:  # an object without a hash or without weak references
-        return _task_of_made(function)
-    return _TASKS_OF_FUNCTIONS.setdefault(function, _task_of_made(function))
+        return _facts_of_made(function)
+    return _FACTS_OF_FUNCTIONS.setdefault(function, _facts_of_made(function))
 
 
-def _task_of_made(function: Any) -> str | None:
+def _facts_of_made(function: Any) -> tuple[str | None, Any]:
     made = _made_of_fakes(function)
     if made is None or not is_transformers_model(made):
-        return None
+        return None, None
     kinds = [kind.__name__ for kind in type(made).__mro__]
     found = next((task for task in map(task_of_class, kinds) if task is not None), None)
     config: Any = made.config
     if found is None and made.can_generate():  # classes such as T5ForConditionalGeneration
-        return "seq2seq-lm" if config.is_encoder_decoder else "causal-lm"
-    return found
+        return "seq2seq-lm" if config.is_encoder_decoder else "causal-lm", config
+    return found, config
 
 
 def _made_of_fakes(model: Any) -> nn.Module | None:
@@ -165,8 +204,6 @@ def model_config(spec: ModelSpec) -> Any:
     """
     if spec.python:
         return None
-    import transformers
-
     if spec.from_:
         read_config(spec.from_)
         folder = pretrained_folder(spec.from_)
@@ -176,10 +213,8 @@ def model_config(spec: ModelSpec) -> Any:
                 "tightfit never runs code that comes with a model's folder",
                 'use a function of your own that returns the model: {python: "file.py:function"}',
             )
-        with as_input_error(f"job: model.from={folder}", "correct the config.json in this folder"):
-            config = transformers.AutoConfig.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False, **spec.config
-            )
+        _check_pretrained_keys(spec)
+        config = _pretrained_config(spec, folder)
     else:
         architecture = _architecture(spec)
         kind = _config_class(architecture)
@@ -189,11 +224,39 @@ def model_config(spec: ModelSpec) -> Any:
     if getattr(config, "use_cache", False):
         # training reads no key/value cache, and some models warn if recompute is on too
         config.use_cache = False
+    if getattr(config, "architectures", None) is None:
+        config.architectures = []  # transformers looks through it for types with several classes (DeiT)
     # some configs do not have these fields, and some have no pad_token_id
     is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
     if is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     return config
+
+
+def _pretrained_config(spec: ModelSpec, folder: Path) -> Any:
+    import transformers
+
+    with as_input_error(f"job: model.from={folder}", "correct the config.json in this folder"):
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **spec.config
+        )
+
+
+def _check_pretrained_keys(spec: ModelSpec) -> None:
+    """Raise InputError for a key of `model.config` that neither the config class nor the config.json
+    of a pretrained model has. transformers would silently ignore it."""
+    import transformers
+
+    content = read_config(str(spec.from_))
+    if content.get("model_type") not in transformers.CONFIG_MAPPING:
+        return  # transformers says what is wrong
+    kind = transformers.CONFIG_MAPPING[content["model_type"]]
+    known = _known_keys(kind) | set(content)
+    for key in spec.config:
+        if key not in known and not _reads_undeclared(kind, key):
+            raise InputError(
+                f"job: model.config.{key}", f"{kind.model_type} has no such config key", nearest(key, sorted(known))
+            )
 
 
 def _make_config(spec: ModelSpec, architecture: str, keys: dict[str, Any]) -> Any:
@@ -244,7 +307,8 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     Return None if this is not possible, for one of these reasons:
 
     - The model is the user's own or pretrained.
-    - Its config lists several types of layers (layer_types) or has no num_hidden_layers.
+    - Its config lists several types of layers (layer_types), has no num_hidden_layers, or does not
+      take another one: EfficientNet computes it, and GPT-Neo lists the kinds of its layers.
     - Its adapters are for named layers only.
     - It has no more than `blocks` blocks.
     """
@@ -257,9 +321,13 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     if not isinstance(depth, int) or depth <= blocks or len(set(types or [None])) > 1:
         return None
     fewer: dict[str, Any] = {"num_hidden_layers": blocks}
-    if types:
+    if types and "layer_types" in _defaults(type(config)):
         fewer["layer_types"] = types[:blocks]
-    return model.replace(config={**model.config, **fewer})
+    few = model.replace(config={**model.config, **fewer})
+    try:
+        return few if model_config(few).num_hidden_layers == blocks else None
+    except InputError:
+        return None
 
 
 def vocabulary_size(spec: ModelSpec) -> int | None:
@@ -283,12 +351,17 @@ def model_factory(model: Any, sequential: bool = False) -> Callable[[], nn.Modul
     make = _make_factory(model, sequential)
 
     def create() -> nn.Module:
-        from tightfit._torch.patches import convertible_fake_modules, without_truncated_normal
+        from tightfit._torch.patches import (
+            convertible_fake_modules,
+            copyable_fake_tensors,
+            without_truncated_normal,
+        )
 
         with ExitStack() as entered:
             if _shapes_only():
                 entered.enter_context(without_truncated_normal())
                 entered.enter_context(convertible_fake_modules())
+                entered.enter_context(copyable_fake_tensors())
             return _switch_off_cache(make())
 
     return create
@@ -310,6 +383,8 @@ def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
         return checked_model_function(model, getattr(model, "__qualname__", type(model).__name__))
     if model.python:
         return checked_model_function(load_python(model.python), model.python)
+    if model.from_ and model.config:
+        _check_pretrained_sizes(model)
 
     def create() -> nn.Module:
         config = model_config(model)
@@ -329,18 +404,20 @@ def _make_factory(model: Any, sequential: bool) -> Callable[[], nn.Module]:
                 as_input_error(f"job: model.from={model.from_}", PRETRAINED_FOLDER_FIX),
                 _read_sequentially() if sequential else nullcontext(),
             ):
-                return kind.from_pretrained(
-                    pretrained_folder(model.from_, weights=True),
-                    config=config,
-                    dtype=torch.float32,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                )
+                return read_weights(model, kind, config, pretrained_folder(model.from_, weights=True))
         with as_input_error(f"job: model ({model})", "change the config keys that the message names"):
             return kind.from_config(config, dtype=torch.float32)
 
     return create
+
+
+def _check_pretrained_sizes(model: ModelSpec) -> None:
+    """Raise InputError if `model.config` changes the shapes of pretrained tensors."""
+    config = model_config(model)
+    own = _pretrained_config(model.replace(config={}), pretrained_folder(str(model.from_)))
+    asked, fix = f"job: model.config={model.config}", "correct the keys that the message names"
+    with as_input_error(asked, fix):
+        check_sizes(model, _model_class(model, config), own, config)
 
 
 @contextmanager
@@ -406,6 +483,12 @@ def _config_class(architecture: str) -> Any:
     return known[architecture]
 
 
+def _known_keys(kind: Any) -> set[str]:
+    """Return the config keys that a transformers config class accepts."""
+    known = set(_defaults(kind)) | set(kind.attribute_map) | set(kind.sub_configs) | _COMMON_KEYS
+    return known | _ROPE_KEYS if "rope_parameters" in known else known
+
+
 def _reads_undeclared(kind: Any, key: str) -> bool:
     """Return whether the code of a model reads a config key that its config class `kind` does not
     declare. Example: Qwen3-MoE reads `getattr(config, "head_dim", ...)`, and published models set it."""
@@ -420,9 +503,7 @@ def _config_keys(spec: ModelSpec, kind: Any) -> dict[str, Any]:
 
     kind: transformers' config class. Raises InputError for a key that the class does not have.
     """
-    known = set(_defaults(kind)) | set(kind.attribute_map) | set(kind.sub_configs) | _COMMON_KEYS
-    if "rope_parameters" in known:
-        known |= _ROPE_KEYS
+    known = _known_keys(kind)
     for key in spec.config:
         if key not in known and not _reads_undeclared(kind, key):
             raise InputError(

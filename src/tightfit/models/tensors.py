@@ -1,4 +1,4 @@
-"""Find the tensors in nested containers."""
+"""Find the tensors in nested containers, and those that an operation writes to."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tightfit._torch.operations import schema_of
 from tightfit._torch.pytree import tree_leaves
 
 
@@ -14,4 +15,22 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-__all__ = ["tensors_in"]
+def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of an operation that it writes to, according to its schema. They are
+    tensors, or None for an argument that is missing.
+
+    operation  the operation, such as torch.ops.aten.add_.Tensor
+
+    Version counters do not suffice to find writes: a write to a chunk from torch.chunk or from a
+    recurrent cell does not increment the version counter of the full tensor.
+    """
+    if not schema_of(operation).is_mutable:
+        return []
+    given = {**dict(zip((one.name for one in schema_of(operation).arguments), args, strict=False)), **kwargs}
+    writes = [
+        one.name for one in schema_of(operation).arguments if one.alias_info is not None and one.alias_info.is_write
+    ]
+    return tree_leaves([given.get(name) for name in writes])
+
+
+__all__ = ["tensors_in", "written_tensors"]

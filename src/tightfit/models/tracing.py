@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -127,7 +128,8 @@ def _only_tensors(value: Any) -> bool:
 @contextmanager
 def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
     """Inside this context, a forward may change the attributes of the model's modules and draw
-    random numbers. On exit, the attributes and the states of the random generators are restored.
+    random numbers. On exit, the attributes and the states of the random generators are restored,
+    those of generators that are attributes included.
     The context manager yields an `_Attributes` object, whose method `changed` returns the names of
     the attributes that a forward has changed."""
     saved = []
@@ -136,9 +138,12 @@ def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
         contents = {name: value.copy() for name, value in own.items() if isinstance(value, list | dict | set)}
         saved.append((module, own, contents))
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    rewinds = [rewind for _, own, _ in saved for value in own.values() if (rewind := _rewind_of(value)) is not None]
     try:
         yield _Attributes(model)
     finally:
+        for rewind in rewinds:
+            rewind()
         for module, own, contents in saved:
             for name, content in contents.items():
                 held = own[name]
@@ -149,6 +154,20 @@ def restoring_state(model: nn.Module) -> Iterator[_Attributes]:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def _rewind_of(value: Any) -> Callable[[], Any] | None:
+    """Return a function that sets a random number generator of torch, Python or NumPy to its present
+    state, or None if `value` is no generator."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
 
 
 def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:

@@ -37,7 +37,7 @@ from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.pytree import tree_leaves
 from tightfit._torch.tensors import detached, saved_tensor_hooks_now, storage_id, version_of
 from tightfit.errors import InputError
-from tightfit.runtime.recomputation import written_tensors
+from tightfit.models.tensors import written_tensors
 
 Forward = Callable[..., Any]
 

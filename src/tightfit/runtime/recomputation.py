@@ -26,12 +26,11 @@ from torch.utils.checkpoint import (
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.modules import buffer_names, own_buffers
-from tightfit._torch.operations import schema_of
 from tightfit._torch.pytree import tree_leaves
 from tightfit._torch.tensors import storage_id, version_of
 from tightfit.cost.recomputed_step import COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS
 from tightfit.errors import InputError
-from tightfit.models.tensors import tensors_in
+from tightfit.models.tensors import tensors_in, written_tensors
 from tightfit.runtime.recomputed_draws import GlobalGenerators, SameDraws
 
 Forward = Callable[..., Any]
@@ -311,24 +310,6 @@ class _Nested:
     def __exit__(self, *error: Any) -> None:
         self.inner.__exit__(*error)
         self.outer.__exit__(*error)
-
-
-def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments of an operation that it writes to, according to its schema. They are
-    tensors, or None for an argument that is missing.
-
-    operation  the operation, such as torch.ops.aten.add_.Tensor
-
-    Version counters do not suffice to find writes: a write to a chunk from torch.chunk or from a
-    recurrent cell does not increment the version counter of the full tensor.
-    """
-    if not schema_of(operation).is_mutable:
-        return []
-    given = {**dict(zip((one.name for one in schema_of(operation).arguments), args, strict=False)), **kwargs}
-    writes = [
-        one.name for one in schema_of(operation).arguments if one.alias_info is not None and one.alias_info.is_write
-    ]
-    return tree_leaves([given.get(name) for name in writes])
 
 
 def _storages(leaves: list[Any]) -> set[int]:

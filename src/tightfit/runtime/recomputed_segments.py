@@ -13,7 +13,8 @@ passes this output to blocks 1, 2 and 3, which return it unchanged.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,14 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.modules import plain_attributes
 from tightfit._torch.pytree import tree_leaves
-from tightfit._torch.tensors import storage_id
 from tightfit.errors import InputError
+from tightfit.models.forward_writes import WatchedWrites
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state
-from tightfit.runtime.recomputation import Forward, recomputed, written_tensors
+from tightfit.runtime.recomputation import Forward, recomputed
 from tightfit.runtime.recomputed_draws import GlobalGenerators
 
 Result = TypeVar("Result")
@@ -171,33 +171,25 @@ class _OutputUses(TorchFunctionMode):
         return output
 
 
-_METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device", "requires_grad", "layout", "is_cuda", "stride",
-                    "is_contiguous", "is_floating_point", "get_device", "__len__", "element_size", "grad_fn"})  # fmt: skip
+_METADATA = frozenset({"shape", "size", "dim", "ndim", "numel", "dtype", "device", "layout", "is_cuda", "stride",
+                    "is_contiguous", "is_floating_point", "get_device", "__len__", "element_size"})  # fmt: skip
 
 
-class _UndoneWrites(TorchDispatchMode):
-    """Undoes the writes of the code inside to the parameters of `model` and to tensors that are
-    attributes of its modules, such as a codebook or a running mean. Only what is written to is
-    copied."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        attributes = [value for module in model.modules() for _, value in plain_attributes(module)]
-        self.held = {storage_id(one): one for one in [*model.parameters(), *tensors_in(attributes)]}
-        self.copies: dict[int, Tensor] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in written_tensors(func, args, kwargs or {}):
-            place = storage_id(one) if isinstance(one, Tensor) else None
-            if place in self.held and place not in self.copies:
-                self.copies[place] = self.held[place].detach().clone()
-        return func(*args, **(kwargs or {}))
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+@contextmanager
+def _undoing_writes(model: nn.Module) -> Iterator[None]:
+    """Context manager that undoes the writes of the code inside to the parameters of `model` and to
+    tensors that are attributes of its modules, such as a codebook or a running mean. Only what is
+    written to is copied."""
+    attributes = [value for module in model.modules() for _, value in plain_attributes(module)]
+    held = dict(enumerate([*model.parameters(), *tensors_in(attributes)]))
+    copies: list[tuple[Tensor, Tensor]] = []
+    try:
+        with WatchedWrites(held, lambda _, tensor: copies.append((tensor, tensor.detach().clone()))):
+            yield
+    finally:
         with torch.no_grad():
-            for place, copy in self.copies.items():
-                self.held[place].copy_(copy)
+            for tensor, copy in copies:
+                tensor.copy_(copy)
 
 
 def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
@@ -212,7 +204,7 @@ def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward
     attributes, which the forward may write to. Buffers are left to the caller.
     """
     watch = _OutputUses()
-    with restoring_state(model), torch.no_grad(), _UndoneWrites(model), watch:
+    with restoring_state(model), torch.no_grad(), _undoing_writes(model), watch:
         for segment in segments:
             for block in segment:
                 block.forward = partial(watch.call, block.forward, block is segment[-1])

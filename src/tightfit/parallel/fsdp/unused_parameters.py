@@ -69,7 +69,7 @@ class UsedParameters:
                 continue
             if has_gradient(record):
                 self.made.add(parameter)
-            elif is_unsharded(group):
+            elif is_unsharded(group) and reduces_gradients(group):  # a zero kept for later would count as made
                 gathered = gathered_parameter(record)
                 gathered.grad = torch.zeros_like(gathered)
             else:

@@ -1,0 +1,107 @@
+"""Read the weights of a pretrained model, and give a classifier a new last layer if the job sets
+another number of classes.
+
+Keys of `model.config` may change the shapes of a pretrained model's tensors. Only the tensors of a
+classifier's last layer (its head) may differ from the weights in the folder, and only if the job
+sets `num_labels`: they get new, random values. Every other difference raises InputError.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tightfit.errors import InputError
+from tightfit.job import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # tensor -> (its shape in the folder, in the model)
+_MOST_NAMED = 3  # tensors that a message names
+
+
+def check_sizes(spec: ModelSpec, kind: Any, own: Any, config: Any) -> None:
+    """Raise InputError if the keys of `spec.config` change the shape of a pretrained tensor that is
+    not part of a classifier's head. This reads no weights.
+
+    kind    the transformers AutoModel class
+    own     the config in the pretrained folder
+    config  the config with the keys of `spec.config`
+    """
+    import torch
+
+    from tightfit._torch.fake import unset_fake_temporarily
+    from tightfit.models.caches import isolated_model_caches
+
+    with isolated_model_caches(), unset_fake_temporarily(), torch.device("meta"):
+        before, after = (kind.from_config(one, dtype=torch.float32) for one in (own, config))
+    old, new = (_shapes(model) for model in (before, after))
+    changed = {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
+    wrong = _without_head(spec, after, changed)
+    if wrong:
+        raise InputError(
+            f"job: model.config: {', '.join(spec.config)}",
+            f"changes the pretrained model, whose weights do not fit: {_described(wrong)}",
+            "leave these keys out; or use model: {architecture: ...}, which starts from random weights; for more tokens, "
+            "call resize_token_embeddings of transformers once, and save the model to a new folder",
+        )
+
+
+def read_weights(spec: ModelSpec, kind: Any, config: Any, folder: Path) -> nn.Module:
+    """Return the pretrained model of a folder, in fp32 on the CPU.
+
+    kind    the transformers AutoModel class
+    config  the model's config
+
+    Raises InputError if a tensor of the folder has another shape than the config gives it, and is not
+    part of a classifier's head of which the job sets the number of classes.
+    """
+    import torch
+
+    model, facts = kind.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    found = {name: (tuple(old), tuple(new)) for name, old, new in facts["mismatched_keys"]}
+    wrong = _without_head(spec, model, found)
+    if wrong:
+        raise InputError(
+            f"job: model.from={folder}",
+            f"its weights do not fit its config.json: {_described(wrong)}",
+            "correct its config.json, or name a folder that transformers' save_pretrained wrote; a classifier gets another "
+            "number of classes by model.config: {num_labels: 10}",
+        )
+    return model
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _without_head(spec: ModelSpec, model: Any, shapes: Shapes) -> Shapes:
+    """Return the tensors that are not part of a classifier's head for the job's own `num_labels`. A
+    head has one row for each class and is outside of the base model."""
+    if "num_labels" not in spec.config:
+        return shapes
+    inside, labels = f"{model.base_model_prefix}.", model.config.num_labels
+    return {
+        name: (old, new)
+        for name, (old, new) in shapes.items()
+        if name.startswith(inside) or new[:1] != (labels,) or old[1:] != new[1:]
+    }
+
+
+def _described(shapes: Shapes) -> str:
+    named = [f"{name} has {list(old)} there and {list(new)} here" for name, (old, new) in sorted(shapes.items())]
+    more = f", and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return ", ".join(named[:_MOST_NAMED]) + more
+
+
+__all__ = ["check_sizes", "read_weights"]

@@ -1,0 +1,279 @@
+"""Models with unusual habits train as in plain PyTorch under each plan, or the plan is refused before
+the first step: forwards that change their own weights, hooks on some blocks, scripted parts, weights
+in channels_last, complex weights, and blocks run without gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import tightfit
+from tests.contract import cases
+from tests.pool import together
+from tightfit.errors import InputError
+
+WIDTH, HERE = 8, "tests.engine.test_unusual_models:"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Normalised(Block):
+    """Its forward normalises its own weight, in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.inner.weight.copy_(functional.normalize(self.inner.weight))
+        return super().forward(x)
+
+
+class Replaced(Block):
+    """The same, by another tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.weight.data = functional.normalize(self.inner.weight.data)
+        return super().forward(x)
+
+
+class NormalisedNet(Net):
+    block = Normalised
+
+
+class ReplacedNet(Net):
+    block = Replaced
+
+
+class Teacher(Net):
+    """Has a frozen copy of its head, whose weights follow those of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.head).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return made - 0.1 * self.teacher(x)
+
+
+class Renormalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x.abs().long() % 16).mean(1))
+
+
+class Hooked(Net):
+    """Only one block has a hook, on a part of it, and one weight scales its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].inner.register_forward_hook(lambda module, given, output: 1.5 * output)
+        self.blocks[2].inner.weight.register_hook(lambda gradient: 0.5 * gradient)
+
+
+class Frozen(Net):
+    """Runs all blocks but the last without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[:3].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for block in self.blocks[:3]:
+                x = block(x)
+        return self.head(self.blocks[3](x))
+
+
+class ScaledBetween(Net):
+    """Scales the gradients between its blocks by hooks on tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: 0.9 * gradient)
+        return self.head(x)
+
+
+class Codebook(Net):
+    """Updates a frozen parameter and a plain tensor, and draws from a generator of its own, outside of
+    its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.steps = torch.zeros(1)
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.steps.add_(1)
+        noise = torch.rand(WIDTH, generator=self.generator)
+        return self.head(x - self.mean + 0.1 * noise * self.steps)
+
+
+class Scripted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+class Pixels(nn.Module):
+    """Its convolutions have weights in channels_last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 8, 3), nn.Linear(8, 4)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        products = x[:, :, None] * x[:, None, :]
+        return self.head(
+            self.two(torch.relu(self.one(torch.stack([products, x[:, :, None] - x[:, None, :]], 1)))).mean((2, 3))
+        )
+
+
+class Waves(Net):
+    """Its blocks have complex weights beside real ones."""
+
+    class Wave(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gains = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.fft.irfft(torch.fft.rfft(x) * self.gains, n=WIDTH))
+
+    block = Wave
+
+
+def job(model: str) -> tightfit.Job:
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(WIDTH, generator=generator), torch.randn(4, generator=generator)) for _ in range(16)]
+    train = tightfit.Train(optimizer="sgd", batch=4, steps=4, learning_rate=0.1, trackers=())
+    return tightfit.Job(model=globals()[model], data=data, loss=nn.MSELoss(), train=train)
+
+
+def trained(model: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    run = tightfit.build(job(model), tightfit.Plan(**fields))
+    return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+def refusal(model: str, fields: dict[str, Any]) -> str:
+    try:
+        trained(model, fields)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def hold(model: str, fields: dict[str, Any]) -> None:
+    losses, expected = trained(model, {})
+    devices = tightfit.Plan(**fields).devices
+    found = together(devices, HERE + "trained", model, fields) if devices > 1 else [trained(model, fields)]
+    assert found[-1][0] == pytest.approx(losses, rel=1e-5)
+    assert cases.distance(found[0][1], expected) <= 1e-5
+
+
+SHARDED = {"zero": 3, "dp_shard": 2}
+BUBBLE = {"pp": 2, "micro_batch": 2, "schedule": "zero-bubble"}
+EQUAL: list[tuple[str, dict[str, Any]]] = [
+    ("NormalisedNet", {"dp_replicate": 2}),
+    ("NormalisedNet", {"zero": 2, "dp_shard": 2}),
+    ("Teacher", {"zero": 1, "dp_shard": 2}),
+    ("Hooked", {"compile": "block"}),
+    ("Hooked", BUBBLE),
+    ("Frozen", {"recompute": "full"}),
+    ("Codebook", {"recompute": "sqrt"}),
+    ("Scripted", {"recompute": "sqrt"}),
+    ("Pixels", {"zero": 1, "dp_shard": 2}),
+    ("Pixels", SHARDED),
+    ("Pixels", {**SHARDED, "materialize": "device"}),
+    ("Waves", {"zero": 2, "dp_shard": 2}),
+]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("NormalisedNet", SHARDED, "zero=3: the model's forward changes its own parameter blocks.0.inner.weight"),
+    ("NormalisedNet", {"parameter_server": "sync", "dp_replicate": 2}, "of which the plan keeps another copy"),
+    ("ReplacedNet", {"zero": 1, "dp_shard": 2}, "use weight.copy_"),
+    ("Teacher", SHARDED, "changes its own parameter teacher.weight"),
+    ("Renormalised", {"dp_replicate": 2}, "its max_norm rescales the rows"),
+    ("Frozen", {"recompute": "sqrt"}, "some blocks of a group under torch.no_grad"),
+    ("ScaledBetween", {"recompute": "sqrt"}, "between its blocks, the model does more"),
+    ("Scripted", SHARDED, "first is scripted"),
+    ("Scripted", {"pp": 2, "micro_batch": 2}, "first is scripted"),
+    ("Waves", SHARDED, "must have one dtype"),
+]
+
+
+@pytest.mark.parametrize(("model", "fields"), EQUAL, ids=str)
+def test_unusual_models_train_as_in_plain_pytorch(model: str, fields: dict[str, Any]) -> None:
+    hold(model, fields)
+
+
+@pytest.mark.parametrize(("model", "fields", "said"), REFUSED, ids=str)
+def test_plans_that_would_change_unusual_models_are_refused(model: str, fields: dict[str, Any], said: str) -> None:
+    devices = tightfit.Plan(**fields).devices
+    found = together(devices, HERE + "refusal", model, fields) if devices > 1 else [refusal(model, fields)]
+    assert all(said in one for one in found)
+
+
+@pytest.mark.parametrize("name", ["encoder", "encoder and decoder", "teacher"])
+def test_models_that_copy_modules_can_be_predicted(name: str) -> None:
+    """nn.TransformerEncoder and models with a teacher deep-copy modules when they are made."""
+
+    class Text(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True)
+            self.encoder: nn.Module = nn.TransformerEncoder(layer, 3)
+            self.whole = nn.Transformer(WIDTH, 2, 2, 2, 16, batch_first=True)
+            self.student = nn.Linear(WIDTH, 4)
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x[:, None]
+            x = {"encoder": self.encoder, "encoder and decoder": lambda x: self.whole(x, x)}.get(name, nn.Identity())(x)
+            return self.student(x[:, 0]) - self.teacher(x[:, 0])
+
+    given = job("Net")
+    asked = tightfit.Job(model=Text, data=given.data, loss=nn.MSELoss(), train=given.train)
+    estimate = tightfit.estimate(asked, {})
+    held = sum(one.numel() for one in Text().parameters()) * 4
+    assert estimate.peak.rows["parameters"] == pytest.approx(held)
