@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import SwinConfig, SwinForImageClassification
+from transformers import LlamaConfig, LlamaForCausalLM, SwinConfig, SwinForImageClassification
 
 from tightfit.methods import attention
 
@@ -51,3 +51,26 @@ def test_a_learned_bias_gets_the_fused_kernel_s_gradient() -> None:
     assert any("relative_position_bias_table" in name for name in found[0])
     for name, gradient in found[0].items():
         assert torch.allclose(found[1][name], gradient, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_query_that_sees_no_key_is_as_in_the_fused_kernel() -> None:
+    """Causal samples padded on the left: the first queries see no key, and the label of the first
+    token is predicted from such a query."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    ids, mask = torch.randint(32, (3, 12)), torch.ones(3, 12, dtype=torch.long)
+    for row in range(3):
+        mask[row, : 2 * row] = 0
+    found: list[list[torch.Tensor]] = []
+    attention.register()
+    for kernel in ("sdpa", attention.NAME):
+        model.set_attn_implementation(kernel)
+        model.zero_grad(set_to_none=True)
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        found.append([logits.detach(), *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-6)

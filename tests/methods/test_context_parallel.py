@@ -30,7 +30,6 @@ def samples(length: int, padding: str) -> list[dict[str, Tensor]]:
         labels, mask = tokens.clone(), torch.ones(length, dtype=torch.int64)
         hidden = slice(length - index % 7, None) if padding == "right" else slice(0, index % 7)
         labels[hidden], mask[hidden] = IGNORED, 0
-        labels[index % 7] = IGNORED  # what padding would predict
         found.append({"input_ids": tokens, "labels": labels} | ({"attention_mask": mask} if padding != "none" else {}))
     return found
 
@@ -271,3 +270,25 @@ def test_cuda_kernels_get_valid_arguments(
     monkeypatch.setattr(ring_attention, "_is_on_accelerator", lambda tensor: True)
     hold_a_part(causal, masked, "cpu", 13)
     assert kernels.called == (set() if kernel == "plain" else {kernel, f"{kernel} backward"})
+
+
+OPT: dict[str, Any] = {
+    "architecture": "opt", "vocab_size": 160, "hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "dropout": 0.0,
+}  # fmt: skip
+
+
+def padded_refusal(padding: str) -> str:
+    job = tightfit.Job(model=OPT, data=samples(16, padding), train=tightfit.Train(batch=4, steps=1))
+    try:
+        tightfit.build(job, tightfit.Plan(cp=2))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_positions_counted_by_a_mask_are_refused() -> None:
+    assert all(
+        "counts positions by the attention mask" in said for said in together(2, HERE + "padded_refusal", "left")
+    )
+    assert together(2, HERE + "padded_refusal", "none") == ["", ""]

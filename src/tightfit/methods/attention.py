@@ -160,6 +160,9 @@ def attend(
         size = [math.prod(query.shape[:2]), probability_count(query.shape[2], causal)]
         noise = dropout_noise(query.new_empty(0), size, dropout)
     output, _ = blocked_attention(query * scale, key, value, bias, causal, noise, kept_factor(dropout, query.dtype))
+    if attention_mask is not None and attention_mask.dtype == torch.bool and position_bias is None:
+        # as sdpa: a query that sees no key, such as the first ones of a sequence padded on the left
+        output = output.masked_fill(~attention_mask.any(-1, keepdim=True), 0.0)
     return output.transpose(1, 2), None
 
 

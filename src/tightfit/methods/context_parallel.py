@@ -80,6 +80,7 @@ def apply(run: Run, plan: Plan) -> Run:
     assert run.mesh is not None
     task = task_of(run.job.model)
     _check_model(run.model, task, plan)
+    _check_padding(run, plan)
     register()
     run.model.set_attn_implementation(NAME)  # type: ignore[operator]
     join_ring(run.model, run.mesh.p2p_groups["context"])
@@ -136,6 +137,25 @@ def _check_model(model: nn.Module, task: str | None, plan: Plan) -> None:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if kinds != {"full_attention"} or window is not None:
         raise InputError(asked, "the model uses sliding-window attention, which a ring does not support", "use cp: 1")
+
+
+def _check_padding(run: Run, plan: Plan) -> None:
+    """Raise InputError if the model counts its positions by the attention mask, as OPT does, and the
+    samples have one: a device has the mask of its own positions only."""
+    batch = None if run.data is None else run.data.example()
+    if not isinstance(batch, dict) or "attention_mask" not in batch:
+        return
+    counting = [name for name, module in run.model.named_modules() if _counts_by_mask(module)]
+    if counting:
+        raise InputError(
+            f"plan: cp={plan.cp}",
+            f"{counting[0]} counts positions by the attention mask of the full sequence",
+            "use cp: 1, or samples without attention_mask (packing: packed)",
+        )
+
+
+def _counts_by_mask(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 
 def _uses_attention_interface(model: nn.Module) -> bool:

@@ -240,6 +240,11 @@ class RingAttention(torch.autograd.Function):
             output[:, :, rows] *= (before - after).exp().unsqueeze(-1)
             output[:, :, rows] += part * (sums - after).exp().unsqueeze(-1)
             total[:, :, rows] = after
+        if seen is not None:
+            # as sdpa: the output of a query that sees no key is 0, and so are its gradients
+            sees_none = total < torch.finfo(query.dtype).min / 2
+            output = output.masked_fill(sees_none.unsqueeze(-1), 0.0)
+            total = total.masked_fill(sees_none, float("inf"))
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, seen, output, total)
         ctx.causal, ctx.scale, ctx.ring = causal, scale, ring
