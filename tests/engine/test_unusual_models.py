@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tests.contract import cases
@@ -115,6 +116,26 @@ class Frozen(Net):
         return self.head(self.blocks[3](x))
 
 
+class StraightThrough(Net):
+    """Runs its last block without gradients, on a tensor that requires one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        with torch.no_grad():
+            step = self.blocks[3](x) - x
+        return self.head(x + step)
+
+
+class Checkpointed(Net):
+    """Checkpoints its last block in torch's old way, which runs the forward without gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[:3]:
+            x = block(x)
+        return self.head(checkpoint(self.blocks[3], x, use_reentrant=True))
+
+
 class ScaledBetween(Net):
     """Scales the gradients between its blocks by hooks on tensors."""
 
@@ -144,6 +165,17 @@ class Codebook(Net):
             self.steps.add_(1)
         noise = torch.rand(WIDTH, generator=self.generator)
         return self.head(x - self.mean + 0.1 * noise * self.steps)
+
+
+class Drawing(Net):
+    """Draws from a generator of its own behind its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.rand(4, generator=self.generator)
 
 
 class Scripted(Net):
@@ -213,6 +245,7 @@ def hold(model: str, fields: dict[str, Any]) -> None:
 
 
 SHARDED = {"zero": 3, "dp_shard": 2}
+INTERLEAVED = {"pp": 2, "micro_batch": 2, "schedule": "interleaved", "virtual_stages": 2}
 BUBBLE = {"pp": 2, "micro_batch": 2, "schedule": "zero-bubble"}
 EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("NormalisedNet", {"dp_replicate": 2}),
@@ -227,6 +260,8 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("Pixels", SHARDED),
     ("Pixels", {**SHARDED, "materialize": "device"}),
     ("Waves", {"zero": 2, "dp_shard": 2}),
+    ("StraightThrough", {"pp": 2, "micro_batch": 2}),
+    ("Drawing", {"pp": 2, "micro_batch": 4}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("NormalisedNet", SHARDED, "zero=3: the model's forward changes its own parameter blocks.0.inner.weight"),
@@ -234,6 +269,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ReplacedNet", {"zero": 1, "dp_shard": 2}, "use weight.copy_"),
     ("Teacher", SHARDED, "changes its own parameter teacher.weight"),
     ("Renormalised", {"dp_replicate": 2}, "its max_norm rescales the rows"),
+    ("StraightThrough", INTERLEAVED, "the model calls block 3, with which a stage begins, under torch.no_grad"),
+    ("Checkpointed", INTERLEAVED, "checkpoint with use_reentrant=False"),
+    ("Codebook", INTERLEAVED, "outside of the blocks"),
+    ("Drawing", INTERLEAVED, "draws from a generator of the model's own"),
     ("Frozen", {"recompute": "sqrt"}, "some blocks of a group under torch.no_grad"),
     ("ScaledBetween", {"recompute": "sqrt"}, "between its blocks, the model does more"),
     ("Scripted", SHARDED, "first is scripted"),

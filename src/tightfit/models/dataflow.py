@@ -63,6 +63,7 @@ class Operation:
     is_random    whether it draws random numbers
     reads_value  whether it gives a tensor's value to Python (as .item() does), usually for a branch
     line         the line of the model that called the operation, (file, number); None for the loss
+    generator    whether it draws from a generator of the model's own
     """
 
     block: int
@@ -73,17 +74,21 @@ class Operation:
     is_random: bool
     reads_value: bool
     line: tuple[str, int] | None
+    generator: bool = False
 
 
 @dataclass(frozen=True)
 class BlockCall:
     """Records that block number `block` was called.
 
-    inputs  {path in (args, kwargs): the input tensor there}. Example: the path (0, 2) is args[2]
+    inputs             {path in (args, kwargs): the input tensor there}. Example: the path (0, 2) is
+                       args[2]
+    without_gradients  whether autograd is off in the call, although an input requires a gradient
     """
 
     block: int
     inputs: dict[PathTo, TensorId]
+    without_gradients: bool = False
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,10 @@ class Recorder(TorchDispatchMode):
             self.block_index, self.in_block = number, True
             leaves = {path_of(keys): leaf for keys, leaf in tree_flatten_with_path((args, kwargs))[0]}
             self.block_records[number].arguments = leaves
-            inputs = {path: self.tensor_id(leaf) for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-            self.forwards[-1].append(BlockCall(number, inputs))
+            tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+            inputs = {path: self.tensor_id(leaf) for path, leaf in tensors.items()}
+            cut = not torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors.values())
+            self.forwards[-1].append(BlockCall(number, inputs, cut))
 
         return called
 
@@ -325,6 +327,7 @@ class Recorder(TorchDispatchMode):
             is_random,
             decides,
             _line(),
+            is_random and any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())),
         )
         self.forwards[-1].append(event)
         return output

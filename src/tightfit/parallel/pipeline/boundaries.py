@@ -254,6 +254,15 @@ def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int
         stage.run()
     for before, after in itertools.pairwise(stages):
         before.check_sent(after.taken)
+    firsts = {stage.piece.start for stage in stages[1:]}
+    for event in flow.forwards[0]:
+        if isinstance(event, BlockCall) and event.without_gradients and event.block in firsts:
+            raise InputError(
+                PP_FIELD,
+                f"the model calls block {event.block}, with which a stage begins, under torch.no_grad or in a reentrant "
+                "checkpoint, so the stage would return no gradients to the one before",
+                f"use another split, checkpoint with use_reentrant=False, or {OTHER_PARALLELISM}",
+            )
     return {stage.piece.start: tuple(stage.taken) for stage in stages[1:]}
 
 
@@ -288,8 +297,8 @@ def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
 
 
 def _refuse_repeated_writes(flow: Dataflow) -> None:
-    """Raise InputError if an operation outside of the blocks overwrites or replaces a buffer, or
-    overwrites a parameter.
+    """Raise InputError if an operation outside of the blocks overwrites or replaces a buffer,
+    overwrites a parameter, or draws from a generator of the model's own.
 
     A rank with several stages runs the code outside of the blocks once for each of its stages, so
     it would repeat the change.
@@ -301,6 +310,14 @@ def _refuse_repeated_writes(flow: Dataflow) -> None:
                 f"{describe_line(event.line)} modifies {name or 'a parameter'} in place, outside of the blocks; with "
                 "interleaved, a device runs several stages and would repeat this for each of them",
                 "use schedule: 1f1b",
+            )
+    for event in flow.forwards[0]:
+        if isinstance(event, Operation) and event.generator and not event.inside:
+            raise InputError(
+                "plan: schedule=interleaved",
+                f"{describe_line(event.line)} draws from a generator of the model's own, outside of the blocks; with "
+                "interleaved, a device runs several stages and would draw for each of them",
+                "use schedule: 1f1b, or draw from torch's global generator",
             )
 
 
