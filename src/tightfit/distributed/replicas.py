@@ -37,6 +37,9 @@ class ReplicatedBuffers:
     Each replica computes these buffers from its own samples. After `average`, all replicas have the
     mean. BatchNorm's buffers are always averaged. The first call of `average` finds the other
     buffers that a forward has written.
+
+    A parameter server runs no forward, so with one, buffers of integers, such as a count of steps,
+    are copied from the first worker to all.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
@@ -45,7 +48,7 @@ class ReplicatedBuffers:
         self._candidates: list[tuple[_BufferRef, Tensor, int]] = []
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-                if not buffer.is_floating_point():
+                if not buffer.is_floating_point() and not mesh.servers:
                     continue
                 if isinstance(module, BatchNorm) and module.track_running_stats:
                     self._written.append((module, name))
@@ -54,7 +57,7 @@ class ReplicatedBuffers:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """Return the buffers that `average` averages."""
+        """Return the buffers that `average` averages or copies."""
         found = [own_buffers(module)[name] for module, name in self._written]
         return [buffer for buffer in found if buffer is not None]
 
@@ -67,7 +70,10 @@ class ReplicatedBuffers:
                 which has no samples
         """
         self._find_written()
-        for dtype in sorted({buffer.dtype for buffer in self.buffers}, key=str):
+        for buffer in self.buffers:
+            if not buffer.is_floating_point() and active_fake_mode() is None:
+                dist.broadcast(buffer, group=self.mesh.group("dp_replicate"), group_src=self.mesh.servers)
+        for dtype in sorted({buffer.dtype for buffer in self.buffers if buffer.is_floating_point()}, key=str):
             buffers = [buffer for buffer in self.buffers if buffer.dtype == dtype]
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             if not counts:

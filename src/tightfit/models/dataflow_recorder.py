@@ -7,7 +7,6 @@ records every operation, and, by hooks, every call and return of a block.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,6 @@ from tightfit.models.block_hooks import hooks_of, run_hooks_on_direct_calls
 from tightfit.models.caches import clear_tensor_caches
 from tightfit.models.dataflow import (
     BEFORE_BLOCKS,
-    LIBRARIES,
     PP_FIELD,
     BlockCall,
     BlockReturn,
@@ -38,7 +36,9 @@ from tightfit.models.dataflow import (
     OutputStructure,
     PathTo,
     TensorId,
+    ValueReads,
     blocks_out_of_order,
+    model_line,
     path_of,
     sample_shapes,
 )
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
         # by id: the tensor's number, and the tensor itself, which keeps its id from being reused
         self.tensors: dict[int, tuple[int, Tensor]] = {}
         self.storages: dict[int, tuple[int, Any]] = {}
-        self.is_random = False
+        self.is_random, self.reads = False, ValueReads()
         self.hooks = tuple(hooks_of(block) for _, block in blocks)
         self.parameters: dict[int, set[str]] = {}
         self.persistent: dict[int, str] = {}
@@ -326,7 +326,7 @@ class Recorder(TorchDispatchMode):
             tuple(self.tensor_id(tensor).storage for tensor in _overwritten(func, args, kwargs)),
             is_random,
             decides,
-            _line(),
+            model_line(),
             is_random and any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())),
         )
         self.forwards[-1].append(event)
@@ -334,28 +334,18 @@ class Recorder(TorchDispatchMode):
 
     def _value(self, func: Any, args: Any) -> Any:
         """Return the value that `func`, an operation such as .item(), reads from a tensor. If the
-        value is not known, because the tensor is fake, return False for a comparison or a bool, and
-        1 for a number."""
+        value is not known, because the tensor is fake, return False for a comparison or a bool (True
+        where that ends a loop), and 1 for a number."""
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and known_value(tensor) is None:
             if func is torch.ops.aten.equal.default or tensor.dtype is torch.bool:
-                return False
+                return self.reads.ends_loop()
             return 1.0 if tensor.is_floating_point() else 1
         return func(*args)
 
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
-
-
-def _line() -> tuple[str, int] | None:
-    frame = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(LIBRARIES) and not name.startswith("<"):
-            return name, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def _overwritten(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -1,14 +1,17 @@
-"""Find out which of its own parameters a model's forward changes, such as weights that it normalises
-or the weights of a teacher that it averages.
+"""Find out, by a forward on fake tensors, two things about a user's own model: which of its own
+parameters its forward changes, such as weights that it normalises or the weights of a teacher that it
+averages, and whether it branches on the values of tensors.
 
-A plan that keeps parameters in shards, or on a parameter server, loses such a change: the forward
-writes to a copy. `engine/build.py` refuses these plans.
+A plan that keeps parameters in shards, or on a parameter server, loses a change: the forward writes to
+a copy. `engine/build.py` refuses these plans. A prediction does not know values: `Profiler` says which
+line depends on one.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from tightfit._torch.dispatch import TorchDispatchMode
-from tightfit._torch.fake import FakeTensorMode
+from tightfit._torch.fake import DataDependentOutputException, FakeTensorMode
 from tightfit._torch.tensors import storage_id
 from tightfit.models.caches import isolated_model_caches
+from tightfit.models.dataflow import describe_line, innermost_model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.models.tensors import written_tensors
@@ -49,18 +53,15 @@ def forward_writes(
 
     The random number generators of torch, Python and NumPy are the same afterwards.
     """
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with isolated_model_caches(), without_fake_tensor_logs(), mode:
+        with _restoring_random_states(), _fake_forwards():
             model = make()
             model.train()
             given = dict(model.named_parameters(remove_duplicate=False))
             places, written = {name: storage_id(one) for name, one in given.items()}, []
-            fakes = map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
             try:
-                with torch.enable_grad(), WatchedWrites(given, lambda name, _: written.append(name)):
-                    total(model, fakes)
+                with WatchedWrites(given, lambda name, _: written.append(name)):
+                    total(model, _fake_batch(batch))
             except Exception:  # the forward needs values; training runs it on real tensors
                 pass
             now = dict(model.named_parameters(remove_duplicate=False))
@@ -70,10 +71,48 @@ def forward_writes(
             return ForwardWrites(tuple(written), tuple(replaced))
     except Exception:  # the model cannot be created on fake tensors
         return ForwardWrites((), ())
+
+
+def branch_on_values(make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> str:
+    """Run a forward like `forward_writes`. Return the first line of the model that reads the value of a
+    tensor in Python, usually for a branch, such as "net.py, line 12 (if error.max() < 0.1:)"; "" if
+    none does, or if the forward fails for another reason."""
+    with _restoring_random_states(), _fake_forwards():
+        try:
+            model = make()
+            model.train()
+            total(model, _fake_batch(batch))
+        except DataDependentOutputException as error:
+            return describe_line(innermost_model_line(error))
+        except Exception:
+            return ""
+    return ""
+
+
+@contextmanager
+def _restoring_random_states() -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield
     finally:
         random.setstate(states[0])
         numpy.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+@contextmanager
+def _fake_forwards() -> Iterator[None]:
+    with (
+        isolated_model_caches(),
+        without_fake_tensor_logs(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+def _fake_batch(batch: Batch) -> Batch:
+    return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
 
 
 class WatchedWrites(TorchDispatchMode):
@@ -99,4 +138,4 @@ class WatchedWrites(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-__all__ = ["ForwardWrites", "WatchedWrites", "forward_writes"]
+__all__ = ["ForwardWrites", "WatchedWrites", "branch_on_values", "forward_writes"]

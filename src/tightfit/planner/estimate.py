@@ -93,7 +93,8 @@ class Estimate:
     not_confirmed       why the dry run failed, so that the estimate is not confirmed; "" if no dry
                         run failed
     rejected_because    why a search rejected the plan; "" for the chosen plan
-    notes               what the search found out about the job, as sentences
+    notes               what the job's own code makes uncertain, and what the search found out, as
+                        sentences
     untraceable         options with which the search could not trace the model, and why, such as
                         "compile: block: the model fails on fake tensors: ..."
     schedule            in a pipeline: when each rank runs each action; else empty
@@ -486,6 +487,7 @@ class Estimator:
             compile_s=ledger.compile_s,
             samples_per_s=batch / time.step_s,
             tokens_per_s=batch * per_sample / time.step_s if language else None,
+            notes=self.profiler.notes,
         )
 
     def with_job(self, job: Job, machine: Machine) -> Estimator:

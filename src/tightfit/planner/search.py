@@ -123,7 +123,7 @@ def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Esti
         note = f"{why}. This plan splits it, so it trains another loss than one device with the whole batch"
     else:
         note = f"{why}. So this plan has no micro-batches"
-    return [replace(found[0], notes=(note,)), *found[1:]]
+    return [replace(found[0], notes=(*found[0].notes, note)), *found[1:]]
 
 
 def _search(

@@ -3,11 +3,13 @@ and on several, with the same plan and with another."""
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -216,3 +218,44 @@ def test_an_exported_model_has_its_extra_state(tmp_path: Path) -> None:
     tightfit.save(run, tmp_path / "checkpoints", STEPS)
     loaded: Any = load_trained(tmp_path).model
     assert [block.count for block in loaded.blocks] == [STEPS, STEPS]
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.torch, self.python = torch.Generator().manual_seed(3), random.Random(3)
+        self.old, self.new = numpy.random.RandomState(3), numpy.random.default_rng(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        drawn = self.python.random() + self.old.rand() + self.new.random() + self.calls.item()
+        return self.layer(x) * torch.rand(3, generator=self.torch) + drawn * x[:, :3]
+
+
+def test_generators_of_modules_continue_in_a_resumed_run(tmp_path: Path) -> None:
+    whole = [step.loss for step in tightfit.train(tightfit.build(job(Noisy, steps=2 * STEPS)))]
+    run = tightfit.build(job(Noisy, steps=2 * STEPS))
+    steps = iter(tightfit.train(run))
+    first = [next(steps).loss for _ in range(STEPS)]
+    tightfit.save(run, tmp_path, STEPS)
+    again = tightfit.build(job(Noisy, steps=2 * STEPS))
+    rest = [step.loss for step in tightfit.train(again, tightfit.resume(again, tmp_path))]
+    assert first + rest == whole
+
+
+def noisy_calls(folder: str) -> int:
+    run = tightfit.build(job(Noisy), {"parameter_server": "sync", "dp_replicate": 2})
+    list(tightfit.train(run))
+    tightfit.save(run, folder, STEPS)
+    return int(run.model.calls)
+
+
+def test_a_parameter_server_gets_the_workers_integers(tmp_path: Path) -> None:
+    assert together(3, HERE + "noisy_calls", str(tmp_path)) == [STEPS] * 3
+    again = tightfit.build(job(Noisy))
+    tightfit.resume(again, tmp_path)
+    assert int(again.model.calls) == STEPS

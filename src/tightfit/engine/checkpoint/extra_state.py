@@ -1,5 +1,6 @@
 """The extra state of modules in a checkpoint: what a module returns from `get_extra_state` and takes
-back in `set_extra_state`, as in torch's `state_dict`.
+back in `set_extra_state`, as in torch's `state_dict`. The random number generators that a module holds
+as attributes are saved in the same way, so that a resumed run draws the same numbers.
 
 A checkpoint must not contain code that runs when it is read, so nothing is pickled. The tensors of
 an extra state are saved in extra_state.safetensors, and its other values in state.json.
@@ -13,16 +14,19 @@ and extra_state.safetensors has the tensor "l:0".
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
 from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.modules import plain_attributes
 from tightfit.errors import InputError
 from tightfit.runtime.run import Run
 from tightfit.tensor_files import Reader, file_name
@@ -52,15 +56,63 @@ class ExtraStates:
     tensors: dict[str, Tensor]
 
 
-def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules whose class defines both `get_extra_state` and `set_extra_state`, by their
-    names in `model`. The name of the model itself is ""."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-        and type(module).set_extra_state is not nn.Module.set_extra_state
-    }
+class _Generator:
+    """A random number generator of torch, Python or NumPy, whose state is saved like the extra state
+    of a module."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def get_extra_state(self) -> Any:
+        generator = self.generator
+        if isinstance(generator, torch.Generator):
+            return generator.get_state()
+        if isinstance(generator, random.Random):
+            return generator.getstate()
+        whole = isinstance(generator, numpy.random.Generator)
+        return _without_numpy(generator.bit_generator.state if whole else generator.get_state(legacy=False))
+
+    def set_extra_state(self, state: Any) -> None:
+        generator = self.generator
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state.cpu())
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        elif isinstance(generator, numpy.random.Generator):
+            generator.bit_generator.state = state
+        else:
+            generator.set_state(state)
+
+
+_GENERATORS = (torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a state of one of NumPy's generators with tuples and Python's numbers in place of NumPy's
+    arrays and numbers. NumPy accepts both."""
+    if isinstance(value, dict):
+        return {key: _without_numpy(one) for key, one in value.items()}
+    if isinstance(value, numpy.ndarray):
+        return tuple(value.tolist())
+    return value.item() if isinstance(value, numpy.generic) else value
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, Any]:
+    """Return what has an extra state, by name: the modules whose class defines both `get_extra_state`
+    and `set_extra_state`, and the random number generators that modules have as attributes. The name
+    of the model itself is ""."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        kind = type(module)
+        if (
+            kind.get_extra_state is not nn.Module.get_extra_state
+            and kind.set_extra_state is not nn.Module.set_extra_state
+        ):
+            found[name] = module
+        for attribute, value in plain_attributes(module):
+            if isinstance(value, _GENERATORS):
+                found[f"{name}.{attribute}".lstrip(".")] = _Generator(value)
+    return found
 
 
 def extra_states_of(model: nn.Module) -> ExtraStates:
@@ -116,7 +168,7 @@ def check_extra_states(run: Run) -> None:
         extra_states_of(run.model)
 
 
-def _encode(value: Any, owner: str, module: nn.Module, tensors: dict[str, Tensor]) -> Any:
+def _encode(value: Any, owner: str, module: Any, tensors: dict[str, Tensor]) -> Any:
     """Return an extra state in JSON types. Copies of its tensors are added to `tensors`.
 
     owner   the name of the module
@@ -171,7 +223,8 @@ def _no_tensor(name: str, on_device: bool) -> Tensor:
     raise RuntimeError(f"it has no tensor {name}")
 
 
-def _said(name: str, module: nn.Module) -> str:
+def _said(name: str, module: Any) -> str:
+    module = module.generator if isinstance(module, _Generator) else module
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 

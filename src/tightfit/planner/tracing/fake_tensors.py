@@ -32,6 +32,7 @@ from tightfit._torch.patches import formatting_as_numbers
 from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
+from tightfit.models.dataflow import ValueReads
 from tightfit.models.expert_routing import ExpertRouting, forget_values
 from tightfit.models.fake_kernels import without_fake_tensor_logs
 
@@ -49,7 +50,8 @@ _SPLITS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_size
 class FakeValues(TorchDispatchMode):
     """A dispatch mode that gives a result to operations which read the values of fake tensors.
 
-    An unknown value is 1 or True, so a whole step runs without values. Two kinds of values are
+    An unknown value is 1 or True, so a whole step runs without values; a `while` on such a value runs
+    once. Two kinds of values are
     known: integers that the model writes as constants, and torch.linspace on a CPU. Many image
     models compute the drop-path rate of each block with linspace, and a block whose rate is 0 is
     created without drop path.
@@ -69,7 +71,7 @@ class FakeValues(TorchDispatchMode):
 
     def __init__(self, padded: bool = False, expert_imbalance: float = 1.0) -> None:
         super().__init__()
-        self.padded, self.routing = padded, ExpertRouting(expert_imbalance)
+        self.padded, self.routing, self.reads = padded, ExpertRouting(expert_imbalance), ValueReads()
 
     def __enter__(self) -> Self:
         self._around = ExitStack()
@@ -109,10 +111,16 @@ class FakeValues(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         if func is LOCAL_SCALAR_DENSE.default:
-            return func(*args) if known_value(args[0]) is not None else self.routing.scalar(args[0])
+            return func(*args) if known_value(args[0]) is not None else self._unknown(args[0])
         if func is torch.ops.aten.equal.default:
             return True
         return self.routing.run(func, args, kwargs or {})
+
+    def _unknown(self, tensor: Tensor) -> bool | int | float:
+        """Return the value that is taken for that of a tensor with one element. A loop that continues
+        while it is True runs once."""
+        value = self.routing.scalar(tensor)
+        return not self.reads.ends_loop() if value is True else value
 
 
 def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:

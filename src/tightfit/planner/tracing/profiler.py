@@ -45,8 +45,9 @@ from tightfit.methods import (
     tensor_parallel,
 )
 from tightfit.methods.loader import EXAMPLE_SAMPLES
-from tightfit.models import find_blocks, has_complex_parameters, load_python, parameter_uses, task_of
+from tightfit.models import find_blocks, has_complex_parameters, load_python, model_factory, parameter_uses, task_of
 from tightfit.models.dataflow import Dataflow
+from tightfit.models.forward_writes import branch_on_values
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import trace as trace_dataflow
@@ -173,6 +174,17 @@ class Profiler:
     def is_complex(self) -> bool:
         """Whether the model has complex parameters, which cannot be stored in a narrower type."""
         return has_complex_parameters(self.job.model)
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What a prediction cannot know of the user's own model, as sentences."""
+        if self.job.of_transformers:
+            return ()
+        batch = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES))
+        line = branch_on_values(model_factory(self.job.model), self.objective().total, batch)
+        if not line:
+            return ()
+        return (f"{line} reads the value of a tensor: predictions take True or 1 for it, and run a loop on it once",)
 
     def ledger(self, plan: Plan) -> Ledger:
         """Return the base ledger of `plan`: the buffers and operations of a step, with the plan's
