@@ -153,6 +153,12 @@ def test_a_file_that_is_not_utf8_is_refused_with_its_line(tmp_path: Path) -> Non
         read_yaml(tmp_path / "job.yaml")
 
 
+def test_a_folder_is_no_settings_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        read_yaml(tmp_path)
+    assert refused.value.found == "is a folder, not a YAML file"
+
+
 def test_the_nearest_words_are_proposed() -> None:
     known = ["rtx-3060", "rtx-3090", "rtx-4090", "h100-sxm"]
     assert nearest("rtx-3006", known) == "did you mean 'rtx-3060'?"

@@ -122,9 +122,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML or JSON file and return the mapping in it. Raises InputError if the file does not
     exist or cannot be read, is too large, is not valid YAML, or does not contain a mapping."""
     path = Path(path)
+    if path.is_dir():
+        raise InputError(str(path), "is a folder, not a YAML file", "name the YAML file itself")
     try:
-        if path.is_dir():
-            raise InputError(str(path), "is a folder, not a YAML file", "name the YAML file itself")
         with path.open("rb") as file:
             raw = file.read(MOST_BYTES + 1)
     except FileNotFoundError:

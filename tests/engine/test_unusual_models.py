@@ -136,6 +136,36 @@ class Checkpointed(Net):
         return self.head(checkpoint(self.blocks[3], x, use_reentrant=True))
 
 
+class Penalty(Net):
+    """Adds a penalty on the weights of a block, which it reads outside of the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.blocks[1].inner.weight.square().mean()
+
+
+class InPlace(Net):
+    """Its blocks write to their input."""
+
+    class Adding(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(torch.tanh(self.inner(x)))
+
+    block = Adding
+
+
+class Unregistered(Net):
+    """Keeps frozen modules in a Python list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [Block().requires_grad_(False) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.hidden:
+            x = block(x)
+        return super().forward(x)
+
+
 class ScaledBetween(Net):
     """Scales the gradients between its blocks by hooks on tensors."""
 
@@ -262,11 +292,18 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("Waves", {"zero": 2, "dp_shard": 2}),
     ("StraightThrough", {"pp": 2, "micro_batch": 2}),
     ("Drawing", {"pp": 2, "micro_batch": 4}),
+    ("Unregistered", SHARDED),
+    ("Unregistered", {"materialize": "device"}),
+    ("Teacher", {"materialize": "device", "pp": 2, "micro_batch": 4}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("NormalisedNet", SHARDED, "zero=3: the model's forward changes its own parameter blocks.0.inner.weight"),
     ("NormalisedNet", {"parameter_server": "sync", "dp_replicate": 2}, "of which the plan keeps another copy"),
     ("ReplacedNet", {"zero": 1, "dp_shard": 2}, "use weight.copy_"),
+    ("Unregistered", {**SHARDED, "materialize": "device"}, "modules that it does not register"),
+    ("Unregistered", {"pp": 2, "micro_batch": 4, "materialize": "device"}, "modules that it does not register"),
+    ("Penalty", SHARDED, "uses a layer's parameters without calling the layer"),
+    ("InPlace", SHARDED, "a block writes to its input in place"),
     ("Teacher", SHARDED, "changes its own parameter teacher.weight"),
     ("Renormalised", {"dp_replicate": 2}, "its max_norm rescales the rows"),
     ("StraightThrough", INTERLEAVED, "the model calls block 3, with which a stage begins, under torch.no_grad"),

@@ -97,6 +97,7 @@ def test_if_nothing_fits_the_exit_code_is_3_with_remedies(
         (["--machine", "h200:0"], "write it like h200:8"),
         (["--machine", "h200", "--analyze"], "leave out --analyze or --machine"),
         (["--picture", "memory.gif"], "memory.svg"),
+        (["--picture", "missing/memory.svg"], "its folder does not exist"),
         (["--memory", "much"], "24GiB"),
     ],
 )

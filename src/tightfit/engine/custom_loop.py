@@ -41,6 +41,7 @@ from tightfit.methods.zero import ShardedReduction
 from tightfit.models.objective import Batch, Objective
 from tightfit.optim.functions import ExistingOptimizer
 from tightfit.optim.groups import set_learning_rates
+from tightfit.parallel.fsdp.planning import naming_sharded_use
 from tightfit.plan import Plan, plan_of
 from tightfit.rules import check
 from tightfit.runtime.run import Run, refuse_unfrozen, wait_for_weights
@@ -172,7 +173,7 @@ class Prepared:
         def here(tensor: Tensor) -> Tensor:
             return tensor.to(run.device, non_blocking=run.plan.non_blocking)
 
-        with naming_compiler_failures(run.plan):
+        with naming_compiler_failures(run.plan), naming_sharded_use(run.plan):
             output: Any = run.loss_sum(tree_map_only(Tensor, here, (args, kwargs)))
         return tree_map_only(Tensor, _widened, output) if run.plan.is_half else output
 
@@ -189,7 +190,7 @@ class Prepared:
         factor = run.loss_scale.factor if run.loss_scale is not None else 1.0
         if run.reduction is not None:
             run.reduction.begin(False)
-        with naming_compiler_failures(run.plan):
+        with naming_compiler_failures(run.plan), naming_sharded_use(run.plan):
             (loss * (factor / self.data_ranks)).backward(retain_graph=retain_graph)
         if run.reduction is not None:
             run.reduction.end(False)

@@ -20,6 +20,7 @@ give identical values.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -289,16 +290,37 @@ def create_on_device(
     Under torch.device("meta"), tensors stay on the meta device and are only cast. Under
     FakeTensorMode, they stay fake and are only cast, unless the model's constructor calls deepcopy.
 
-    Raises InputError if the model has lazy modules, or if parameters are sharded and one of them
-    has a hook on its gradient.
+    Raises InputError if the model has lazy modules, if parameters are sharded and one of them has a
+    hook on its gradient, or if parameters are sharded or left out and the model holds some that are
+    not registered.
     """
     factory = model_factory(model, sequential=True)
-    with _Staging(device, dtype, mesh, owned, store_values):
+    with _Staging(device, dtype, mesh, owned, store_values) as staging:
         created = factory()
+    if mesh is not None or owned is not None:
+        _refuse_unregistered(created, staging)
     if mesh is not None:
         refuse_hooks(created, "plan: zero=3")
         move_shards_to_meta(created)
     return _finished(created, device, dtype)
+
+
+def _refuse_unregistered(model: nn.Module, staging: _Staging) -> None:
+    """Raise InputError if parameters of modules that `model` does not register are still alive, such
+    as those of modules in a Python list. They were sharded or left out like the others, and nothing
+    would ever gather them."""
+    registered = {id(parameter) for parameter in model.parameters()}
+
+    def others() -> list[nn.Parameter]:
+        return [parameter for parameter in staging.kept if id(parameter) not in registered]
+
+    if others() and gc.collect() >= 0 and (found := others()):
+        raise InputError(
+            "plan: materialize=device",
+            f"the model holds modules that it does not register, such as in a Python list, with {len(found)} parameters (one "
+            f"of shape {list(found[0].shape)})",
+            "put them into an nn.ModuleList, or use materialize: host",
+        )
 
 
 def _finished(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

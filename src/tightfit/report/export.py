@@ -4,6 +4,8 @@ training."""
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tightfit.data.image_processing import PROCESSOR_FILE
 from tightfit.data.tokens import leading_tokens, plain_backend
 from tightfit.engine.checkpoint.extra_state import KIND, restore_extra_states
 from tightfit.engine.checkpoint.save import STATE, newest
@@ -54,12 +57,22 @@ def load_trained(run: Path) -> TrainedModel:
     model = model_factory(job.model)()
     with Reader(path, "model") as saved:
         _load(model, saved, path)
+    if is_transformers_model(model):
+        _name_classes(model, path)
     tokenizer = None
     if (path / "tokenizer_config.json").exists():
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     return TrainedModel(model.eval(), tokenizer, path)
+
+
+def _name_classes(model: Any, path: Path) -> None:
+    """Give a classifier's config the names of the classes that the checkpoint `path` has."""
+    names = json.loads((path / "config.json").read_text()).get("id2label")
+    if names and len(names) == getattr(model.config, "num_labels", None):
+        named = {int(number): name for number, name in names.items()}
+        model.config.id2label, model.config.label2id = named, {name: number for number, name in named.items()}
 
 
 @torch.no_grad()
@@ -124,6 +137,9 @@ def export(run: Path, folder: Path, merge: bool = False, dtype: str | None = Non
     if trained.tokenizer is not None:
         trained.tokenizer.save_pretrained(folder)
         what += " and tokenizer"
+    if (trained.path / PROCESSOR_FILE).exists():
+        shutil.copyfile(trained.path / PROCESSOR_FILE, folder / PROCESSOR_FILE)
+        what += " and image processor"
     return f"{what} of {trained.path} written to {folder}"
 
 
@@ -214,7 +230,10 @@ def _prompt_tokens(tokenizer: Any, prompt: str, chat: bool, whole: bool) -> dict
 
 def generate_command(run: Path, prompt: str, tokens: int, temperature: float, chat: bool) -> None:
     _quiet()
-    print(generate(run, prompt, tokens, temperature, chat))
+    text = generate(run, prompt, tokens, temperature, chat)
+    print(text)
+    if not text.strip():
+        print("the model ended the text at once", file=sys.stderr)
 
 
 def _quiet() -> None:

@@ -41,13 +41,16 @@ _SHADES = (0.0, 0.16, 0.32, 0.48)  # opacity of the shade over a rank's first, s
 
 
 def check_picture(option: str, file: Path) -> None:
-    """Raise InputError if the file's suffix is not .svg, .png or .pdf.
+    """Raise InputError if the file's suffix is not .svg, .png or .pdf, or if its folder does not
+    exist.
 
     option  the command's option that names the file, such as --picture; the error message shows it
     """
     if file.suffix not in FORMATS:
         asked = f"use {option} {file.with_suffix('.svg')} (or {' or '.join(FORMATS[1:])})"
         raise InputError(f"{option} {file}", "does not end in .svg, .png or .pdf", asked)
+    if not file.absolute().parent.is_dir():
+        raise InputError(f"{option} {file}", "its folder does not exist", "name a file in a folder that does")
 
 
 def draw_memory(estimate: Estimate, file: Path) -> None:

@@ -4,8 +4,9 @@
 checkpoint is a folder such as `step-00000120` with
 
     model.safetensors      parameters and persistent buffers
-    config.json            the config of a transformers model, so that transformers can load it;
-                           also the tokenizer's files, if the data has a tokenizer
+    config.json            the config of a transformers model, so that transformers can load it, with
+                           the names of the classes; also the tokenizer's files, if the data has a
+                           tokenizer, and preprocessor_config.json for images
     optimizer.safetensors  optimizer states
     state.json             step, loss scale, states of the random number generators, and the extra
                            states of modules (see `engine/checkpoint/extra_state.py`)
@@ -27,6 +28,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tightfit._torch.fake import FakeTensorMode
+from tightfit.data.image_processing import PROCESSOR_FILE, ImageProcessing
 from tightfit.distributed.processes import is_rank_zero, rank
 from tightfit.engine.checkpoint.contents import SavedTensors, model_of, states_of
 from tightfit.engine.checkpoint.extra_state import FILE, KIND, ExtraStates, extra_states_of
@@ -46,6 +49,7 @@ from tightfit.errors import InputError, TightfitError
 from tightfit.models import is_transformers_model, model_factory
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.lora import has_adapters, save_adapters
+from tightfit.models.pretrained import pretrained_folder
 from tightfit.optim.groups import changed_rates
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run, check_run
@@ -246,17 +250,44 @@ def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], L
 
 
 def _describe(run: Run, folder: Path) -> None:
-    """Write the files without tensors that transformers needs to load the model: its config and the
-    tokenizer's files. Write nothing for a model that is not a transformers model and for data
-    without a tokenizer."""
+    """Write the files without tensors that transformers needs to load the model: its config, the
+    tokenizer's files and, for images, preprocessor_config.json. Write nothing for a model that is not
+    a transformers model and for data without a tokenizer."""
+    source = getattr(run.data, "source", None)
     if is_transformers_model(run.model):
         config: Any = copy.deepcopy(run.model.config)
         config.architectures = [_plain_name(run.model)]
         if getattr(config, "use_cache", None) is False:
             config.use_cache = True  # generation needs it, training does not
+        _name_classes(config, getattr(source, "class_names", ()))
         config.save_pretrained(folder)
+        _describe_images(run, getattr(source, "processing", None), folder)
     if run.data.tokenizer is not None:
         run.data.tokenizer.save_pretrained(folder)
+
+
+def _name_classes(config: Any, names: tuple[str, ...]) -> None:
+    """Write the names of the data's classes into the config of a classifier. Classes without names
+    keep those of the config.
+
+    names: by the numbers of the classes
+    """
+    if names and len(names) <= (getattr(config, "num_labels", None) or 0):
+        named = {number: str(name) for number, name in {**config.id2label, **dict(enumerate(names))}.items()}
+        config.id2label, config.label2id = named, {name: number for number, name in named.items()}
+
+
+def _describe_images(run: Run, processing: ImageProcessing | None, folder: Path) -> None:
+    """Write the preprocessor_config.json that describes how the images of the training were
+    processed. For images of the user's own, copy the file of the pretrained model."""
+    model: Any = run.job.model
+    if processing is not None:
+        (folder / PROCESSOR_FILE).write_text(json.dumps(processing.content, indent=2) + "\n")
+    elif run.job.of_transformers and model.from_:
+        with suppress(InputError):  # the folder may be gone since the beginning of the run
+            file = pretrained_folder(model.from_) / PROCESSOR_FILE
+            if file.is_file():
+                shutil.copyfile(file, folder / PROCESSOR_FILE)
 
 
 def _write_adapters(run: Run, folder: Path) -> None:

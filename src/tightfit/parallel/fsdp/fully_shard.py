@@ -55,8 +55,6 @@ from tightfit.distributed.sharding import on_mesh_device
 from tightfit.errors import InputError
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.block_hooks import run_hooks_on_direct_calls
-from tightfit.models.dataflow import describe_line, innermost_model_line
-from tightfit.models.objective import Batch
 from tightfit.optim.gradient_dtype import copy_gradient_dtype, widen_gradients
 from tightfit.parallel.fsdp.collective_order import CHECKED_BACKWARDS, CollectiveOrder
 from tightfit.parallel.fsdp.planning import check_shardable, gather_dtype, model_blocks, split_by_autocast
@@ -193,8 +191,7 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
         plan.master_weights,
         plan.gradient_sync == "micro-batch",
     )
-    loss_sum = _refuse_sharded_use(run.loss_sum, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
-    return replace(run, loss_sum=loss_sum, reduction=shards, optimizer_weights=shards.weights)
+    return replace(run, reduction=shards, optimizer_weights=shards.weights)
 
 
 def _is_running(module: FSDPModule) -> bool:
@@ -202,32 +199,6 @@ def _is_running(module: FSDPModule) -> bool:
     backward. Also returns True while torch.compile traces.
     """
     return torch.compiler.is_compiling() or is_running(module)
-
-
-def _refuse_sharded_use(loss_sum: Callable[[Batch], Tensor], asked: str) -> Callable[[Batch], Tensor]:
-    """Return a function that runs `loss_sum`, and turns an obscure error of torch into a clear one.
-
-    The function raises InputError if the model uses a layer's sharded parameters without calling
-    the layer. Then fully_shard does not gather them, and torch raises an error about DTensors.
-
-    loss_sum  a function from a micro-batch to its summed loss
-    asked     the plan field that the error names, such as "plan: zero=3"
-    """
-
-    def computed(batch: Batch) -> Tensor:
-        try:
-            return loss_sum(batch)
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise InputError(
-                asked,
-                f"{describe_line(innermost_model_line(error))} uses a layer's parameters without calling the layer, and they "
-                "are gathered only while the layer is called",
-                "use zero: 2, or let the model call the layer",
-            ) from error
-
-    return computed
 
 
 def _offload_policy(store: Store | None) -> OffloadPolicy:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.errors import InputError
 from tightfit.models import find_blocks
 from tightfit.models.blocks import is_conv1d
+from tightfit.models.dataflow import describe_line, innermost_model_line
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
@@ -149,6 +151,37 @@ def uses_fully_shard(plan: Plan, kind: str) -> bool:
     return plan.zero == 3 or (kind == "cuda" and "parameters" in plan.offload)
 
 
+@contextmanager
+def naming_sharded_use(plan: Plan) -> Iterator[None]:
+    """A context that turns some obscure errors of torch about sharded parameters into an InputError
+    that says what the model does. Use it around a forward and a backward. Other errors are not
+    changed.
+
+    fully_shard gathers a layer's parameters only while the layer is called, so a model cannot use
+    them otherwise, and a block cannot write to its input.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        asked = "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters"
+        if "mixed torch.Tensor and DTensor" in said or "does not have a sharding strategy" in said:
+            line = innermost_model_line(error)
+            raise InputError(
+                asked,
+                f"{describe_line(line) if line else 'the model'} uses a layer's parameters without calling the layer, and they "
+                "are gathered only while the layer is called",
+                "use zero: 2, or let the model call the layer",
+            ) from error
+        if "RegisterPostBackwardFunction" in said and "modified inplace" in said:
+            raise InputError(
+                asked,
+                "a block writes to its input in place, which is not possible with sharded parameters",
+                "use zero: 2, or let the block write to a new tensor",
+            ) from error
+        raise
+
+
 def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], blocks: int, plan: Plan) -> None:
     """Raise InputError if there is a parameter that fully_shard cannot shard: one without
     dimensions, or one that several blocks use.
@@ -203,6 +236,7 @@ __all__ = [
     "least_unsharded_bytes",
     "low_precision_names",
     "model_blocks",
+    "naming_sharded_use",
     "sharded_parameters",
     "split_by_autocast",
     "uses_fully_shard",
