@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tightfit
+from tests import tiny
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.planner import split_check
@@ -138,3 +140,22 @@ def test_training_prints_why_a_batch_stays_whole_or_is_split() -> None:
     _, plan, reasons = decide(estimator.job, GPU, pins, lambda line: None)
     assert plan.micro_batch == 256
     assert "the loss depends on how a batch is split" in reasons["micro_batch"]
+
+
+def mean_over_tokens(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@pytest.mark.parametrize(("packing", "depends"), [("padded", True), ("packed", False)])
+def test_a_mean_over_the_tokens_of_padded_text_is_found(tmp_path: Path, packing: str, depends: bool) -> None:
+    """Padded samples have unequal numbers of labels, although a prediction reads no text."""
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"text": "one two three"}\n' * 16)
+    job = tightfit.Job(
+        model=tiny.LLAMA,
+        data={"jsonl": str(file), "packing": packing, "sequence_length": 16},
+        loss=mean_over_tokens,
+        train=tightfit.Train(batch=8, steps=1),
+    )
+    estimator = Estimator(job, Machine.detect())
+    assert bool(loss_depends_on_split(estimator)) == depends

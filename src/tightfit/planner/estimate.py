@@ -319,6 +319,7 @@ class Estimate:
             "changes_math": self.changes_math,
             "bytes_per_parameter": self.bytes_per_parameter,
             "advice": self.advice,
+            "notes": list(self.notes),
             "memory": {
                 **{row: round(size) for row, size in self.peak.rows.items()},
                 "peak": round(self.peak_bytes),

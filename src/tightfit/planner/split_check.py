@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from tightfit._torch.modules import RunningNorm
 from tightfit.data.rng import generators_restored, seed_generators
+from tightfit.job import DataSpec, Job
 from tightfit.methods.materialize import create_on_host
 from tightfit.models.dropout import switch_off_dropout
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.objective import IGNORED, Batch, map_tensors
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimate, Estimator
 
@@ -37,7 +38,7 @@ def splits_batch(estimator: Estimator, plan: Plan) -> bool:
 
 def loss_depends_on_split(estimator: Estimator) -> str:
     """Return how the loss of a few samples changes if they are split in halves, as a phrase such as
-    "4 samples have a loss of 1.3, and their halves together 0.6". Return an empty text if it does not
+    "4 samples have a loss of 1.3021, and their halves together 0.6484". Return an empty text if it does not
     change, or if it is not known: the check runs the model on the CPU, so it leaves out large models,
     and models and losses that draw random numbers or fail.
 
@@ -47,7 +48,7 @@ def loss_depends_on_split(estimator: Estimator) -> str:
     job = estimator.job
     if (job.of_transformers and job.loss is None) or not _is_small(estimator):
         return ""
-    batch, objective = estimator.profiler.batch, estimator.profiler.objective()
+    batch, objective = _unevenly_labelled(estimator.profiler.batch, job), estimator.profiler.objective()
     try:
         with generators_restored():
             seed_generators(job.train.seed)
@@ -61,7 +62,7 @@ def loss_depends_on_split(estimator: Estimator) -> str:
         return ""
     if _differ(whole, again) or not _differ(whole, sum(halves)):
         return ""
-    return f"{SAMPLES} samples have a loss of {whole:.3g}, and their halves together {sum(halves):.3g}"
+    return f"{SAMPLES} samples have a loss of {whole:.5g}, and their halves together {sum(halves):.5g}"
 
 
 def _is_small(estimator: Estimator) -> bool:
@@ -85,6 +86,23 @@ def _samples(batch: Batch, first: int, stop: int) -> Batch:
         return tensor[first:stop].float() if tensor.is_floating_point() else tensor[first:stop]
 
     return map_tensors(part, batch)
+
+
+def _unevenly_labelled(batch: Batch, job: Job) -> Batch:
+    """Return the batch with fewer labels that count in each sample than in the one before, if it has
+    labels for each position, and some may not count. Samples of padded text and of conversations have
+    unequal numbers of them, but a prediction's example has equal ones. A mean over tokens is then
+    another one in each half."""
+    labels = batch.get("labels") if isinstance(batch, dict) else None
+    if not isinstance(labels, Tensor) or labels.dim() != 2:
+        return batch
+    if not (labels == IGNORED).any() and not (isinstance(job.data, DataSpec) and job.data.packing != "packed"):
+        return batch
+    labels = labels.clone()
+    for number, row in enumerate(labels[:SAMPLES]):
+        counted = (row != IGNORED).nonzero()[:, 0]
+        row[counted[len(counted) // (number + 1) :]] = IGNORED
+    return {**batch, "labels": labels}
 
 
 def _halves(batch: Batch) -> list[Any]:

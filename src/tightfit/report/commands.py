@@ -152,6 +152,8 @@ def train_command(
         with never_silent(say, "predicting plans"):
             predicted, chosen, reasons = decide(job, machine, kept, say)
         announce(say, job, chosen, reasons, machine)
+        for note in predicted["notes"] if predicted is not None else ():
+            say(f"advice   {note}")
         from tightfit.distributed.processes import check_world
 
         check_world(chosen)
