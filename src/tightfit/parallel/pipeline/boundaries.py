@@ -311,11 +311,11 @@ def _refuse_repeated_writes(flow: Dataflow) -> None:
                 "interleaved, a device runs several stages and would repeat this for each of them",
                 "use schedule: 1f1b",
             )
-    for event in flow.forwards[0]:
-        if isinstance(event, Operation) and event.generator and not event.inside:
+    for drawn in flow.forwards[0]:
+        if isinstance(drawn, Operation) and drawn.generator and not drawn.inside:
             raise InputError(
                 "plan: schedule=interleaved",
-                f"{describe_line(event.line)} draws from a generator of the model's own, outside of the blocks; with "
+                f"{describe_line(drawn.line)} draws from a generator of the model's own, outside of the blocks; with "
                 "interleaved, a device runs several stages and would draw for each of them",
                 "use schedule: 1f1b, or draw from torch's global generator",
             )
