@@ -24,4 +24,4 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def make_job(model: Any, data: Any, seed: int = 0, **job: Any) -> Job:
     """A job of one of MODELS, or of a model's section given whole."""
     section = MODELS[model] if isinstance(model, str) else model
-    return Job(model=section, data=data, train={"batch": 4, "steps": 2, "seed": seed}, **job)
+    return Job(model=section, data=data, train={"batch": 1, "steps": 2, "seed": seed}, **job)

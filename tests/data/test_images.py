@@ -4,6 +4,7 @@ its file."""
 from __future__ import annotations
 
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,13 @@ def test_wrong_folders_sizes_and_labels_are_refused(folder: Path, tmp_path: Path
         images(tmp_path)
     with pytest.raises(InputError, match="no sub-folders"):
         images(folder / "cats")
-    with pytest.raises(InputError, match=r"label 1, but the model knows only the labels 0 to 0(.|\n)*num_labels: 2"):
+    with pytest.raises(
+        InputError, match=r"a single label(.|\n)*num_labels to the number of classes; or give the job a loss"
+    ):
         images(folder, MODELS["images"] | {"num_labels": 1})
+    shutil.copytree(folder / "cats", folder / "birds")
+    with pytest.raises(InputError, match=r"label 2, but the model knows only the labels 0 to 1(.|\n)*num_labels: 3"):
+        images(folder, MODELS["images"] | {"num_labels": 2})
     with pytest.raises(InputError, match=r"image_size=16: the model takes images of 8"):
         images(folder, image_size=16)
     with pytest.raises(InputError, match="a causal-lm model reads text"):

@@ -150,7 +150,9 @@ def test_the_step_is_independent_of_micro_batch(packing: str, tmp_path: Path) ->
 def test_models_that_mix_samples_are_refused(name: str, tmp_path: Path) -> None:
     small = {"hidden_size": 16, "vocab_size": 512, "num_hidden_layers": 1}
     heads = {"n_head": 2} if name == "bloom" else {}
-    job = Job(model={"architecture": name, **small, **heads}, data=spec(tmp_path, packing="separate"))
+    job = Job(
+        model={"architecture": name, **small, **heads}, data=spec(tmp_path, packing="separate"), train={"batch": 2}
+    )
     with pytest.raises(InputError, match=r"(has Conv1d layers|does not pass position_ids)(.|\n)*packing: padded"):
         build(job, Plan(), Machine.detect().replace(device="cpu"))
 

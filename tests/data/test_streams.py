@@ -96,7 +96,7 @@ def test_texts_that_a_stream_cuts_are_warned_of_once(file: str) -> None:
 def test_conversations_are_streamed(tmp_path: Path, packing: str) -> None:
     rows = [{"prompt": f"question {number}?", "response": " yes" * (number % 4 + 1)} for number in range(20)]
     data = {"jsonl": write(tmp_path / "a.jsonl", rows), "format": "prompt-response", "packing": packing}
-    whole: Any = open_samples(job(data))
+    whole: Any = open_samples(job(data, batch=2))
     found = batch_of(opened({**data, "shuffle_buffer": 1}), len(whole))
     expected = whole.batch(np.arange(len(whole)), np.zeros(len(whole), dtype=np.int64))
     assert found.keys() == expected.keys()

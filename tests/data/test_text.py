@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,51 @@ def test_missing_sources_are_refused_with_the_available_ones(tmp_path: Path) -> 
         read(text=str(tmp_path / "*.csv"))
     with pytest.raises(InputError, match="so it has no 'label'"):
         read(Columns("text", None, "label"), text=str(tmp_path))
+
+
+def test_json_lines_may_be_compressed_with_gzip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = b'{"text": "one"}\nwrong\n\n{"text": "two"}\n'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "b.jsonl.gz").write_bytes(b'{"text": "three"}\n')  # not compressed, in spite of its name
+    found, damaged = read(jsonl=str(tmp_path), skip=True)
+    assert [document.text for document in found] == ["one", "two", "three"]
+    assert (found[1].location, damaged) == (f"{tmp_path / 'a.jsonl.gz'}:4", 1)
+    with pytest.raises(InputError, match=r"a\.jsonl\.gz:2: not a line of JSON"):
+        read(jsonl=str(tmp_path / "a.jsonl.gz"))
+    monkeypatch.setattr("tightfit.data.text.LONG", 20)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a long text"}\n{"text": "two"}\n'))
+    with pytest.raises(InputError, match=r"gz:1: has more than 20 bytes, which needs a file that is not compressed"):
+        read(jsonl=str(tmp_path / "a.jsonl.gz"))
+    assert [document.text for document in read(jsonl=str(tmp_path / "a.jsonl.gz"), skip=True)[0]] == ["two"]
+
+
+def test_a_damaged_gzip_file_is_reported(tmp_path: Path) -> None:
+    whole = gzip.compress("".join(f'{{"text": "{number * 7919}"}}\n' for number in range(500)).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="not readable as gzip after line"):
+        read(jsonl=str(tmp_path / "a.jsonl.gz"))
+    found, damaged = read(jsonl=str(tmp_path / "a.jsonl.gz"), skip=True)
+    assert (0 < len(found) < 500, damaged) == (True, 1)
+
+
+@pytest.mark.parametrize("content", [b'[{"text": "one"}]', b'\xef\xbb\xbf[\n  {\n "text": "one"}\n]', b"[ {}]"])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_one_json_array_is_refused(content: bytes, is_packed: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(gzip.compress(content) if is_packed else content)
+    with pytest.raises(
+        InputError, match=r"is one JSON array of rows(.|\n)*jq -c '\.\[\]' a\.json > a\.jsonl; or name its folder"
+    ):
+        read(jsonl=str(tmp_path / "a.json"), skip=True)
+
+
+def test_compressed_files_that_are_not_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(gzip.compress(b"text"))
+    with pytest.raises(InputError, match=r"compressed with gzip(.|\n)*unpack it$"):
+        texts(text=str(tmp_path / "a.txt"))
+    for begin, name in ((b"\x28\xb5\x2f\xfd", "zstd"), (b"BZh9", "bzip2"), (b"\xfd7zXZ\0", "xz"), (b"PK\3\4", "zip")):
+        (tmp_path / "a.jsonl").write_bytes(begin + b"...")
+        with pytest.raises(InputError, match=rf"compressed with {name}(.|\n)*gzip instead"):
+            read(jsonl=str(tmp_path / "a.jsonl"))
+    (tmp_path / "a.jsonl").write_bytes(b"PAR1...")
+    with pytest.raises(InputError, match="a parquet file, not JSON lines"):
+        read(jsonl=str(tmp_path / "a.jsonl"))

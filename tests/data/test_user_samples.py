@@ -95,7 +95,7 @@ def test_the_error_for_missing_labels_names_the_task_s_form() -> None:
     with pytest.raises(InputError, match=r"a copy of input_ids, which the task shifts"):
         opened(rows, "causal-lm")
     with pytest.raises(InputError, match=r"with model\.task: causal-lm, which shifts the copy"):
-        opened(rows, {"python": "own.py:model"})
+        opened(rows, {"python": "torch.nn:Identity"})
     with pytest.raises(InputError, match="add a field named labels, or"):
         opened(rows, "masked-lm")
 

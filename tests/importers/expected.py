@@ -375,7 +375,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.precision": "bf16-true",
         "train.batch": 16,  # 1 x 2 x (4 x 2); tp shares its samples
     },
-    "axolotl/dpo.yaml": {
+    "axolotl/schedule_free.yaml": {
         "train.batch": 4,
         "train.optimizer": None,
         "train.schedule": None,
@@ -415,7 +415,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "plan.precision": "bf16-true",
         "model.task": "causal-lm",
     },
-    "llama-factory/dpo.yaml": {"train.batch": 8, "plan.precision": "fp16-mixed", "model.task": None},
     "llama-factory/galore.yaml": {"train.batch": 8, "plan.micro_batch": None, "plan.precision": "bf16-true"},
     "llama-factory/muon.yaml": {
         "train.optimizer": "muon",
@@ -485,7 +484,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "train.batch": 8,
     },
     "torchtune/offload.yaml": {"plan.zero": 3, "plan.offload": _ALL, "plan.fused_optimizer": False},
-    "torchtune/distillation.yaml": {"train.batch": 8, "train.learning_rate": 3e-4},
     "torchtune/selective.yaml": {
         "train.batch": 6,
         "plan.recompute": "every-2",
@@ -846,7 +844,7 @@ OUTCOMES: dict[str, dict[str, str]] = {
     "lightning/sgd.yaml": {"lr_scheduler.class_path": "no counterpart", "trainer.sync_batchnorm": "no counterpart"},
     "axolotl/lora.yml": {"adapter": "mapped", "lora_r": "mapped", "load_in_8bit": "not needed"},
     "axolotl/old_fsdp.yaml": {"datasets": "mapped", "chat_template": "no counterpart", "train_on_inputs": "default"},
-    "axolotl/dpo.yaml": {"rl": "no counterpart", "optimizer": "no counterpart", "lr_scheduler": "no counterpart"},
+    "axolotl/schedule_free.yaml": {"optimizer": "no counterpart", "lr_scheduler": "no counterpart"},
     "llama-factory/full_sft.yaml": {
         "template": "left open",
         "dataset": "no counterpart",
@@ -854,13 +852,11 @@ OUTCOMES: dict[str, dict[str, str]] = {
         "warmup_ratio": "no counterpart",
     },
     "llama-factory/lora_sft.yaml": {"finetuning_type": "mapped", "lora_rank": "mapped", "lora_alpha": "default"},
-    "llama-factory/dpo.yaml": {"stage": "no counterpart", "pref_beta": "no counterpart"},
     "llama-factory/galore.yaml": {"use_galore": "no counterpart"},
     "llama-factory/freeze.yaml": {"finetuning_type": "no counterpart", "quantization_bit": "contradiction"},
     "llama-factory/fsdp.yaml": {"neat_packing": "mapped", "packing": "mapped"},
     "torchtune/full.yaml": {"max_steps_per_epoch": "not needed", "model._component_": "not needed"},
     "torchtune/lora.yaml": {"model._component_": "not needed", "model.lora_rank": "default"},
-    "torchtune/distillation.yaml": {"kd_ratio": "no counterpart", "teacher_model._component_": "no counterpart"},
     "torchtune/selective.yaml": {"size": "unknown"},
     "torchtitan/llama3_8b.toml": {
         "parallelism.data_parallel_shard_degree": "left open",

@@ -117,6 +117,14 @@ def test_a_job_file_may_name_a_hub_id(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["org/missing", "missing"])
+def test_an_unknown_tokenizer_is_named_by_its_field(source: str, tmp_path: Path) -> None:
+    folder = write_pretrained(tmp_path / "model")
+    with pytest.raises(InputError) as caught:
+        open_samples(make_job(str(folder), tmp_path, tokenizer=source))
+    assert caught.value.asked == f"job: data.tokenizer={source}"
+
+
+@pytest.mark.parametrize("source", ["org/missing", "missing"])
 def test_an_unknown_model_is_refused_offline(source: str, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         model_factory(make_job(source, tmp_path).model)()

@@ -7,10 +7,13 @@ be resumed at any step. `methods/loader.py` reads the batches in this order.
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from tightfit.data.image_processing import MODES, pretrained_processing
 from tightfit.data.images import open_images
 from tightfit.data.language import open_language, synthetic_language
 from tightfit.data.mixture import MixedOrder, MixedSamples, open_mixture
@@ -20,10 +23,11 @@ from tightfit.data.streams import TextStream, open_stream
 from tightfit.data.synthetic import SyntheticImages
 from tightfit.data.tokenizer import named_tokenizer
 from tightfit.data.user_samples import DatasetFunction, DatasetObject, UserStream, open_user
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import DataSpec, Job, ModelSpec, Train
 from tightfit.models import model_config, task_of, text_config
-from tightfit.models.pretrained import own_tokenizer
+from tightfit.models.create import config_of_function, task_of_class
+from tightfit.models.pretrained import own_tokenizer, pretrained_folder, read_config
 
 __all__ = [
     "MixedOrder",
@@ -52,10 +56,41 @@ def open_samples(job: Job) -> Samples | SampleStream:
     else Samples.
 
     Raises InputError if the data is missing or empty, if it is damaged (unless data.skip_damaged is
-    set), or if the job's model cannot take it, such as images for a language model.
+    set), or if the job's model cannot take it, such as images for a language model. Issues a
+    TightfitWarning if a step has more samples than the data, and for settings of the data that are
+    not read.
     """
-    model, seed = model_input(job), job.train.seed
-    spec = job.data
+    model = model_input(job)
+    samples = _open(job, model)
+    for sentence in job.data.without_effect(model.task) if isinstance(job.data, DataSpec) else ():
+        warnings.warn(sentence, TightfitWarning, stacklevel=2)
+    # several sources are drawn by weight, which repeats samples in any case; synthetic data may stand
+    # in for the job's own data
+    if (
+        isinstance(job.data, DataSpec)
+        and not job.data.synthetic
+        and not isinstance(samples, SampleStream | MixedSamples)
+    ):
+        _warn_of_repeated_samples(job.train, order_of(samples, job.data.held_out, job.train.seed).training_count)
+    return samples
+
+
+def _warn_of_repeated_samples(train: Train, count: int) -> None:
+    """Issue a TightfitWarning if the batch is larger than the `count` training samples."""
+    batch = train.batch
+    if batch > count > 0:
+        least = batch // count
+        times = f"{least} times" if batch % count == 0 else f"{least} or {least + 1} times"
+        warnings.warn(
+            f"train.batch={batch} is more than the {count} training samples, so each step has every sample {times}. If this is "
+            f"not meant, set train.batch: {count} or less, or give more data",
+            TightfitWarning,
+            stacklevel=3,
+        )
+
+
+def _open(job: Job, model: ModelInput) -> Samples | SampleStream:
+    spec, seed = job.data, job.train.seed
     if not isinstance(spec, DataSpec):
         return open_user(DatasetObject(spec), model, seed)
     if spec.python is not None:
@@ -76,7 +111,8 @@ def open_evaluation(job: Job, training: Samples | SampleStream) -> Samples | Non
     training  the samples of `job.data`, as `open_samples` returned them
 
     Raises InputError if the data is missing, empty or damaged, if the model cannot take it, or if
-    it is an iterable without a length.
+    it is an iterable without a length. The classes have the numbers that they have in the training
+    data.
     """
     data = job.evaluate.data if job.evaluate is not None else None
     if data is None:
@@ -84,7 +120,9 @@ def open_evaluation(job: Job, training: Samples | SampleStream) -> Samples | Non
     if isinstance(data, DataSpec) and data.tokenizer is None:
         tokenizer = getattr(training, "tokenizer", None)
         data = data if tokenizer is None else data.replace(tokenizer=tokenizer.name_or_path)
-    source = open_samples(job.replace(data=data, evaluate=None, train=Train(seed=job.train.seed)))
+    own = job.replace(data=data, evaluate=None, train=Train(seed=job.train.seed))
+    model, names = model_input(own), getattr(training, "class_names", ())
+    source = _open(own, replace(model, class_names=names, only_these_classes=True) if names else model)
     if isinstance(source, SampleStream):
         raise InputError(
             "job: evaluate.data", "is an iterable without a length", "give a dataset with __len__ and __getitem__"
@@ -111,22 +149,80 @@ def first_samples(samples: Samples, limit: int | None) -> Integers:
 
 def model_input(job: Job) -> ModelInput:
     """Return what inputs a job's model takes (task, vocabulary size, image size, ...), read from
-    the model's transformers config. Fields that the config does not have are None, and so are all
+    the model's transformers config. The image size of a pretrained model is that of the image
+    processor in its folder, if there is one. Fields that the config does not have are None, and so are all
     config fields of a model from the user's own code."""
     config = model_config(job.model) if isinstance(job.model, ModelSpec) else None
-    text = text_config(config)
-    size = getattr(config, "image_size", None)
+    text, task = text_config(config), task_of(job.model)
+    if task == "classification" and job.loss is None:
+        _check_problem(job.model, config)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if isinstance(job.model, ModelSpec) and job.model.from_ and isinstance(size, int) and channels in MODES:
+        processing = pretrained_processing(pretrained_folder(job.model.from_), channels)
+        size = size if processing is None else processing.size
     return ModelInput(
-        task=task_of(job.model),
+        task=task,
         own_loss=job.loss is not None,
         vocabulary=getattr(text, "vocab_size", None),
         positions=getattr(text, "max_position_embeddings", None),
         labels=getattr(config, "num_labels", None),
         image_size=size if isinstance(size, int) else None,
-        channels=getattr(config, "num_channels", None),
+        channels=channels,
         tokenizer=_own_tokenizer(job.model),
         pretrained=job.model.from_ if isinstance(job.model, ModelSpec) else None,
+        class_names=_pretrained_classes(job.model, config) if task == "classification" else (),
     )
+
+
+def _check_problem(model: Any, config: Any) -> None:
+    """Raise InputError if the config of a classifier asks for a loss that is no cross entropy over
+    classes.
+
+    config: the transformers config; None for a model of the user's own function that names its task
+    """
+    if config is None and not (isinstance(model, ModelSpec) and model.task):
+        config = config_of_function(model)
+    problem = getattr(config, "problem_type", None)
+    if getattr(config, "num_labels", None) == 1:
+        problem = "regression"
+    losses = {"regression": "MSELoss", "multi_label_classification": "BCEWithLogitsLoss"}
+    if problem not in losses:
+        return
+    found = "has a single label, which transformers trains as a regression" if config.num_labels == 1 else ""
+    choice = (
+        "set num_labels to the number of classes"
+        if config.num_labels == 1
+        else "if each sample has one class, set problem_type: single_label_classification"
+    )
+    place = " (in model.config)" if isinstance(model, ModelSpec) and model.from_ else ""
+    raise InputError(
+        f"job: model: {model}" if isinstance(model, ModelSpec) else "model",
+        f"{found or f'its config has problem_type: {problem}'}, and the task classification trains a cross entropy over classes",
+        f"{choice}{place}; or give the job a loss, such as loss: {{python: 'torch.nn:{losses[problem]}'}}, and a dataset with "
+        "such labels (data.python)",
+    )
+
+
+def _pretrained_classes(model: Any, config: Any) -> tuple[str, ...]:
+    """Return the names of a pretrained classifier's classes, by their numbers. Empty for names such
+    as LABEL_0, which transformers gives to classes without names, and for a new last layer. Issues a
+    TightfitWarning if the job gives the classifier a new last layer."""
+    if not isinstance(model, ModelSpec) or not model.from_ or config is None:
+        return ()
+    names = getattr(config, "id2label", None) or {}
+    content = read_config(model.from_)
+    had = len(content.get("id2label") or ()) or content.get("num_labels") or 2
+    is_classifier = any(task_of_class(str(name)) == "classification" for name in content.get("architectures") or ())
+    if is_classifier and had != config.num_labels:
+        warnings.warn(
+            f"model.from={model.from_}: its classifier has {had} classes, and the job sets {config.num_labels}: its last layer "
+            "is replaced by a new one with random weights",
+            TightfitWarning,
+            stacklevel=2,
+        )
+        return ()
+    listed = tuple(str(names[number]) for number in sorted(names))
+    return () if all(name == f"LABEL_{number}" for number, name in enumerate(listed)) else listed
 
 
 def _own_tokenizer(model: Any) -> str | None:

@@ -60,6 +60,11 @@ class DatasetRows:
         """Yield some columns of the rows."""
         return iter(rows)
 
+    def class_names(self, column: str) -> tuple[str, ...]:
+        """Return the names of the classes whose numbers a column holds (a ClassLabel of the library);
+        empty if it has none."""
+        return tuple(getattr((self.rows.features or {}).get(column), "names", None) or ())
+
     @property
     def identity(self) -> Any:
         """JSON-like content that changes when the rows change."""

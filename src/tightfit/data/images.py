@@ -1,9 +1,9 @@
 """Reads images as samples: from a folder with one sub-folder per class, from a saved dataset, or
 scikit-learn's handwritten digits.
 
-Pixels in [0, 1] are normalised with mean 0.5 and standard deviation 0.5, as ViT's image processor
-does: 0 becomes -1 and 1 becomes 1. To save time, a large JPEG file is decoded at a reduced scale,
-but never below the size that the model needs.
+Images are resized and normalised as the image processor in the folder of a pretrained model does,
+else as ViT's does: see `data/image_processing.py`. To save time, a large JPEG file is decoded at a
+reduced scale, but never below the size to which it is resized.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from torch import Tensor
 
 from tightfit.data.cache import cached_folder, stamps
 from tightfit.data.datasets_library import DatasetRows, dataset_rows
+from tightfit.data.image_processing import MODES, ImageProcessing, default_processing, pretrained_processing
 from tightfit.data.order import Integers, split_ranges
 from tightfit.data.samples import DamagePolicy, ModelInput, one_sample
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
 from tightfit.job_sections.paths import expand_path
+from tightfit.models.pretrained import pretrained_folder
 from tightfit.optional_packages import import_optional
 from tightfit.values import nearest
 
 DIGITS = "digits"
 _ENDINGS = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
-_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _DEFAULT_SIZE = 224  # pixels on each side, if neither the model nor the job gives a size
 # the errors of PIL for a broken file
 _BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -141,18 +142,20 @@ class ImageSamples(SingleImages):
 
     A batch is {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}.
 
-    images     the source
-    undamaged  (samples,): sample i is the source's image undamaged[i]
-    labels     the class of each image of the source, damaged ones included
-    size       H and W in pixels, to which each image is resized
-    channels   C
+    images       the source
+    undamaged    (samples,): sample i is the source's image undamaged[i]
+    labels       the class of each image of the source, damaged ones included
+    channels     C
+    processing   how images are resized and normalised; its size is H and W
+    class_names  the names of the classes, by their numbers; empty if the data has none
     """
 
     images: ImageSource
     undamaged: Integers
     labels: Integers
-    size: int
     channels: int
+    processing: ImageProcessing
+    class_names: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.undamaged)
@@ -160,17 +163,17 @@ class ImageSamples(SingleImages):
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         pixels = torch.from_numpy(np.stack([self._pixels(int(index)) for index in self.undamaged[indices]]))
         fractions = pixels.permute(0, 3, 1, 2).float() / 255
-        return {"pixel_values": normalise(fractions), "labels": torch.from_numpy(self.labels[self.undamaged[indices]])}
+        labels = torch.from_numpy(self.labels[self.undamaged[indices]])
+        return {"pixel_values": self.processing.normalise(fractions), "labels": labels}
 
     def _pixels(self, index: int) -> NDArray[np.uint8]:
         """Return image `index` of the source, resized: pixels of shape (H, W, C), from 0 to 255.
         Raises InputError if the image is damaged."""
         try:
-            image = self.images.image(index, self.size).convert(_MODES[self.channels])
+            image = self.images.image(index, self.processing.resized).convert(MODES[self.channels])
         except _BROKEN as error:
             raise _not_readable(self.images.location(index), error) from None
-        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR)
-        return np.asarray(image).reshape(self.size, self.size, self.channels)
+        return self.processing.square(image)
 
 
 @dataclass(frozen=True)
@@ -179,26 +182,27 @@ class DigitSamples(SingleImages):
 
     A batch is {"pixel_values": (B, C, H, W) float32, "labels": (B,) int64}.
 
-    images    (1797, 1, 8, 8), with values in [0, 1]
-    digits    (1797,): the label of each image, 0 to 9
-    size      H and W in pixels, to which each image is resized
-    channels  C; each channel holds the same grey image
+    images      (1797, 1, 8, 8), with values in [0, 1]
+    digits      (1797,): the label of each image, 0 to 9
+    channels    C; each channel holds the same grey image
+    processing  how images are normalised; its size is H and W, to which each image is resized
     """
 
     images: Tensor
     digits: Tensor
-    size: int
     channels: int
+    processing: ImageProcessing
 
     def __len__(self) -> int:
         return len(self.digits)
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         images = self.images[torch.from_numpy(indices)]
-        if self.size != images.shape[-1]:
-            images = torch.nn.functional.interpolate(images, (self.size, self.size), mode="bilinear", antialias=True)
+        size = self.processing.size
+        if size != images.shape[-1]:
+            images = torch.nn.functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
         images = images.repeat(1, self.channels, 1, 1)
-        return {"pixel_values": normalise(images), "labels": self.digits[torch.from_numpy(indices)]}
+        return {"pixel_values": self.processing.normalise(images), "labels": self.digits[torch.from_numpy(indices)]}
 
 
 def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSamples:
@@ -212,11 +216,12 @@ def open_images(spec: DataSpec, model: ModelInput) -> ImageSamples | DigitSample
     if spec.images == DIGITS:
         return _digits(spec, model)
     if spec.images is not None:
-        files, labels = class_folders(expand_path(spec.images))
-        return _samples(spec, model, ImageFiles(files), labels, stamps(files))
+        files, labels, found = class_folders(expand_path(spec.images))
+        numbers, names = model.numbered(f"data: images={spec.images}", found)
+        return _samples(spec, model, ImageFiles(files), numbers[labels], names, stamps(files))
     source = dataset_rows(spec)
     column, labels = _image_column(source, spec.label_field)
-    return _samples(spec, model, column, labels, source.identity)
+    return _samples(spec, model, column, labels, source.class_names(spec.label_field), source.identity)
 
 
 def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples | None:
@@ -224,16 +229,17 @@ def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples 
     them. They serve to measure how long decoding takes. Returns None if there is no such folder, if
     it has no sub-folders, or if one of these has no images."""
     try:
-        files, labels = class_folders(expand_path(str(spec.images)))
+        files, labels, _ = class_folders(expand_path(str(spec.images)))
     except InputError:
         return None
-    size, channels = _size_and_channels(spec, model, _DEFAULT_SIZE, 3)
-    return ImageSamples(ImageFiles(files[:count]), np.arange(min(count, len(files))), labels[:count], size, channels)
+    channels, processing = _processing(spec, model, _DEFAULT_SIZE, 3)
+    places = np.arange(min(count, len(files)))
+    return ImageSamples(ImageFiles(files[:count]), places, labels[:count], channels, processing)
 
 
-def class_folders(folder: Path) -> tuple[list[Path], Integers]:
+def class_folders(folder: Path) -> tuple[list[Path], Integers, list[str]]:
     """Return (the image files in the sub-folders of `folder`, the class of each file, (files,)
-    int64). Classes are the sub-folders, numbered from 0 in alphabetical order; the files are sorted
+    int64, the names of the classes). Classes are the sub-folders, numbered from 0 in alphabetical order; the files are sorted
     by class and then by name.
 
     Raises InputError if the folder does not exist or has no sub-folders, or if a sub-folder has no
@@ -261,7 +267,7 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers]:
             )
         files += inside
         labels += [label] * len(inside)
-    return files, np.array(labels, dtype=np.int64)
+    return files, np.array(labels, dtype=np.int64), [location.name for location in classes]
 
 
 def _image_column(source: DatasetRows, label_field: str) -> tuple[ImageColumn, Integers]:
@@ -284,8 +290,10 @@ def _image_column(source: DatasetRows, label_field: str) -> tuple[ImageColumn, I
     return ImageColumn(source, columns[0]), labels.astype(np.int64)
 
 
-def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Integers, identity: Any) -> ImageSamples:
-    size, channels = _size_and_channels(spec, model, _DEFAULT_SIZE, 3)
+def _samples(
+    spec: DataSpec, model: ModelInput, images: ImageSource, labels: Integers, names: tuple[str, ...], identity: Any
+) -> ImageSamples:
+    channels, processing = _processing(spec, model, _DEFAULT_SIZE, 3)
     model.check_labels(f"data: {spec}", labels)
     damaged = _damaged(images, spec.skip_damaged, identity)
     kept = np.setdiff1d(np.arange(len(labels)), damaged)
@@ -293,38 +301,43 @@ def _samples(spec: DataSpec, model: ModelInput, images: ImageSource, labels: Int
         raise InputError(
             f"data: {spec}", f"none of its {len(labels)} images can be read", "name a folder with readable images"
         )
-    return ImageSamples(images, kept, labels, size, channels, damaged=len(damaged))
+    return ImageSamples(images, kept, labels, channels, processing, names, damaged=len(damaged))
 
 
 def _digits(spec: DataSpec, model: ModelInput) -> DigitSamples:
     found = import_optional("sklearn.datasets", "data: images=digits").load_digits()
-    size, channels = _size_and_channels(spec, model, 8, 1)
+    channels, processing = _processing(spec, model, 8, 1)
     model.check_labels("data: images=digits", found.target)
     images = torch.from_numpy(found.images).float()[:, None] / 16
-    return DigitSamples(images, torch.from_numpy(found.target).long(), size, channels)
+    return DigitSamples(images, torch.from_numpy(found.target).long(), channels, processing)
 
 
-def _size_and_channels(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, int]:
-    """Return (height and width of the images in pixels, their number of channels).
+def _processing(spec: DataSpec, model: ModelInput, size: int, channels: int) -> tuple[int, ImageProcessing]:
+    """Return (the number of channels of the images, how they are resized and normalised).
 
-    Both are those of the model's config if it has them. Otherwise the size is `data.image_size` or,
-    if this is not set, the argument `size`; and the number of channels is the argument `channels`.
+    The channels are those of the model's config, else `channels`. The processing is that of the
+    pretrained model's image processor, if its folder describes one. The size is `data.image_size`,
+    else that of this processor, of the model's config, or the argument `size`.
 
-    Raises InputError if the config and `data.image_size` give different sizes, or if the number of
-    channels is not 1, 3 or 4.
+    Raises InputError if `data.image_size` is neither the size of the model's config nor that of the
+    processor, if the number of channels is not 1, 3 or 4, or if the processor cannot be used.
     """
-    if spec.image_size and model.image_size and spec.image_size != model.image_size:
-        raise InputError(
-            f"data: image_size={spec.image_size}",
-            f"the model takes images of {model.image_size}",
-            f"leave out data.image_size, or set model.image_size: {spec.image_size}",
-        )
     channels = model.channels or channels
-    if channels not in _MODES:
+    if channels not in MODES:
         raise InputError(
             "model: num_channels", f"{channels} channels, but images have 1, 3 or 4", "set model.num_channels: 3"
         )
-    return model.image_size or spec.image_size or size, channels
+    own = pretrained_processing(pretrained_folder(model.pretrained), channels) if model.pretrained else None
+    taken = {size for size in (model.image_size, own and own.size) if size}
+    if spec.image_size and model.image_size and spec.image_size not in taken:
+        raise InputError(
+            f"data: image_size={spec.image_size}",
+            f"the model takes images of {' or '.join(map(str, sorted(taken)))}",
+            f"leave out data.image_size{'' if model.pretrained else f', or set model.image_size: {spec.image_size}'}",
+        )
+    if own is not None:
+        return channels, own.at(spec.image_size or own.size)
+    return channels, default_processing(model.image_size or spec.image_size or size, channels)
 
 
 def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
@@ -375,8 +388,3 @@ def _not_readable(location: str, error: Exception) -> InputError:
         f"not a readable image ({error})",
         "repair the file, or set data.skip_damaged: true to skip images that cannot be read",
     )
-
-
-def normalise(fractions: Tensor) -> Tensor:
-    """Map pixels x in [0, 1] to [-1, 1] by (x - 0.5) / 0.5, in place, and return the tensor."""
-    return fractions.sub_(0.5).div_(0.5)

@@ -15,6 +15,7 @@ import numpy as np
 
 from tightfit.data.conversation_tokens import conversation_tokens, kept_conversations
 from tightfit.data.conversations import conversation_format, renderer
+from tightfit.data.order import Integers
 from tightfit.data.samples import ModelInput, Samples
 from tightfit.data.segments import SegmentSamples, padded_rows, separate_rows
 from tightfit.data.sequences import (
@@ -78,8 +79,12 @@ def prepare_text(spec: DataSpec, model: ModelInput) -> PreparedText:
         raise InputError(
             asked,
             f"has {len(special.sentinels)} sentinel tokens (<extra_id_0>, <extra_id_1>, ...), but T5's span corruption needs {spans}",
-            "to train on pairs of texts instead, set data.target_field; or leave out data.tokenizer, and one with enough "
-            "sentinel tokens is trained",
+            "to train on pairs of texts instead, set data.target_field; or "
+            + (
+                "leave out data.tokenizer, and one with enough sentinel tokens is trained"
+                if spec.tokenizer and not model.pretrained
+                else "name a tokenizer with them in data.tokenizer, such as that of T5"
+            ),
         )
     return PreparedText(task, source, length, tokenizer, special, task == "seq2seq-lm" and not _is_spanned(spec, task))
 
@@ -116,8 +121,9 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
     tokens = token_file(source, tokenizer, special, spec.skip_damaged)
     damaged = tokens.facts["damaged"]
     if text.labelled:
-        model.check_labels(f"data: {source.name}", tokens.labels)
-        return LabelledSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, labels=tokens.labels)
+        labels, names = _classes(tokens, source, model)
+        rows: Any = PaddedSequences(tokens, length, special.pad)
+        return LabelledSamples(rows, tokenizer, damaged, labels=labels, class_names=names)
     if text.pairs:
         targets = PaddedSequences(TokenFile(tokens.folder, "target"), spec.target_length or length, special.pad)
         return PairSamples(PaddedSequences(tokens, length, special.pad), tokenizer, damaged, targets=targets)
@@ -125,10 +131,21 @@ def open_language(spec: DataSpec, model: ModelInput, seed: int) -> Samples:
         return SegmentSamples(separate_rows(tokens, None, length, special.pad), tokenizer, damaged)
     if spec.packing == "padded":
         _warn_of_cut_texts(tokens, length, source.name)
-        rows: Any = PaddedSequences(tokens, length, special.pad)
+        rows = PaddedSequences(tokens, length, special.pad)
     else:
         rows = _packed_sequences(source, tokens, length)
     return task_samples(task, rows, special, spec, seed, tokenizer, damaged)
+
+
+def _classes(tokens: TokenFile, source: TextSource, model: ModelInput) -> tuple[Integers, tuple[str, ...]]:
+    """Return (the class of each text, the names of the classes by their numbers). Raises InputError
+    for a class that the model does not have."""
+    asked, labels, names = f"data: {source.name}", tokens.labels, source.class_names
+    if tokens.facts["classes"]:
+        numbers, names = model.numbered(asked, tokens.facts["classes"])
+        labels = numbers[labels]
+    model.check_labels(asked, labels)
+    return labels, names
 
 
 def _warn_of_cut_texts(tokens: TokenFile, length: int, name: str) -> None:

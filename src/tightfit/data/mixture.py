@@ -158,6 +158,11 @@ class MixedSamples:
     def tokenizer(self) -> Any:
         return self.parts[0].tokenizer
 
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes, by their numbers; empty if the data has none."""
+        return next((part.class_names for part in self.parts if isinstance(part, LabelledSamples)), ())
+
     def order(self, share: float, seed: int) -> MixedOrder:
         """Return the order of the samples. share: the share of each source that is held out.
 

@@ -130,7 +130,7 @@ def _listed(system: Any, place: str, endings: tuple[str, ...]) -> list[str]:
         return sorted(file for file in system.glob(place) if system.isfile(file))
     inside = sorted(system.find(place))
     shown = (file for file in inside if not any(part.startswith(".") for part in _below(file, place).parts))
-    return [file for file in shown if not endings or PurePosixPath(file).suffix.lower() in endings]
+    return [file for file in shown if not endings or PurePosixPath(file).name.lower().endswith(endings)]
 
 
 def _below(file: str, folder: str) -> PurePosixPath:

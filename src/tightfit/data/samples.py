@@ -4,6 +4,8 @@ raises an error."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,8 +13,10 @@ import numpy as np
 from torch import Tensor
 
 from tightfit.data.order import Integers
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.models.objective import Batch, map_tensors
+
+_MOST_NAMED = 5  # classes that a message names
 
 
 class Samples(Protocol):
@@ -63,6 +67,9 @@ class ModelInput:
     channels     number of channels of the input images
     tokenizer    the folder of the model's own tokenizer
     pretrained   the folder or id of the pretrained weights
+    class_names  the names of the classes, by their numbers, of a pretrained classifier or, for
+                 evaluation data, of the training data; empty if there are none
+    only_these_classes  whether the data must not have other classes than `class_names`
     """
 
     task: str | None
@@ -74,6 +81,8 @@ class ModelInput:
     channels: int | None = None
     tokenizer: str | None = None
     pretrained: str | None = None
+    class_names: tuple[str, ...] = ()
+    only_these_classes: bool = False
 
     def check_length(self, asked: str, length: int) -> None:
         """Raise InputError if `length` tokens are more than the model has positions.
@@ -84,7 +93,10 @@ class ModelInput:
             raise InputError(
                 f"{asked}={length}",
                 f"the model has only {self.positions} positions",
-                f"use at most {self.positions}, or set model.max_position_embeddings: {length}",
+                f"use at most {self.positions}, or set model.max_position_embeddings: {length}"
+                if self.pretrained is None
+                else f"use at most {self.positions}; or, if the positions of this pretrained model are not learned (rotary), set "
+                f"model.config: {{max_position_embeddings: {length}}}",
             )
 
     def check_ids(self, ids: Tensor) -> None:
@@ -98,7 +110,7 @@ class ModelInput:
                 raise InputError(
                     "data",
                     f"has the token id {wrong}, but the model's vocabulary has {self.vocabulary} tokens",
-                    f"set model.vocab_size: {-(-(largest + 1) // 64) * 64}, or correct the data",
+                    f"{self._larger_vocabulary(largest + 1)}, or correct the data",
                 )
 
     def check_tokenizer(self, asked: str, size: int) -> None:
@@ -111,8 +123,44 @@ class ModelInput:
             raise InputError(
                 asked,
                 f"has {size} tokens, but the model's vocabulary has {self.vocabulary}",
-                f"set model.vocab_size: {-(-size // 64) * 64}, or use another tokenizer",
+                f"{self._larger_vocabulary(size)}, or use another tokenizer",
             )
+
+    def _larger_vocabulary(self, tokens: int) -> str:
+        """Return the remedy that gives the model an embedding for each of so many tokens."""
+        if self.pretrained is None:
+            return f"set model.vocab_size: {-(-tokens // 64) * 64}"
+        return f"call resize_token_embeddings({tokens}) of transformers once, and save the model to a new folder"
+
+    def numbered(self, asked: str, names: Sequence[str]) -> tuple[Integers, tuple[str, ...]]:
+        """Return (the number of each class, the names of all classes by their numbers) for the names
+        of the classes in the data.
+
+        The numbers are those of `class_names` if it has all of the names, else 0, 1, ... in the order
+        of `names`. Issues a TightfitWarning if a pretrained classifier has other names.
+
+        asked: what the names come from, for messages
+
+        Raises InputError for evaluation data with a class that the training data does not have.
+        """
+        known = {name: number for number, name in enumerate(self.class_names)}
+        other = [name for name in names if name not in known]
+        if known and not other:
+            return np.array([known[name] for name in names], dtype=np.int64), self.class_names
+        if known and self.only_these_classes:
+            raise InputError(
+                asked,
+                f"has the class {other[0]!r}, and the training data does not have it",
+                f"use the names of the training data: {_listed(self.class_names)}",
+            )
+        if known:
+            warnings.warn(
+                f"{asked}: its classes ({_listed(names)}) are not those of the pretrained model ({_listed(self.class_names)}), "
+                "so they are numbered in alphabetical order, and its last layer learns them anew",
+                TightfitWarning,
+                stacklevel=2,
+            )
+        return np.arange(len(names)), tuple(names)
 
     def check_labels(self, asked: str, labels: Integers) -> None:
         """Raise InputError if a class label is negative, or not below the model's number of
@@ -127,8 +175,14 @@ class ModelInput:
             raise InputError(
                 asked,
                 f"has the label {largest}, but the model knows only the labels 0 to {self.labels - 1}",
-                f"set model.num_labels: {largest + 1}",
+                f"set model.num_labels: {largest + 1}"
+                if self.pretrained is None
+                else f"set model.config: {{num_labels: {largest + 1}}}, which gives the pretrained model a new last layer",
             )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:_MOST_NAMED])}{', ...' if len(names) > _MOST_NAMED else ''}"
 
 
 def one_sample(samples: Samples, index: int) -> Any:

@@ -94,9 +94,14 @@ class MaskedSamples(CausalSamples):
 @dataclass(frozen=True, kw_only=True)
 class LabelledSamples(CausalSamples):
     """Samples for the classification of texts. A batch is {"input_ids", "attention_mask", "labels"}
-    of shapes (B, L), (B, L) and (B,), all int64. labels: the class of each text of the data."""
+    of shapes (B, L), (B, L) and (B,), all int64.
+
+    labels       the class of each text of the data
+    class_names  the names of the classes, by their numbers; empty if the data has none
+    """
 
     labels: Integers
+    class_names: tuple[str, ...] = ()
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         ids, mask = self.rows.gather(indices)

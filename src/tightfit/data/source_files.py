@@ -15,7 +15,8 @@ from tightfit.job_sections.paths import expand_path, is_url
 from tightfit.values import nearest
 
 PYTHON_STDLIB = "python-stdlib"
-JSON_ENDINGS, PARQUET_ENDINGS = (".jsonl", ".json", ".ndjson"), (".parquet",)
+JSON_ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz")
+PARQUET_ENDINGS = (".parquet",)
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -63,7 +64,7 @@ def find_files(field: str, given: str | list[str], endings: tuple[str, ...] = ()
 def _files_below(folder: Path, endings: tuple[str, ...]) -> list[Path]:
     inside = (file for file in folder.rglob("*") if file.is_file())
     shown = (file for file in inside if not any(part.startswith(".") for part in file.relative_to(folder).parts))
-    return sorted(file for file in shown if not endings or file.suffix.lower() in endings)
+    return sorted(file for file in shown if not endings or file.name.lower().endswith(endings))
 
 
 def _nearest_path_fix(path: Path) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tightfit.data.images import SingleImages, normalise
+from tightfit.data.images import SingleImages
 from tightfit.data.order import Integers, random_numbers, uniform
 from tightfit.data.tokens import Mask
 
@@ -93,4 +93,5 @@ class SyntheticImages(SingleImages):
         tiles = uniform(random_numbers(self.seed + 2, labels, self.channels * _TILE * _TILE)).astype(np.float32)
         pattern = torch.from_numpy(tiles).view(-1, self.channels, _TILE, _TILE)
         pattern = torch.nn.functional.interpolate(pattern, (self.size, self.size))
-        return {"pixel_values": normalise((noise + pattern) / 2), "labels": torch.from_numpy(labels)}
+        pixels = noise.add_(pattern).sub_(1)  # the mean of both, and then 0 becomes -1 and 1 becomes 1
+        return {"pixel_values": pixels, "labels": torch.from_numpy(labels)}

@@ -7,9 +7,12 @@ document has its file and line, for error messages. No reader holds a full file 
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
+import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +39,18 @@ from tightfit.values import nearest
 
 _BLOCK_BYTES = 1 << 20
 _PARQUET_ROWS = 256  # rows of a parquet file that are decoded at once
+_HEAD_BYTES = 4096
+_GZIP = b"\x1f\x8b"
+_COMPRESSED = {
+    _GZIP: "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}  # by the first bytes of a file
+_BROKEN_GZIP = (EOFError, OSError, zlib.error)
+_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # the begin of a list of rows
+_NO_LABEL = "not a label (a whole number or a name)"
 
 
 @dataclass(frozen=True)
@@ -132,9 +147,9 @@ class Columns:
 
     def _wrong_type(self, row: dict[str, Any]) -> str | None:
         for name in self.names:
-            kinds, expected = (int | str, "a label") if name == self.label else (str, "text")
+            kinds, expected = (int | str, _NO_LABEL) if name == self.label else (str, "not text")
             if not isinstance(row[name], kinds):
-                return f"field {name!r} holds {type(row[name]).__name__}, not {expected}"
+                return f"field {name!r} holds {type(row[name]).__name__}, {expected}"
             if isinstance(row[name], str) and not is_unicode(row[name]):
                 return f"field {name!r} holds half a surrogate pair, which is no character"
         return None
@@ -151,6 +166,7 @@ class TextSource:
     columns     says which fields of each row are read
     documents   yields all documents, from the first one at each call; reports damaged rows to the
                 DamagePolicy that it is given
+    class_names  the names of the classes, if the labels are numbers and the source names them
     """
 
     name: str
@@ -158,6 +174,7 @@ class TextSource:
     size_bytes: int
     columns: RowFormat
     documents: Callable[[DamagePolicy], Iterator[Document]]
+    class_names: tuple[str, ...] = ()
 
 
 def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
@@ -180,18 +197,21 @@ def open_text(spec: DataSpec, columns: RowFormat) -> TextSource:
             )
         files = stdlib_files() if spec.text == PYTHON_STDLIB else find_files("text", spec.text)
         for file in files:
-            _refuse_parquet(file)
+            _refuse_kind("text", file)
         return _source(str(spec), files, columns, lambda damage: _read_text(files, damage))
     if spec.jsonl is not None:
         files = find_files("jsonl", spec.jsonl, JSON_ENDINGS)
+        for file in files:
+            _refuse_kind("jsonl", file)
         return _source(str(spec), files, columns, lambda damage: _read_jsonl(files, columns, damage))
     if spec.parquet is not None:
         files = find_files("parquet", spec.parquet, PARQUET_ENDINGS)
         return _source(str(spec), files, columns, lambda damage: _read_parquet(files, columns, damage))
     rows = dataset_rows(spec)
     identity = [rows.identity, columns.identity]
+    names = rows.class_names(columns.label) if isinstance(columns, Columns) and columns.label is not None else ()
     return TextSource(
-        str(spec), identity, rows.size_bytes, columns, lambda damage: _read_dataset(rows, columns, damage)
+        str(spec), identity, rows.size_bytes, columns, lambda damage: _read_dataset(rows, columns, damage), names
     )
 
 
@@ -251,6 +271,11 @@ def _damage_fix(source: TextSource, found: str) -> str:
     for name in source.columns.names:
         if f"no field {name!r}" in found or f"no column {name!r}" in found:
             return _field_fix(source.columns, name)
+    if _NO_LABEL in found:
+        return (
+            "number the classes from 0, or write their names. Regression and several labels for a sample are no tasks of "
+            "tightfit: give the job a loss, such as loss: {python: 'torch.nn:MSELoss'}, and a dataset with such labels (data.python)"
+        )
     return "correct the samples, or name other files"
 
 
@@ -293,14 +318,37 @@ def _blocks(file: Path) -> Iterator[tuple[int, bytes]]:
         yield line, rest
 
 
-def _refuse_parquet(file: Path) -> None:
-    """Raise InputError if a file that the job gives as plain text is a parquet file, which its
-    first four bytes show."""
+def _refuse_kind(field: str, file: Path) -> None:
+    """Raise InputError if the first bytes of a file show that it is a parquet file, compressed, or
+    one JSON array of rows. JSON lines may be compressed with gzip.
+
+    field  the field of the job's data that names the file: text or jsonl
+    """
+    asked = f"data: {field}={file}"
     with file.open("rb") as opened:
-        if opened.read(4) == b"PAR1":
-            raise InputError(
-                f"data: text={file}", "this is a parquet file, not plain text", f"write data: {{parquet: {file}}}"
-            )
+        begin = opened.read(_HEAD_BYTES)
+    if begin.startswith(b"PAR1"):
+        expected = "plain text" if field == "text" else "JSON lines"
+        raise InputError(asked, f"this is a parquet file, not {expected}", f"write data: {{parquet: {file}}}")
+    packed = next((name for mark, name in _COMPRESSED.items() if begin.startswith(mark)), None)
+    if packed is not None and (field == "text" or packed != "gzip"):
+        reads = "it" if field == "text" else "it, or compress it with gzip instead"
+        raise InputError(asked, f"is compressed with {packed}", f"unpack {reads}")
+    if field == "jsonl" and _ARRAY.match(_head(file) if packed else begin):
+        raise InputError(
+            asked,
+            "is one JSON array of rows, and JSON lines have one row in each line",
+            f"write it so: jq -c '.[]' {file.name} > {file.stem}.jsonl; or name its folder with data.dataset",
+        )
+
+
+def _head(file: Path) -> bytes:
+    """Return the first bytes of a file that is compressed with gzip, unpacked; empty if it is damaged."""
+    try:
+        with gzip.open(file) as opened:
+            return opened.read(_HEAD_BYTES)
+    except _BROKEN_GZIP:
+        return b""
 
 
 def _decode(file: Path, first: int, block: bytes, damage: DamagePolicy) -> str:
@@ -325,6 +373,11 @@ def _valid_lines(file: Path, first: int, block: bytes, damage: DamagePolicy) -> 
 
 def _read_jsonl(files: list[Path], columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     for file in files:
+        with file.open("rb") as raw:
+            is_packed = raw.read(len(_GZIP)) == _GZIP
+        if is_packed:
+            yield from _read_packed(file, columns, damage)
+            continue
         with file.open("rb") as lines:
             start = 0
             for number in itertools.count(1):
@@ -337,6 +390,31 @@ def _read_jsonl(files: list[Path], columns: RowFormat, damage: DamagePolicy) -> 
                 elif line.strip():
                     yield from _read_line(f"{file}:{number}", line, columns, damage)
                 start = lines.tell()
+
+
+def _read_packed(file: Path, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
+    """Yield the documents in JSON lines that are compressed with gzip. Damaged lines and files are
+    reported to `damage`, and so are lines that are too long for the memory."""
+    number = 0
+    with gzip.open(file) as lines:
+        while True:
+            try:
+                line = lines.readline(LONG)
+                is_long = len(line) == LONG and not line.endswith(b"\n")
+                while is_long and lines.readline(_BLOCK_BYTES)[-1:] not in (b"\n", b""):
+                    pass
+            except _BROKEN_GZIP as error:
+                damage.report(str(file), f"not readable as gzip after line {number} ({error})")
+                return
+            if not line:
+                return
+            number += 1
+            if is_long:
+                damage.report(
+                    f"{file}:{number}", f"has more than {LONG} bytes, which needs a file that is not compressed"
+                )
+            elif line.strip():
+                yield from _read_line(f"{file}:{number}", line, columns, damage)
 
 
 def _read_line(place: str, line: bytes, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:

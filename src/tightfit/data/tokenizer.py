@@ -73,7 +73,7 @@ def load_tokenizer(path: str) -> Any:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    asked, place = f"data: tokenizer={path}", pretrained_folder(path)
+    asked, place = f"data: tokenizer={path}", pretrained_folder(path, field="data.tokenizer")
     if not place.exists():
         raise InputError(asked, "no such file or folder", "name a tokenizer.json, or a folder that has one")
     try:
@@ -142,7 +142,8 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
         raise InputError(
             f"vocabulary of {size} tokens",
             "too small for text: a byte-level BPE needs a token for each of the 256 bytes, and its special tokens",
-            f"set model.vocab_size (or data.vocabulary_size) to {_BYTES + len(names)} or more",
+            f"set {'' if model.pretrained else 'model.vocab_size (or '}data.vocabulary_size{'' if model.pretrained else ')'} to "
+            f"{_BYTES + len(names)} or more",
         )
     identity = [source.identity, size, names, _TRAINING_CHARACTERS]
     return load_tokenizer(str(cached_folder("tokenizer", identity, lambda folder: _train(folder, source, size, names))))

@@ -38,7 +38,7 @@ from tightfit.importers.conversions import (
     warmup,
     whole,
 )
-from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
+from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, objective, under
 
 _SPLICED = "tightfit packs texts one after another, in the order that train.seed gives"
 
@@ -394,9 +394,9 @@ KEYS: tuple[Key, ...] = (
         "fix_untrained_tokens",
         "reinit_weights",
     ),
-    *lacks(
-        hf.PREFERENCES,
-        "rl",
+    *objective(hf.PREFERENCES, "rl", "reward_model", "process_reward_model"),
+    *needless(
+        "only with rl, which the file does not have",
         "rl_beta",
         "trl.*",
         "dpo_*",
@@ -404,8 +404,6 @@ KEYS: tuple[Key, ...] = (
         "simpo_*",
         "cpo_*",
         "kto_*",
-        "reward_model",
-        "process_reward_model",
         "vllm.*",
         "ebft.*",
     ),

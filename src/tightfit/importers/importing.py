@@ -3,7 +3,8 @@ validates the resulting job and plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -45,6 +46,7 @@ _EXAMPLES = {
     "data": {"jsonl": "samples.jsonl"},
 }  # stand in for a model or data that a file does not have, to validate the rest
 _SECTIONS = ("model", "data", "train", "limits")
+_WIDEST = 60  # characters of a value that a message or a comment shows
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ def import_content(importer: Importer, content: dict[str, Any], where: str, devi
     where    the name of the file, for error messages
     devices  the number of devices that train together, if the file does not say it
 
-    Raises InputError if a value is one that the tool itself would not accept, or if the resulting
-    job or plan is not valid.
+    Raises InputError if a value is one that the tool itself would not accept, if the file asks for an
+    objective that tightfit does not have, such as DPO, or if the resulting job or plan is not valid.
     """
     draft = Draft()
     if devices is not None:
@@ -182,6 +184,12 @@ def _convert(draft: Draft, key: Key, row: Row, where: str, is_default: bool = Fa
     except (ValueError, TypeError, OverflowError, AttributeError) as error:
         wants = str(error) if isinstance(error, ValueError) else "a value that the tool takes"
         raise InputError(f"{where}: {row.key}", f"{row.value!r} is not allowed", f"give {wants}") from None
+    if isinstance(made, Lacks) and made.is_refused:
+        raise InputError(
+            f"{where}: {row.key}: {_shown(row.value)}",
+            made.reason,
+            "train it with the tool that the file is for; for supervised fine-tuning, import a file without this key",
+        )
     if isinstance(made, Lacks):
         row.outcome, row.note = ("no counterpart" if made.is_lost else "not needed"), made.reason
     else:
@@ -331,17 +339,31 @@ def _refusals(plan: Plan, job: Job) -> list[str]:
     ]
 
 
+def lost_keys(rows: Sequence[Row]) -> list[str]:
+    """Return one line for each key of the file without which the training is not the same: those
+    that have no counterpart, and those that tightfit does not know."""
+    return [
+        f"{row.key}: {_shown(row.value)} ({row.note})" for row in rows if row.outcome in ("no counterpart", "unknown")
+    ]
+
+
+def _shown(value: Any) -> str:
+    text = " ".join((value if isinstance(value, str) else json.dumps(value, default=str)).split())
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
+
+
 def file_texts(imported: Imported, source: Path) -> dict[str, str]:
     """Return {"job.yaml": text, "plan.yaml": text}, and the texts of other files that the job
-    names. Comments in the text of job.yaml list the contradictions and what the user still has to
-    do.
+    names. Comments in the text of job.yaml list the contradictions, what the user still has to do,
+    and the keys that have no counterpart.
 
     source  the imported file
     """
     head = f"# Imported from {source.name} ({imported.tool.title}) by tightfit import.\n"
     to_do = "".join(f"# To do: {sentence}\n" for sentence in (*imported.contradictions, *imported.to_do))
+    lost = "".join(f"# No counterpart: {line}\n" for line in lost_keys(imported.rows))
     return {
-        "job.yaml": head + to_do + (write_yaml(imported.job) if imported.job else "{}\n"),
+        "job.yaml": head + to_do + lost + (write_yaml(imported.job) if imported.job else "{}\n"),
         "plan.yaml": head + (write_yaml(imported.plan) if imported.plan else "{}\n"),
         **imported.files,
     }

@@ -291,6 +291,12 @@ def _combine(draft: Draft) -> None:
         draft.fields["plan.master_weights"] = True
         draft.remark("precision", "plan.master_weights: true, DeepSpeed's mixed precision")
     deepspeed.check_stage(draft)
+    clips = [row for row in draft.rows if row.key.endswith("gradient_clip_algorithm") and str(row.value) != "norm"]
+    if "train.clip" in draft.fields and any(row.value is not None for row in clips):
+        draft.settle(
+            "train.clip", "no counterpart", "it clips each gradient by its value, and train.clip is of the norm"
+        )
+        del draft.fields["train.clip"]
 
 
 IMPORTER = Importer(

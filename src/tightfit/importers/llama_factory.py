@@ -63,6 +63,17 @@ def _info(value: Any) -> dict[str, Any] | Lacks:
     return Lacks(f"it has no {_INFO} here, or none that can be read", False)
 
 
+def _stage(value: Any) -> str | Lacks:
+    """Return "causal-lm" for sft and pt. The stages rm, ppo, dpo and kto are refused. Any other value
+    is an error (ValueError)."""
+    word = str(value).lower()
+    if word in ("rm", "ppo", "dpo", "kto"):
+        return Lacks(hf.PREFERENCES, is_refused=True)
+    if word not in ("sft", "pt"):
+        raise ValueError("one of: sft, pt, rm, ppo, dpo, kto")
+    return "causal-lm"
+
+
 def _targets(value: Any) -> str | list[str] | Lacks:
     """Return the names of layers, as a list; a text with commas is divided. "all" becomes
     "all-linear"."""
@@ -94,9 +105,9 @@ _OWN: tuple[Key, ...] = (
     Key(
         "stage",
         "model.task",
-        chosen({"sft": "causal-lm", "pt": "causal-lm"}, hf.PREFERENCES),
+        _stage,
         "",
-        "pt and sft are causal-lm",
+        "pt and sft are causal-lm; rm, ppo, dpo and kto are refused",
     ),
     Key(
         "finetuning_type",
@@ -293,8 +304,8 @@ _OWN: tuple[Key, ...] = (
     ),
     *needless("tightfit always quantizes the scales of nf4, too", "double_quantization"),
     *needless("tightfit places the weights itself", "quantization_device_map"),
-    *lacks(
-        hf.PREFERENCES,
+    *needless(
+        "only for the stages rm, ppo, dpo and kto",
         "pref_*",
         "dpo_*",
         "kto_*",

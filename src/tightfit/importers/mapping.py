@@ -21,13 +21,15 @@ class Lacks:
     """What a conversion returns if the key's value sets no field of tightfit. The import then
     reports the key as "no counterpart" or "not needed", with the reason.
 
-    reason   why no field is set
-    is_lost  True ("no counterpart") if the training differs without the value; False ("not needed")
-             if it is the same
+    reason      why no field is set
+    is_lost     True ("no counterpart") if the training differs without the value; False ("not
+                needed") if it is the same
+    is_refused  True if the file must not be imported, because the value asks for another objective
     """
 
     reason: str
     is_lost: bool = True
+    is_refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,20 @@ def needless(reason: str, *names: str) -> tuple[Key, ...]:
     reason  why no counterpart is needed
     """
     return tuple(Key(name, reason=reason, is_lost=False) for name in names)
+
+
+def objective(reason: str, *names: str) -> tuple[Key, ...]:
+    """Return one `Key` for each of `names`, keys that ask for an objective that tightfit does not
+    train. A file in which one of them is not off is refused.
+
+    reason  what tightfit does not have
+    """
+
+    def convert(value: Any) -> Lacks:
+        is_off = value is False or value in ("", "none", "no") or value == []
+        return Lacks("it is off", is_lost=False) if is_off else Lacks(reason, is_refused=True)
+
+    return tuple(Key(name, convert=convert, reason=f"refused: {reason}") for name in names)
 
 
 def under(section: str, keys: tuple[Key, ...]) -> tuple[Key, ...]:

@@ -26,8 +26,8 @@ from tightfit.importers.conversions import (
     wide,
 )
 from tightfit.importers.data_sources import Source
-from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless
-from tightfit.importers.training_arguments import LOGS, PREFERENCES, TOKENIZER
+from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, objective
+from tightfit.importers.training_arguments import DISTILLATION, LOGS, PREFERENCES, TOKENIZER
 
 HUB_SOURCES = {
     "alpaca_dataset": "tatsu-lab/alpaca",
@@ -50,6 +50,7 @@ PAIR_COLUMNS = {
     "samsum_dataset": ("dialogue", "summary"),
     "grammar_dataset": ("input", "output"),
 }  # builders of prompts with responses: their columns
+_PREFERENCE_LOSSES = ("DPOLoss", "RSOLoss", "SimPOLoss", "PPOLoss", "GRPOLoss", "GRPOSimpleLoss")
 _ALPACA = ("alpaca_dataset", "alpaca_cleaned_dataset")
 _CHAT = "torchtune's tokenizer writes the messages, which can differ from the tokenizer's chat template"
 _WRAPPED = "torchtune's tokenizers of chat models also write the prompt and the answer as messages"
@@ -95,11 +96,13 @@ def _columns(value: Any) -> dict[str, str]:
 def _loss(value: Any) -> int | Lacks:
     """Return 1024, the tokens of a chunk (plan.chunked_loss), for "LinearCrossEntropyLoss" and
     "CEWithChunkedOutputLoss". "CrossEntropyLoss" sets no field (Lacks, with the reason): it is the
-    loss of tightfit's language models, too. For any other loss, there is no counterpart (Lacks,
-    with the reason)."""
+    loss of tightfit's language models, too. The losses of preferences, such as DPOLoss, are refused.
+    For any other loss, there is no counterpart (Lacks, with the reason)."""
     word = text(value).rpartition(".")[2]
     if word in ("LinearCrossEntropyLoss", "CEWithChunkedOutputLoss"):
         return 1024
+    if "rlhf" in str(value) or word in _PREFERENCE_LOSSES:
+        return Lacks(PREFERENCES, is_refused=True)
     if word == "CrossEntropyLoss":
         return Lacks("this is the loss of tightfit's language models, too", is_lost=False)
     return Lacks("tightfit uses the model's own loss or the job's loss (loss: {python: ...})")
@@ -302,10 +305,9 @@ KEYS: tuple[Key, ...] = (
     Key("metric_logger._component_", "train.trackers", _tracker),
     *needless("names and folders of a logger", "metric_logger.*"),
     *needless(LOGS, "log_every_n_steps", "log_peak_memory_stats", "log_level", "profiler._component_", "profiler.*"),
-    *lacks(
+    *objective(DISTILLATION, "teacher_*", "kd_*"),
+    *objective(
         PREFERENCES,
-        "teacher_*",
-        "kd_*",
         "ref_*",
         "policy_*",
         "reward_*",

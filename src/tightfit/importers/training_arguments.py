@@ -40,10 +40,16 @@ from tightfit.importers.conversions import (
     whole,
     wide,
 )
-from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, under
+from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless, objective, under
 from tightfit.importers.reading import read_settings
 
 PREFERENCES = "tightfit has no training on preferences or rewards (DPO, KTO, PPO, GRPO, ORPO)"
+DISTILLATION = "tightfit has no distillation from a teacher; a loss of the job's own can have it"
+_PREFERENCE_LOSSES = (
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco", "bco_pair", "sppo_hard", "aot", "aot_pair", "aot_unpaired",
+    "apo_down", "apo_zero", "apo_zero_unpaired", "discopop", "sft", "sigmoid_norm", "kto", "simpo", "alphapo", "grpo", "bnpo",
+    "dr_grpo", "dapo", "cispo", "sapo",
+)  # fmt: skip
 TOKENIZER = "tightfit uses the tokenizer unchanged"
 HUB = "tightfit does not upload"
 LOGS = "only changes what is printed and logged; tightfit logs every step in metrics.jsonl"
@@ -96,6 +102,17 @@ def fsdp(value: Any) -> tuple[int, bool] | Lacks:
     if len(found) != 1:
         raise ValueError("full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard")
     return FSDP_STRATEGIES[found[0]]
+
+
+def _loss_type(value: Any) -> Lacks:
+    """Return Lacks, with the reason: this key sets no field. nll is the loss of tightfit, too. The
+    losses of preferences and rewards, such as those of DPO, are refused."""
+    words = value if isinstance(value, list) else [value]
+    if {str(word) for word in words} <= {"nll", "chunked_nll"}:
+        return Lacks("the same loss", is_lost=False)
+    if any(str(word) in _PREFERENCE_LOSSES for word in words):
+        return Lacks(PREFERENCES, is_refused=True)
+    return Lacks("tightfit uses the model's own loss or the job's loss")
 
 
 def _version(value: Any) -> Lacks:
@@ -436,14 +453,7 @@ TRL_KEYS: tuple[Key, ...] = (  # of SFTConfig, ModelConfig and ScriptArguments
         "completion_only",
         "TRL's; true is response, with data.format: prompt-response",
     ),
-    Key(
-        "loss_type",
-        "",
-        chosen(
-            {"nll": Lacks("the same loss", False), "chunked_nll": Lacks("the same loss", False)},
-            "tightfit uses the model's own loss or the job's loss",
-        ),
-    ),
+    Key("loss_type", "", _loss_type, "", "nll is the same loss; losses of preferences are refused"),
     Key("chat_template_path", "data.chat_template", text, "template_path", "TRL's; the file of a Jinja template"),
     Key("chat_template", "data.chat_template", text, "template_text", "the text of a Jinja template, as a new file"),
     *lacks("tightfit prepares all rows itself", "dataset_kwargs", "dataset_kwargs.*", "formatting_func"),
@@ -473,7 +483,11 @@ TRL_KEYS: tuple[Key, ...] = (  # of SFTConfig, ModelConfig and ScriptArguments
         "bnb_4bit_*",
         "bnb_*",
     ),
-    *lacks(PREFERENCES, "beta", "max_prompt_length", "max_completion_length", "num_generations", "reward_*"),
+    *objective(PREFERENCES, "max_prompt_length", "max_completion_length", "num_generations", "reward_*"),
+    *objective(PREFERENCES, "beta", "desirable_weight", "undesirable_weight", "rpo_alpha", "reference_free"),
+    *objective(PREFERENCES, "ref_model_*", "sync_ref_model", "precompute_ref_log_probs", "center_rewards_coefficient"),
+    *objective(PREFERENCES, "num_ppo_epochs", "kl_coef", "cliprange", "scale_rewards", "use_vllm"),
+    *objective(DISTILLATION, "teacher_model_name_or_path"),
     *needless(
         TOKENIZER,
         "eos_token",

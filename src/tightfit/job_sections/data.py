@@ -200,6 +200,33 @@ class DataSpec(Value):
                 raise InputError(asked, error.found, error.fix) from None
         return self
 
+    def without_effect(self, task: str | None) -> list[str]:
+        """Return one sentence for each field that has a value other than its default, and that is not
+        read for this data and this task. The fields of `sources` are not examined."""
+        pairs = task == "seq2seq-lm" and (self.target_field is not None or self.synthetic is not None)
+        masks = task == "masked-lm" or (task == "seq2seq-lm" and self.target_field is None)
+        images = self.images or self.synthetic == "images" or (self.dataset and task == "classification")
+        unread = {
+            "samples": ""
+            if self.synthetic
+            else "is for synthetic data; data.split, such as train[:1000], takes some rows",
+            "shuffle_buffer": "" if self.streaming else "is for data.streaming",
+            "image_size": "" if images or self.python else "is for images",
+            "label_field": "" if task in ("classification", None) else "is for the task classification",
+            "target_length": "" if pairs else "is for the target texts of the task seq2seq-lm",
+            "mask_probability": "" if masks else "is for masked-lm and for the spans of seq2seq-lm",
+            "field": "is for rows with fields"
+            if self.text
+            else "is not read with data.format; name fields in data.fields"
+            if self.format
+            else "",
+        }
+        return [
+            f"data.{name}={getattr(self, name)} has no effect: it {why}"
+            for name, why in unread.items()
+            if why and getattr(self, name) != type(self).model_fields[name].default
+        ]
+
     def parts(self) -> list[DataSpec]:
         """Return a DataSpec for each of the sources, with the other fields of this one. Without
         `sources`, return only this DataSpec."""

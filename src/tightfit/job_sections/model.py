@@ -109,8 +109,11 @@ class ModelSpec(Value):
         if not extra:
             return content
         if not (content.get("architecture") or content.get("preset")):
-            field = next(iter(extra))
-            raise InputError(f"job: model.{field}", "unknown field", nearest_field(str(field), cls.field_names()))
+            field, value = next(iter(extra.items()))
+            fix = nearest_field(str(field), cls.field_names())
+            if content.get("from") and not fix.startswith("did you mean"):
+                fix = f"give config keys of a pretrained model as model.config: {{{field}: {value}}}"
+            raise InputError(f"job: model.{field}", "unknown field", fix)
         kept = {key: value for key, value in content.items() if key in own}
         config = content.get("config") or {}
         if not isinstance(config, dict):

@@ -107,8 +107,10 @@ def task_of(model: Any) -> str | None:
     """
     if not isinstance(model, ModelSpec):
         return _task_of_function(model)
-    if model.task or model.python:
-        return model.task or _task_of_function(load_python(model.python))
+    if model.task:
+        return model.task
+    if model.python:
+        return _task_of_function(load_python(model.python))
     if not model.from_:
         return _task_of_architecture(_architecture(model))
     content = read_config(model.from_)
@@ -158,7 +160,7 @@ def config_of_function(model: Any) -> Any:
     """Return the transformers config of the model that a function of the user's own returns: a
     callable, or a ModelSpec with `python`. None if it is no model of transformers, or if it cannot be
     created on fake tensors."""
-    return _facts_of_function(load_python(model.python) if isinstance(model, ModelSpec) else model)[1]
+    return _facts_of_function(load_python(str(model.python)) if isinstance(model, ModelSpec) else model)[1]
 
 
 def _facts_of_function(function: Any) -> tuple[str | None, Any]:
@@ -172,7 +174,7 @@ def _facts_of_function(function: Any) -> tuple[str | None, Any]:
 
 
 def _facts_of_made(function: Any) -> tuple[str | None, Any]:
-    made = _made_of_fakes(function)
+    made: Any = _made_of_fakes(function)
     if made is None or not is_transformers_model(made):
         return None, None
     kinds = [kind.__name__ for kind in type(made).__mro__]
@@ -307,8 +309,9 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     Return None if this is not possible, for one of these reasons:
 
     - The model is the user's own or pretrained.
-    - Its config lists several types of layers (layer_types), has no num_hidden_layers, or does not
-      take another one: EfficientNet computes it, and GPT-Neo lists the kinds of its layers.
+    - Its config lists several types of layers (layer_types) or stages (depths), has no
+      num_hidden_layers, or does not take another one: EfficientNet computes it, and GPT-Neo lists
+      the kinds of its layers.
     - Its adapters are for named layers only.
     - It has no more than `blocks` blocks.
     """
@@ -318,7 +321,7 @@ def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
         return None
     config = model_config(model)
     depth, types = getattr(config, "num_hidden_layers", None), getattr(config, "layer_types", None)
-    if not isinstance(depth, int) or depth <= blocks or len(set(types or [None])) > 1:
+    if not isinstance(depth, int) or depth <= blocks or len(set(types or [None])) > 1 or hasattr(config, "depths"):
         return None
     fewer: dict[str, Any] = {"num_hidden_layers": blocks}
     if types and "layer_types" in _defaults(type(config)):

@@ -24,13 +24,14 @@ _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt")
 
 
-def pretrained_folder(source: str, weights: bool = False) -> Path:
+def pretrained_folder(source: str, weights: bool = False, field: str = "model.from") -> Path:
     """Return the local folder with the files of a pretrained model.
 
     source   a folder, or the id of a repository on the Hub, such as "org/name". If there is a
              folder of this name, it is used
     weights  whether the folder must also have the weights (safetensors files), not only the config
              and the tokenizer
+    field    the field of the job that names it, for messages
 
     A repository that the cache of `huggingface_hub` does not have is downloaded. If `source` cannot
     be an id on the Hub, it is returned as a path, whether it exists or not. Raises InputError if
@@ -42,8 +43,8 @@ def pretrained_folder(source: str, weights: bool = False) -> Path:
         return folder
     if (found := _cached(source, weights)) is not None:
         return found
-    refuse_mistyped_folder("model.from", source, Path())
-    return _download(source, weights)
+    refuse_mistyped_folder(field, source, Path())
+    return _download(source, weights, f"job: {field}={source}")
 
 
 def own_tokenizer(source: str) -> Path | None:
@@ -108,11 +109,10 @@ def _has_weights(folder: Path) -> bool:
     return all((folder / name).exists() for name in names)
 
 
-def _download(source: str, weights: bool) -> Path:
+def _download(source: str, weights: bool, asked: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    asked = f"job: model.from={source}"
     patterns = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
     try:
         folder = Path(snapshot_download(source, allow_patterns=patterns))

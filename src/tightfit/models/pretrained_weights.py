@@ -3,7 +3,7 @@ another number of classes.
 
 Keys of `model.config` may change the shapes of a pretrained model's tensors. Only the tensors of a
 classifier's last layer (its head) may differ from the weights in the folder, and only if the job
-sets `num_labels`: they get new, random values. Every other difference raises InputError.
+sets `num_labels` or `id2label`: they get new, random values. Every other difference raises InputError.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _without_head(spec: ModelSpec, model: Any, shapes: Shapes) -> Shapes:
-    """Return the tensors that are not part of a classifier's head for the job's own `num_labels`. A
-    head has one row for each class and is outside of the base model."""
-    if "num_labels" not in spec.config:
+    """Return the tensors that are not part of a classifier's head for the classes that the job sets
+    by `num_labels` or `id2label`. A head has one row for each class and is outside of the base model."""
+    if not {"num_labels", "id2label"} & set(spec.config):
         return shapes
     inside, labels = f"{model.base_model_prefix}.", model.config.num_labels
     return {

@@ -34,8 +34,12 @@ every key of the file with its outcome:
 | not needed | the training is the same without the key |
 | unknown | tightfit does not know such a key of this tool |
 
-Then it lists the contradictions, including those with tightfit's own rules, and what you have to do: add a model or data that the
-file does not have, name a template that only the tool has, replace epochs by steps. job.yaml has the same list as comments.
+Then it lists the contradictions, including those with tightfit's own rules, the keys without counterpart, and what you have to do:
+add a model or data that the file does not have, name a template that only the tool has, replace epochs by steps. job.yaml has the
+same lists as comments.
+
+A file that asks for another objective is refused (exit code 2): training on preferences or rewards (DPO, KTO, ORPO, PPO, GRPO,
+reward models) and distillation. A supervised job with the same keys would be another training.
 
 **The batch.** `train.batch` is the number of samples of one optimizer step on all devices, and `plan.micro_batch` the number of
 samples of one forward on each data rank: batch = micro-batch x accumulation steps x data ranks. The number of data ranks is

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.errors import InputError
-from tightfit.importers.importing import Imported, file_texts, import_file
+from tightfit.importers.importing import Imported, file_texts, import_file, lost_keys
 from tightfit.importers.mapping import Row
 from tightfit.report.unexpected_errors import not_writable
 
@@ -36,7 +36,12 @@ def import_command(path: Path, tool: str | None, out: Path | None, devices: int 
         return
     print(f"{path} is read as {imported.tool.title}\n")
     print("\n".join(table(imported.rows)))
-    for title, sentences in (("contradictions", imported.contradictions), ("to do", imported.to_do)):
+    lost = lost_keys(imported.rows)
+    for title, sentences in (
+        ("contradictions", imported.contradictions),
+        ("no counterpart: without these keys the training is not the same", lost),
+        ("to do", imported.to_do),
+    ):
         if sentences:
             print(f"\n{title}")
             print("\n".join(f"  {sentence}" for sentence in sentences))
