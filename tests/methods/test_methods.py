@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import tightfit
 from tests.contract import test_contract
 from tightfit.cost.ledger import Ledger
+from tightfit.job import Permission
 from tightfit.machine import Machine
 from tightfit.methods import METHODS, loader
 from tightfit.plan import Plan
@@ -23,14 +24,26 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.waterfall import waterfall
 from tightfit.report import method_docs
+from tightfit.rules import needed_permissions
 from tightfit.runtime.method import Default, SearchFacts
 
 TOY_BYTES = 12345.0
 
 
 def test_each_plan_field_belongs_to_exactly_one_method() -> None:
+    for method in METHODS:
+        assert isinstance(method.FIELDS, tuple), f"{method.__name__}.FIELDS is no tuple: is a comma missing?"
+        assert isinstance(method.VARIANTS, tuple), f"{method.__name__}.VARIANTS is no tuple: is a comma missing?"
     owners = Counter(field for method in METHODS for field in method.FIELDS)
-    assert owners == Counter(list(Plan.model_fields))
+    assert sorted(Plan.model_fields.keys() - owners.keys()) == [], "in no method's FIELDS (is it listed in METHODS?)"
+    assert sorted(owners.keys() - Plan.model_fields.keys()) == [], "no fields of Plan"
+    assert [field for field, count in owners.items() if count > 1] == [], "in the FIELDS of several methods"
+
+
+def test_variants_need_permissions_that_jobs_can_give() -> None:
+    for method in METHODS:
+        for fields in method.VARIANTS:
+            assert needed_permissions(Plan(**fields)) <= set(get_args(Permission)), method.__name__
 
 
 def test_methods_name_fields_of_their_own() -> None:
@@ -70,7 +83,8 @@ class _Toy(ModuleType):
 
     @staticmethod
     def apply(run: tightfit.Run, plan: Plan) -> tightfit.Run:
-        return replace(run, labelled=None)
+        run.model.toy = True
+        return run
 
 
 @pytest.fixture
@@ -108,3 +122,4 @@ def test_a_method_that_is_only_listed_is_found_everywhere(toy: ModuleType) -> No
         in method_docs.table(test_contract.METHODS)
     )
     assert "## toy" in method_docs.page(test_contract.METHODS)
+    assert tightfit.build(job, Plan(prefetch=4)).model.toy

@@ -182,6 +182,7 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
     for method in METHODS:
         if method.enabled(plan) and not (method is loader and keeps_data):
             run = method.apply(run, plan)
+            assert isinstance(run, Run), f"{method.__name__}.apply returns no Run"
         if method is materialize:  # before a method leaves only a stage's parameters
             _refuse_scripted(run)
             check_matches(run.job.train, names_of_parameters(run.model).values())

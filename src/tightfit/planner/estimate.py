@@ -374,6 +374,7 @@ def apply_costs(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     for method in METHODS:
         if method.enabled(plan):
             ledger = method.cost(ledger, plan, machine)
+            assert isinstance(ledger, Ledger), f"{method.__name__}.cost returns no Ledger"
     return ledger
 
 
