@@ -483,7 +483,7 @@ def published() -> str:
     record = read("published")
     columns = ["group", "runs", "memory", "speed", "speed, one factor", "ran", "out of memory"]
     halves = "\n\n".join(
-        f"{'Part' if half == 'c' else 'Half'} {half}:\n\n"
+        f"{'Half' if half in ('a', 'b') else 'Part'} {half}:\n\n"
         + table(columns, [_published_summary(group, one) for group, one in groups.items()]).rstrip()
         for half, groups in record["summary"].items()
     )
@@ -499,6 +499,8 @@ by one) is taken into account. Nothing is fitted to a run.
 Runs of a group alternate between two halves. Whoever improves a prediction looks at half a; half b says
 whether the improvement holds for other runs. Part c was added later, from other sources. Facts of its
 frameworks' loops were looked up after a first comparison; tightfit's predictions were not changed for it.
+Part d was added after that, from twelve more sources. What its first comparison showed to be wrong in
+tightfit was corrected, each time from another source than its runs.
 Each cell says how many runs are compared, the median and the worst error, and in parentheses the signed
 median. Speed is compared as predicted from the devices'
 published figures, and after one factor for each pair of machine and framework, the median of its runs
@@ -836,10 +838,10 @@ def readme_table() -> str:
         ),
         (
             "many GPUs",
-            f"Runs that others published (half b). Memory of {memories['rows']} runs:"
+            f"Runs that others published, of the half that was not looked at. Memory of {memories['rows']} runs:"
             f" median error {percent(memories['median'])}, worst {percent(memories['worst'])}. Speed of"
             f" {speeds['rows']} runs on up to {max(row.get('devices', 1) for row in read('published')['rows']):,} GPUs,"
-            f" after one factor for each machine and framework: {percent(speeds['median'])},"
+            f" after one factor for each machine and framework: median {percent(speeds['median'])}, worst"
             f" {percent(speeds['worst'])}. Other frameworks, added later: memory of {newest['memory']['rows']} runs"
             f" {percent(newest['memory']['median'])}, speed of {newest['speed, calibrated']['rows']} runs"
             f" {percent(newest['speed, calibrated']['median'])}.",

@@ -56,13 +56,27 @@ def test_published_memory_is_reproduced(name: str) -> None:
 
 def test_published_runs_are_legal_plans() -> None:
     rows = published.read_rows()
-    assert len(rows) == len({row["id"] for row in rows}) >= 375
-    assert {row["half"] for row in rows} == {"a", "b", "c"}
+    assert len(rows) == len({row["id"] for row in rows}) >= 530
+    assert {row["half"] for row in rows} == {"a", "b", "c", "d"}
     for row in rows:
         plan, machine = tightfit.Plan(**row["plan"]), published.machine_of(row)
         check(plan, published.job_of(row), machine.device)
         assert plan.devices == machine.devices_per_node * machine.nodes
         assert {"memory", "speed", "fits"} & set(row)
+
+
+def test_the_readme_counts_the_published_runs() -> None:
+    rows, readme = published.read_rows(), (published.FOLDER / "README.md").read_text()
+    for group in ("", *{row["group"] for row in rows}):
+        those = [row for row in rows if row["group"] == group or not group]
+        counts = {
+            "memory": sum("memory" in row for row in those),
+            "speed": sum("speed" in row for row in those),
+            "ran": sum(row.get("fits") is True for row in those),
+            "out of memory": sum(row.get("fits") is False for row in those),
+        }
+        compared = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+        assert f"| {f'`{group}.yaml`' if group else 'all'} | {len(those)} | {compared} |" in readme
 
 
 @pytest.mark.parametrize(

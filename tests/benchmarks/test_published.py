@@ -248,6 +248,52 @@ def test_narrow_reductions_send_half_of_the_gradients() -> None:
     assert (late.bytes, late.overlaps) == (sent["gradients"].bytes / 2, False)
 
 
+def test_each_rank_broadcasts_its_weights() -> None:
+    """The latency grows with the square of the ranks, and nothing overlaps."""
+    model, sharded = CostModel(GPUS), estimate(Plan(dp_shard=8, zero=1))
+    (sent,) = [one for one in sharded.ledger.messages if one.name == "parameters"]
+    theirs = published.as_they_send(sent, {"broadcasts": True}, 8 * sent.latency_s)
+    assert theirs == replace(sent, overlaps=False, latency_s=8 * sent.latency_s)
+    assert published.saved_by_their_loop(sharded, sharded, {"broadcasts": True}, model) < 0
+    gathered = [one for one in estimate(Plan(dp_shard=8, zero=3)).ledger.messages if one.name == "parameters"]
+    assert [published.as_they_send(one, {"broadcasts": True}, 1.0) for one in gathered] == gathered
+
+
+def test_samples_on_the_device_are_not_waited_for() -> None:
+    one = estimate(Plan(), Machine.named("h100-sxm"))
+    assert one.time.input_s > 0
+    saved = published.saved_by_their_loop(one, one, {"inputs_on_device": True}, CostModel(GPUS))
+    assert saved == one.time.input_s
+
+
+def test_a_host_that_skips_steps_keeps_no_copies() -> None:
+    """Of weights and states: without them, the update is as long as in bf16."""
+    model, machine = CostModel(GPUS), Machine.named("h100-sxm")
+    job = cases.job("llama").replace(allow=["bf16", "fp16"])
+    narrow, plain = (
+        Estimator(job, machine).estimate(Plan(precision=precision)) for precision in ("fp16-mixed", "bf16-mixed")
+    )
+    assert published.choices_of_update_s(plain.ledger, model) == 0
+    spent, least = (
+        sum(seconds for seconds, _ in model._rows_of_updates(one.ledger.updates).values()) for one in (narrow, plain)
+    )
+    assert spent - published.choices_of_update_s(narrow.ledger, model) == pytest.approx(least, rel=0.05)
+    saved = published.saved_by_their_loop(narrow, narrow, {"skips_on_host": True}, model)
+    assert 0 < saved <= narrow.time.optimizer_s
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_copies_of_gradients_are_sharded_once(zero: Any) -> None:
+    """The gradients' row of ZeRO-3 has the bytes of a shard already."""
+    settled = estimate(Plan(precision="bf16-true", master_weights=True, dp_shard=8, zero=zero))
+    rows, peaks = settled.peak.rows, []
+    for copies in (10**6, 2 * 10**6):  # with which the update exceeds all else
+        loop = {"gradients": {"bf16-true": {"before_update": 2, "copies_in_update": copies}}}
+        peaks.append(published.their_peak({"loop": loop}, settled))
+    shard = rows["gradients"] / 4 / (8 if zero == 1 else 1)
+    assert peaks[1] - peaks[0] == pytest.approx(10**6 * shard)
+
+
 def test_transformer_engine_saves_a_part_of_the_casts() -> None:
     fields = {"precision": "bf16-mixed", "compile": "block"}
     wide, narrow = (

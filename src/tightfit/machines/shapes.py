@@ -28,12 +28,21 @@ LARGE = 8192  # width of the square product for which the device table gives a r
 MAX_SHARE = 1.02  # no shape is faster than this multiple of the large square product
 ALIGNMENT = 16  # bytes: tensor cores are fastest if the rows of all matrices begin at multiples of this
 IN_TENSOR_CORES = ("bfloat16", "float16", "tf32", "float8")
-# Rate of products whose rows are not aligned, as a fraction of that of aligned products. By the first
-# number of the architecture: (rows begin at multiples of 4 or 8 bytes, of 1 or 2 bytes).
-# V100 and A100: the cookbook's products of about 50,000 columns; the second figure of a V100 is
-# assumed. H100: the head of GPT-2 with 50,257 classes (records/gpu.json) gave the second figure; the
-# first is assumed. Newer devices are assumed to be like one of these
-UNALIGNED = {7: (0.95, 0.5), 8: (0.57, 0.28), 9: (0.33, 0.16), 10: (0.33, 0.16), 12: (0.57, 0.28)}
+# Rate of products whose rows are not aligned, as a fraction of that of aligned products. By
+# architecture: (rows begin at multiples of 4 or 8 bytes, of 1 or 2 bytes). V100 and A100: the
+# cookbook's products of about 50,000 columns. H100: the head of GPT-2 with 50,257 classes
+# (records/gpu.json) gave the second figure. A processor of an A100 does 2,048 FLOPs in a clock cycle,
+# one of an H100 4,096 and one of a V100 1,024: all three measurements agree with kernels that load so
+# many numbers in a cycle, and reach 1,170 or 570 FLOPs, however fast the tensor cores are. The second
+# figure of a V100, and both of other devices with its 1,024 FLOPs, follow from that; GeForce cards,
+# with 512 FLOPs, lose less. The first figure of an H100 is assumed. Newer data centre devices are
+# assumed to be like it
+_UNALIGNED_OF_1024 = (0.95, 0.56)
+UNALIGNED = {
+    **dict.fromkeys(("sm_70", "sm_72", "sm_75", "sm_86", "sm_87", "sm_89", "sm_120", "sm_121"), _UNALIGNED_OF_1024),
+    "sm_80": (0.57, 0.28),
+    **dict.fromkeys(("sm_90", "sm_100", "sm_103"), (0.33, 0.16)),
+}
 
 
 def unaligned_share(alignment: int, architecture: str) -> float:
@@ -42,10 +51,9 @@ def unaligned_share(alignment: int, architecture: str) -> float:
 
     architecture  such as sm_90. Without one that is known, nothing is lost
     """
-    generation = architecture.removeprefix("sm_")[:-1]
-    if alignment >= ALIGNMENT or not generation.isdigit() or int(generation) not in UNALIGNED:
+    if alignment >= ALIGNMENT or architecture not in UNALIGNED:
         return 1.0
-    even, odd = UNALIGNED[int(generation)]
+    even, odd = UNALIGNED[architecture]
     return even if alignment >= 4 else odd
 
 
@@ -84,6 +92,51 @@ def _fastest(batches: float, rows: float, columns: float, depth: float, processo
                 start = one_start * (1 if parts == 1 else 2)
                 times.append(waves * processors * high * wide * (steps + start) / speed)
     return min(times) / (batches * rows * columns * depth)
+
+
+# Bandwidth of cuDNN's transposes between the two layouts of an image, as a fraction of that of other
+# operations: in 32 bits, in 16 bits. In the convolutions that were measured on an H100
+# (records/gpu.json), these transposes are the difference between the layouts, within 30 %
+TRANSPOSES = (1.0, 0.7)
+
+
+def convolution_products(
+    sizes: tuple[float, float, float, float, float], gradients: int
+) -> list[tuple[float, float, float]]:
+    """Return the matrix products (rows, columns, depth) that cuDNN computes for a convolution, as
+    implicit products: it reads each pixel under the kernel in its place, and copies none.
+
+    sizes      (groups, places, channels, depth, window): pixels of the output of all samples, output
+               and input channels of a group, pixels of the kernel
+    gradients  0 for a forward; for a backward 1 if only the weight has a gradient, 2 if the image has
+               one, too
+
+    The products of all groups are side by side: they have as many tiles as one with more rows.
+
+    Source: NVIDIA, "Convolutional Layers User's Guide": implicit GEMM, and its table of the dimensions
+    of equivalent products in forward and backward.
+    """
+    groups, places, channels, depth, window = sizes
+    if not gradients:
+        return [(groups * places, channels, depth * window)]
+    of_weight, of_image = (groups * channels, depth * window, places), (groups * places, depth, channels * window)
+    return [of_weight, of_image][:gradients]
+
+
+def transposed_bytes(bytes_accessed: float, gradients: int) -> float:
+    """Return the bytes that cuDNN accesses to transpose the images of a convolution whose channels are
+    not side by side (NCHW). Its kernels for tensor cores need images of the other layout (NHWC), so it
+    transposes what each of them reads, and what it writes.
+
+    bytes_accessed  of the convolution itself: of its input and output, and in a backward, of the
+                    gradients of both, almost all of which is images
+    gradients       see `convolution_products`
+
+    Example: a forward reads and writes one image each, and transposes both, for twice the bytes. A
+    backward reads the image and the output's gradient for the weight's gradient, and reads the
+    output's gradient again for that of the image: four transposes, for three images.
+    """
+    return 2 * bytes_accessed * (4 / 3 if gradients == 2 else 1)
 
 
 # by architecture: bytes of the L2 cache, and its bandwidth as a multiple of that of device memory.

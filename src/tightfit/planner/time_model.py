@@ -23,7 +23,13 @@ from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, 
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Operation, Segment, Timeline
 from tightfit.cost.remembered import remembered
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
-from tightfit.machines.shapes import LARGE, MAX_SHARE
+from tightfit.machines.shapes import (
+    LARGE,
+    MAX_SHARE,
+    TRANSPOSES,
+    convolution_products,
+    transposed_bytes,
+)
 from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import MAX_MMAP_THRESHOLD, page_fault_bytes
 
@@ -34,9 +40,8 @@ CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"
 ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 BLOCKED = ("blocked attention", "blocked attention backward")
 IN_CHANNELS_LAST = ("channels-last convolution", "channels-last convolution backward")
-ARITHMETIC = (
-    PRODUCT, BATCHED, CONVOLUTION, CONVOLUTION_BACKWARD, *IN_CHANNELS_LAST, ATTENTION, ATTENTION_BACKWARD, *BLOCKED
-)  # fmt: skip
+CONVOLUTIONS = (CONVOLUTION, CONVOLUTION_BACKWARD, *IN_CHANNELS_LAST)
+ARITHMETIC = (PRODUCT, BATCHED, *CONVOLUTIONS, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
 _BY_SHAPE = (PRODUCT, BATCHED, ATTENTION, ATTENTION_BACKWARD)  # a GPU's rates for these depend on the shape
 _KINDS = {
     PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
@@ -100,6 +105,23 @@ _KINDS = {
         "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # collectives are counted as messages
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
+# How often the kernels of a GPU read and write the tensors of a normalization over more numbers than a
+# processor holds, divided by once: a forward reads its input for the moments and again to normalize it,
+# and a backward reads the input and the output's gradient for two sums and again for the gradient
+# (ATen/native/cuda: Normalization.cuh, group_norm_kernel.cu; cuDNN does the same)
+PASSES = {
+    **dict.fromkeys(
+        (
+            "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update", "aten.native_group_norm",
+        ),
+        3 / 2,
+    ),
+    **dict.fromkeys(
+        ("aten.native_batch_norm_backward", "aten.batch_norm_backward", "aten.native_group_norm_backward"), 5 / 3
+    ),
+}  # fmt: skip
+# types in which tensor cores compute convolutions, as a machine names them
+_TENSOR_CORES = {"tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 EFFICIENCIES = ("compute", "memory", "launch", "link")  # fitted to measured runs: see `fit_machine`
 # seconds to start an operation from Python with autograd, if the machine's were not measured
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}
@@ -462,9 +484,54 @@ class CostModel:
         kind = KIND.get(operation.name, "elementwise")
         flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:
-            return moved / self.machine.achieved(kind, operation.dtype, moved) / self.memory_share
+            return moved / self._bytes_per_s(kind, operation, moved) / self.memory_share
+        if kind in CONVOLUTIONS and self._knows_convolutions_by_shape(operation):
+            return self._convolution_s(kind, operation, samples, moved)
         arithmetic_s = flops / self._arithmetic_rate(kind, operation, samples, flops)
         return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
+
+    def _bytes_per_s(self, kind: str, operation: Operation, moved: float) -> float:
+        """Return the rate of an operation that is no arithmetic, in bytes accessed per second."""
+        passes = PASSES.get(operation.name, 1.0) if self.machine.device == "cuda" else 1.0
+        if passes > 1 and f"{kind}/{operation.dtype}" not in self.machine.rates:
+            return self.machine.bandwidth(moved) / passes
+        return self.machine.achieved(kind, operation.dtype, moved)
+
+    def _knows_convolutions_by_shape(self, operation: Operation) -> bool:
+        """Return whether the time of a convolution follows from its shape: on NVIDIA's GPUs, if no rate
+        of convolutions was measured."""
+        measured = f"{CONVOLUTION}/{operation.dtype}" in self.machine.rates
+        return bool(operation.sizes) and not measured and self.machine.architecture.startswith("sm_")
+
+    def _convolution_s(self, kind: str, operation: Operation, samples: int, moved: float) -> float:
+        """Return the seconds of a convolution by cuDNN, without its launch.
+
+        Tensor cores compute it as matrix products. In the layout NCHW, transposes come on top. With few
+        channels in a group, tensor cores are hardly used, and the direct kernels are faster, at the
+        rate of products in fp32.
+
+        kind   a kind of CONVOLUTIONS
+        moved  the operation's bytes accessed
+        """
+        groups, places, channels, depth, window = (max(size.at(samples), 1.0) for size in operation.sizes)
+        forward_flops = 2 * groups * places * channels * depth * window
+        backward = kind in (CONVOLUTION_BACKWARD, IN_CHANNELS_LAST[1])
+        gradients = min(max(round(operation.flops.at(samples) / forward_flops), 1), 2) if backward else 0
+        seconds = 0.0
+        for product in convolution_products((groups, places, channels, depth, window), gradients):
+            rate = MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
+            if not self.any_shape:
+                rate = self.machine.achieved_by_shape(PRODUCT, operation.dtype, (1.0, *product), False)
+            if groups > 1:
+                rate = max(rate, self.machine.achieved(PRODUCT, "float32", LARGE))
+            seconds += forward_flops / rate
+        seconds = max(seconds / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
+        has_units = _TENSOR_CORES.get(operation.dtype) in self.machine.matrix_flops_per_s
+        if kind in IN_CHANNELS_LAST or not has_units or self.any_shape:
+            return seconds
+        share = TRANSPOSES[operation.dtype in ("bfloat16", "float16")]
+        transposed = transposed_bytes(moved, gradients)
+        return seconds + transposed / self.machine.bandwidth(transposed) / share / self.memory_share
 
     def _arithmetic_rate(self, kind: str, operation: Operation, samples: int, flops: float) -> float:
         """Return the rate of an operation's arithmetic in FLOP/s.
@@ -481,7 +548,8 @@ class CostModel:
             sizes, flash = (batches, rows, columns, depth), "efficient" not in operation.name
             return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment, flash)
         masked = f"causal {kind}" if causal else kind
-        rate = self.machine.achieved(masked, operation.dtype, _product_size(operation, samples, flops))
+        size = flops if kind in CONVOLUTIONS else _product_size(operation, samples)
+        rate = self.machine.achieved(masked, operation.dtype, size)
         if kind in (ATTENTION, ATTENTION_BACKWARD) and operation.sizes:
             queries = max(operation.sizes[1].at(samples), 1.0)
             rate *= queries / KERNEL_QUERIES / math.ceil(queries / KERNEL_QUERIES)
@@ -526,16 +594,11 @@ def _input_s(ledger: Ledger, work_s: float) -> float:
     return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
 
 
-def _product_size(operation: Operation, samples: int, flops: float) -> float:
-    """Return the size of an operation by which the machine's rate for it is looked up.
-
-    For matrix products, it is the cube root of rows x columns x depth of a single product, also for
-    batched products. For operations without `sizes` (convolutions) it is `flops`, the operation's
-    FLOPs.
+def _product_size(operation: Operation, samples: int) -> float:
+    """Return the size of a matrix product by which the machine's rate for it is looked up: the cube
+    root of rows x columns x depth of a single product, also for batched products.
 
     samples  number of samples of a micro-batch, on which rows and columns depend
     """
-    if not operation.sizes:
-        return flops
     sizes = (max(size.at(samples), 1.0) for size in operation.sizes[1:])
     return math.prod(sizes) ** (1 / 3)

@@ -23,7 +23,7 @@ from tightfit.planner.tracing.plain_data import RecordedStep, from_content, to_c
 from tightfit.record import code_version
 
 MAX_FILES = 400  # beyond that, the least recently used files are removed
-VERSION = 6  # of the file format: raise it when the meaning of the content changes
+VERSION = 7  # of the file format: raise it when the meaning of the content changes
 
 Result = TypeVar("Result")
 

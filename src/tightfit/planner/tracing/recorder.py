@@ -63,11 +63,9 @@ _ATTENTION = {  # position of the query among the arguments; the key follows it
     "tightfit.blocked_attention": 0,
     "tightfit.blocked_attention_backward": 1,
 }
-_IMAGES = {  # position of the image among the arguments of operations whose speed depends on its format
-    "aten.convolution": 0,
-    "aten.convolution_backward": 1,
-    "aten.max_pool2d_with_indices": 0,
-}
+_CONVOLUTIONS = {"aten.convolution": 0, "aten.convolution_backward": 1}  # position of the image; the weight follows it
+# the same of all operations whose speed depends on the image's format
+_IMAGES = {**_CONVOLUTIONS, "aten.max_pool2d_with_indices": 0}
 _PRODUCT, _CAST, _SUM = "aten.mm", "aten._to_copy", "aten.add"  # operations that produce a weight's gradient
 _GRADIENTS = frozenset((_PRODUCT, _CAST, _SUM))
 _PRODUCTS = {
@@ -80,7 +78,20 @@ _PRODUCTS = {
 }
 
 
-_FLOPS = {**flop_registry, GROUPED_MM: shape_wrapper(grouped_mm_flops)}
+def _convolution_backward_flops(*args: Any, **_: Any) -> int:
+    """Return the FLOPs of a convolution's backward. The gradients of the image and of the weight each
+    take as many as the forward. torch's formula ignores the groups of the weight's gradient: it
+    counts 96 times too many for a depthwise convolution of 96 channels."""
+    gradient, image, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    places = (image if transposed else gradient).shape[2:]
+    return 2 * image.shape[0] * math.prod(places) * weight.numel() * (wanted[0] + wanted[1])
+
+
+_FLOPS = {
+    **flop_registry,
+    GROUPED_MM: shape_wrapper(grouped_mm_flops),
+    torch.ops.aten.convolution_backward: _convolution_backward_flops,
+}
 _SAME_FLOPS = {  # torch has no FLOP formula for its CPU kernels
     CPU_FLASH_ATTENTION: FLASH_ATTENTION,
     CPU_FLASH_ATTENTION_BACKWARD: FLASH_ATTENTION_BACKWARD,
@@ -369,11 +380,11 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
     if name == "aten._scaled_mm":  # its rate depends on the dtype of its factors
         dtype = FLOAT8
+    sizes = _convolution_sizes(name, args, outputs) if name in _CONVOLUTIONS else _product_sizes(name, args)
     if name in _IMAGES and _is_channels_last(args[_IMAGES[name]]):
         name += CHANNELS_LAST
     moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
     computed = _computed_share(func, name, args, kwargs)
-    sizes = _product_sizes(name, args)
     aligned = ALIGNMENT
     if name in _PRODUCTS and not in_compiled_graph():  # the compiler pads rows that are not aligned
         aligned = _alignment([*(args[at] for at in _PRODUCTS[name]), *outputs])
@@ -480,6 +491,22 @@ def _product_sizes(name: str, args: Any) -> tuple[BatchLinear, ...]:
     left, right = (args[position] for position in _PRODUCTS[name])
     batches = left.shape[0] if left.dim() == 3 else 1
     return tuple(BatchLinear(float(size)) for size in (batches, left.shape[-2], right.shape[-1], left.shape[-1]))
+
+
+def _convolution_sizes(name: str, args: Any, outputs: list[Tensor]) -> tuple[BatchLinear, ...]:
+    """Return (groups, places, channels, depth, window) of a convolution, forward or backward: output
+    pixels of all samples, output and input channels of a group, and pixels of the kernel. A transposed
+    convolution has the places of its input.
+
+    outputs  the tensors that the operation returns
+    """
+    at = _CONVOLUTIONS[name]
+    image, weight, transposed, groups = args[at], args[at + 1], args[at + 6], args[at + 8]
+    places, channels, depth = (args[0] if at else outputs[0]), weight.shape[0] // groups, weight.shape[1]
+    if transposed:
+        places, channels, depth = image, depth, channels
+    sizes = (groups, places.shape[0] * math.prod(places.shape[2:]), channels, depth, math.prod(weight.shape[2:]))
+    return tuple(BatchLinear(float(size)) for size in sizes)
 
 
 def trace(

@@ -1,0 +1,120 @@
+"""Times of convolutions on GPUs: their FLOPs, the layout of images, groups; and those of normalizations beside them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tightfit
+from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Operation
+from tightfit.machine import Machine
+from tightfit.planner.time_model import CostModel
+from tightfit.planner.tracing.profiler import Profiler
+
+H100, V100, MI300X = (Machine.named(name) for name in ("h100-sxm", "v100-32gb", "mi300x"))
+SIDE = 32
+# TFLOP/s of 3 x 3 convolutions in bf16 on an H100 (records/gpu.json), 32 x 32 pixels:
+# (backward, channels last) -> (64 samples of 256 channels, 128 of 512)
+MEASURED = {
+    (False, True): (705, 807),
+    (False, False): (431, 607),
+    (True, True): (709, 856),
+    (True, False): (436, 637),
+}
+
+
+def convolution(
+    samples: int, channels: int, backward: bool = False, last: bool = True, dtype: str = "bfloat16", groups: int = 1
+) -> Operation:
+    """A 3 x 3 convolution of as many output as input channels."""
+    places, inside = samples * SIDE**2, channels // groups
+    flops = 2.0 * places * channels * inside * 9 * (2 if backward else 1)
+    width = 4 if dtype in ("float32", "tf32") else 2
+    moved = width * ((3 if backward else 2) * places * channels + channels * inside * 9)
+    sizes = tuple(BatchLinear(float(one)) for one in (groups, places, inside, inside, 9))
+    name = f"aten.convolution{'_backward' * backward}{CHANNELS_LAST * last}"
+    return Operation(name, dtype, BatchLinear(flops), BatchLinear(float(moved)), sizes)
+
+
+@pytest.mark.parametrize(("backward", "last"), MEASURED)
+def test_convolutions_follow_those_measured_on_an_h100(backward: bool, last: bool) -> None:
+    for (samples, channels), tflops in zip(((64, 256), (128, 512)), MEASURED[backward, last], strict=True):
+        one = convolution(samples, channels, backward, last)
+        assert one.flops.at(1) / CostModel(H100).operation_s(one, 1) / 1e12 == pytest.approx(tflops, rel=0.13)
+
+
+def test_only_tensor_cores_need_the_channels_last() -> None:
+    for machine, dtype, differ in (
+        (H100, "tf32", True), (V100, "float16", True), (V100, "tf32", False), (V100, "float32", False),
+        (MI300X, "bfloat16", False),
+    ):  # fmt: skip
+        first, last = (
+            CostModel(machine).operation_s(convolution(64, 64, last=one, dtype=dtype), 1) for one in (False, True)
+        )
+        assert (first > 1.2 * last) is differ
+
+
+def test_a_depthwise_convolution_waits_for_memory() -> None:
+    one = convolution(64, 256, backward=True, groups=256)
+    seconds = CostModel(H100).operation_s(one, 1)
+    assert seconds == pytest.approx(one.bytes_accessed.at(1) / H100.bandwidth(one.bytes_accessed.at(1)), rel=0.1)
+    few = CostModel(H100).operation_s(convolution(64, 256, groups=4), 1)
+    assert few < CostModel(H100).operation_s(convolution(64, 256), 1)
+
+
+def test_a_measured_rate_of_convolutions_counts() -> None:
+    machine = H100.replace(rates={"convolution/bfloat16": {10**9: 1e12}})
+    one = convolution(64, 256)
+    assert CostModel(machine).operation_s(one, 1) == pytest.approx(one.flops.at(1) / 1e12)
+
+
+def test_a_bound_holds_for_both_layouts() -> None:
+    for last in (False, True):
+        one = convolution(8, 64, backward=True, last=last)
+        assert CostModel(H100, any_shape=True).operation_s(one, 1) <= CostModel(H100).operation_s(one, 1)
+
+
+class Grouped(nn.Module):
+    def __init__(self, groups: int, transposed: bool) -> None:
+        super().__init__()
+        kind: Any = nn.ConvTranspose2d if transposed else nn.Conv2d
+        self.before = nn.Conv2d(3, 8, 1)
+        self.inner = kind(8, 16, 3, groups=groups, stride=2)
+        self.norm = nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(self.before(x))).mean((2, 3))
+
+
+@pytest.mark.parametrize(("groups", "transposed"), [(1, False), (4, False), (8, False), (4, True)])
+def test_a_backward_has_twice_the_flops_of_its_forward(groups: int, transposed: bool) -> None:
+    data = [(torch.zeros(3, 9, 9), 0)] * 4
+    job = tightfit.Job(model=lambda: Grouped(groups, transposed), data=data, train=tightfit.Train(batch=2, steps=1))
+    ledger = Profiler(job, "cuda").ledger(tightfit.Plan())
+    flops = {
+        (segment.phase, operation.sizes): operation.flops.at(2)
+        for segment in ledger.training
+        for operation in segment.timeline.operations
+        if operation.name.startswith("aten.convolution")
+    }
+    forward = {sizes: count for (phase, sizes), count in flops.items() if phase == "forward"}
+    assert len(forward) == 2
+    for sizes, count in forward.items():
+        assert count == 2 * math.prod(size.at(2) for size in sizes)
+        is_first = sizes[3].at(2) == 3  # its image needs no gradient
+        assert flops["backward", sizes] == count * (1 if is_first else 2)
+
+
+def test_a_normalization_over_a_batch_reads_its_input_twice() -> None:
+    moved = BatchLinear(1e9)
+    for name, passes in (
+        ("aten.native_batch_norm", 3 / 2),
+        ("aten.native_batch_norm_backward", 5 / 3),
+        ("aten.relu", 1),
+    ):
+        one = Operation(name, "float32", BatchLinear(), moved)
+        assert CostModel(H100).operation_s(one, 1) == pytest.approx(passes * 1e9 / H100.bandwidth(1e9))
