@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 
+from tightfit._torch.fake import FakeTensorMode
 from tightfit.data import model_input, open_samples
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, ModelSpec
@@ -142,6 +143,10 @@ def test_num_labels_gives_a_classifier_a_new_head(kind: str, tmp_path: Path) -> 
     assert all(torch.equal(new[name], value) for name, value in model_factory(asked)().state_dict().items())
     with torch.device("meta"):
         assert model_factory(asked)().state_dict().keys() == new.keys()
+    with FakeTensorMode():
+        assert {name for name, _ in model_factory(asked)().named_parameters()} == {
+            name for name, _ in model.named_parameters()
+        }
     with pytest.warns(TightfitWarning, match="has 3 classes, and the job sets 5: its last layer is replaced"):
         assert model_input(job(asked)).labels == 5
 
@@ -170,8 +175,8 @@ def test_a_backbone_gets_any_number_of_classes(tmp_path: Path) -> None:
 )
 def test_other_changed_sizes_are_refused_before_training(config: Any, tensor: str, tmp_path: Path) -> None:
     asked = spec(save("BertForSequenceClassification", tmp_path, num_labels=3), config=config)
-    for device in ("meta", "cpu"):
-        with pytest.raises(InputError) as caught, torch.device(device):
+    for mode in (torch.device("meta"), torch.device("cpu"), FakeTensorMode()):
+        with pytest.raises(InputError) as caught, mode:
             model_factory(asked)()
         assert tensor in caught.value.found
         assert caught.value.asked == f"job: model.config: {', '.join(config)}"

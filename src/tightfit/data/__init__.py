@@ -63,7 +63,7 @@ def open_samples(job: Job) -> Samples | SampleStream:
     model = model_input(job)
     samples = _open(job, model)
     for sentence in job.data.without_effect(model.task) if isinstance(job.data, DataSpec) else ():
-        warnings.warn(sentence, TightfitWarning, stacklevel=2)
+        warnings.warn(sentence, TightfitWarning, stacklevel=1)
     # several sources are drawn by weight, which repeats samples in any case; synthetic data may stand
     # in for the job's own data
     if (
@@ -85,7 +85,7 @@ def _warn_of_repeated_samples(train: Train, count: int) -> None:
             f"train.batch={batch} is more than the {count} training samples, so each step has every sample {times}. If this is "
             f"not meant, set train.batch: {count} or less, or give more data",
             TightfitWarning,
-            stacklevel=3,
+            stacklevel=1,
         )
 
 
@@ -218,7 +218,7 @@ def _pretrained_classes(model: Any, config: Any) -> tuple[str, ...]:
             f"model.from={model.from_}: its classifier has {had} classes, and the job sets {config.num_labels}: its last layer "
             "is replaced by a new one with random weights",
             TightfitWarning,
-            stacklevel=2,
+            stacklevel=1,
         )
         return ()
     listed = tuple(str(names[number]) for number in sorted(names))

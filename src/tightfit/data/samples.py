@@ -158,7 +158,7 @@ class ModelInput:
                 f"{asked}: its classes ({_listed(names)}) are not those of the pretrained model ({_listed(self.class_names)}), "
                 "so they are numbered in alphabetical order, and its last layer learns them anew",
                 TightfitWarning,
-                stacklevel=2,
+                stacklevel=1,
             )
         return np.arange(len(names)), tuple(names)
 

@@ -36,7 +36,7 @@ def check_sizes(spec: ModelSpec, kind: Any, own: Any, config: Any) -> None:
 
     with isolated_model_caches(), unset_fake_temporarily(), torch.device("meta"):
         before, after = (kind.from_config(one, dtype=torch.float32) for one in (own, config))
-    old, new = (_shapes(model) for model in (before, after))
+        old, new = (_shapes(model) for model in (before, after))
     changed = {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}
     wrong = _without_head(spec, after, changed)
     if wrong:
