@@ -180,8 +180,8 @@ def _facts_of_made(function: Any) -> tuple[str | None, Any]:
     kinds = [kind.__name__ for kind in type(made).__mro__]
     found = next((task for task in map(task_of_class, kinds) if task is not None), None)
     config: Any = made.config
-    if found is None and made.can_generate():  # classes such as T5ForConditionalGeneration
-        return "seq2seq-lm" if config.is_encoder_decoder else "causal-lm", config
+    if found is None and made.can_generate() and config.is_encoder_decoder:  # T5ForConditionalGeneration
+        return "seq2seq-lm", config
     return found, config
 
 
