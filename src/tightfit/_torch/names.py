@@ -257,6 +257,9 @@ _TABLE = {
             "torch.compile(dynamic=True)",
         ),
     },
+    "torch._dynamo.config": {
+        "skip_nnmodule_hook_guards": ("compiles blocks apart that differ in their hooks", "compile: model"),
+    },
     "torch._dynamo.guards": {
         "profile_guard_manager": ("makes a search faster", "slower compilations"),
     },
