@@ -7,8 +7,8 @@ The runs are facts in benchmarks/published/, one file for each group of sources.
 half a and half b. Only rows of half a are printed: whoever improves a prediction looks at these, and half b says whether
 the improvement holds for runs that nobody looked at. Groups that were added later are part c: facts of their
 frameworks' loops were looked up after a first comparison, and no prediction of tightfit was changed because of them.
-Part d was added after that. What its first comparison showed to be wrong in tightfit was corrected, each time from another
-source. `--half c` and `--half d` print their rows.
+Part d was added after that. Its first comparison showed errors of tightfit. They were corrected from other sources, not
+from these runs. `--half c` and `--half d` print their rows.
 
 Nothing is fitted to a row. Speed is compared in two ways: as predicted from the device's published figures, and after
 one factor on speed for each (machine, framework), the median of its runs, which is what is known of neither. The
@@ -420,8 +420,8 @@ def saved_by_their_loop(estimate: Estimate, wider: Estimate, loop: dict[str, Any
 
 
 def choices_of_update_s(ledger: Ledger, model: CostModel) -> float:
-    """Seconds in which an update in fp16 keeps copies of weights and states, and takes them back if the loss scale was too
-    large: a clone, a choice and a copy of what was chosen, which is as long as the choice."""
+    """Return the seconds that an update in fp16 takes for copies. It copies weights and states first, and then chooses
+    between the copy and the new value, because the loss scale may have been too large."""
     parts = {"aten.clone": 1, "aten.where": 2}
     operations = (operation for update in ledger.updates.values() for operation in update.operations)
     return sum(parts.get(one.name, 0) * one.count.at(1) * model.operation_s(one, 1) for one in operations)

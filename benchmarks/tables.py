@@ -499,8 +499,8 @@ by one) is taken into account. Nothing is fitted to a run.
 Runs of a group alternate between two halves. Whoever improves a prediction looks at half a; half b says
 whether the improvement holds for other runs. Part c was added later, from other sources. Facts of its
 frameworks' loops were looked up after a first comparison; tightfit's predictions were not changed for it.
-Part d was added after that, from twelve more sources. What its first comparison showed to be wrong in
-tightfit was corrected, each time from another source than its runs.
+Part d was added after that, from twelve more sources. Its first comparison showed errors of tightfit.
+They were corrected from other sources, not from these runs.
 Each cell says how many runs are compared, the median and the worst error, and in parentheses the signed
 median. Speed is compared as predicted from the devices'
 published figures, and after one factor for each pair of machine and framework, the median of its runs

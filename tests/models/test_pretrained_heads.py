@@ -12,6 +12,9 @@ import torch
 import transformers
 from torch import nn
 
+import tightfit
+from tests.contract import cases
+from tests.pool import together
 from tightfit._torch.fake import FakeTensorMode
 from tightfit.data import model_input, open_samples
 from tightfit.errors import InputError, TightfitWarning
@@ -35,7 +38,7 @@ def save(kind: str, folder: Path, **config: Any) -> Path:
     if kind.startswith("ViT"):
         sizes = {name: value for name, value in sizes.items() if name != "max_position_embeddings"}
     torch.manual_seed(0)
-    made(made.config_class(**sizes, **config)).save_pretrained(folder)
+    made(made.config_class(**{**sizes, **config})).save_pretrained(folder)
     return folder
 
 
@@ -204,3 +207,33 @@ def test_remedies_for_a_pretrained_model_work(tmp_path: Path) -> None:
         InputError, match=r"use at most 32; or, if the positions(.|\n)*model\.config: {max_position_embeddings: 64}"
     ):
         found.check_length("data: sequence_length", 64)
+
+
+def trained_head(folder: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    data = [{"pixel_values": torch.full((3, 8, 8), number / 8), "labels": number % 5} for number in range(8)]
+    train = {"batch": 4, "steps": 3, "learning_rate": 0.1, "optimizer": "sgd", "trackers": []}
+    asked = Job(model=spec(Path(folder), config={"num_labels": 5}), data=data, train=train, allow=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TightfitWarning)
+        run = tightfit.build(asked, tightfit.Plan(**fields))
+    return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"materialize": "device"},
+        {"materialize": "device", "zero": 3, "dp_shard": 2},
+        {"materialize": "device", "pp": 2, "micro_batch": 2},
+        {"zero": 1, "dp_shard": 2},
+    ],
+    ids=str,
+)
+def test_a_new_head_has_the_same_values_in_every_plan(fields: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(save("ViTForImageClassification", tmp_path, num_labels=3, num_hidden_layers=2))
+    losses, weights = trained_head(folder, {})
+    place = "tests.models.test_pretrained_heads:trained_head"
+    devices = tightfit.Plan(**fields).devices
+    found = together(devices, place, folder, fields) if devices > 1 else [trained_head(folder, fields)]
+    assert found[-1][0] == pytest.approx(losses, rel=1e-5)
+    assert cases.distance(found[0][1], weights) <= 1e-5

@@ -31,8 +31,8 @@ def is_compiler_file(path: str) -> bool:
 
 def guard_hooks() -> None:
     """Let torch.compile distinguish modules of one class by their forward hooks, from now on in this
-    process. By default, a module is run with the code that was compiled for the first module of its
-    class, and with the hooks of that one."""
+    process. By default, torch compiles code for the first module of a class, with its hooks, and runs
+    the others with this code."""
     torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 

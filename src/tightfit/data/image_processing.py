@@ -33,14 +33,14 @@ _TOLERANCE = 1.01  # steps of a pixel, of 255, by which two ways to resize an im
 class ImageProcessing:
     """How images become pixels: they are resized, cut to a square and normalised.
 
-    size      H and W of the result, in pixels
-    resized   to how many pixels each side is resized before the center of size x size is cut out
-    is_whole  True: both sides are resized to `resized`, which changes the shape of the image. False:
-              only the shorter side is, and the longer one in proportion
-    filter    PIL's number of the filter that resizes
-    scale     a pixel x of 0 to 255 becomes x * scale
-    mean, std   and then (x * scale - mean) / std, with one number for each channel; empty for none
-    content   the content of preprocessor_config.json, which describes all this to transformers
+    size       H and W of the result, in pixels
+    resized    the length of a side after resizing, in pixels. Then the center, size x size, is cut out
+    is_whole   True: both sides get the length `resized`, which changes the shape of the image. False:
+               the shorter side gets it, and the longer one is resized in proportion
+    filter     PIL's number of the filter that resizes
+    scale      a pixel x of 0 to 255 becomes x * scale
+    mean, std  then it becomes (x * scale - mean) / std: one number for each channel; empty for none
+    content    the content of preprocessor_config.json, which describes all this to transformers
     """
 
     size: int

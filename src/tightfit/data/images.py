@@ -239,7 +239,8 @@ def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples 
 
 def class_folders(folder: Path) -> tuple[list[Path], Integers, list[str]]:
     """Return (the image files in the sub-folders of `folder`, the class of each file, (files,)
-    int64, the names of the classes). Classes are the sub-folders, numbered from 0 in alphabetical order; the files are sorted
+    int64, the names of the classes). Classes are the sub-folders, numbered from 0 in alphabetical
+    order; the files are sorted
     by class and then by name.
 
     Raises InputError if the folder does not exist or has no sub-folders, or if a sub-folder has no

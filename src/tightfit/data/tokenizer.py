@@ -115,8 +115,8 @@ def trained_tokenizer(source: TextSource, spec: DataSpec, model: ModelInput, sen
 
     Raises InputError if the model has pretrained weights, which another tokenizer's ids would not fit,
     and the job does not ask for a new tokenizer by `data.vocabulary_size`. Also raises it if the
-    vocabulary size is unknown, or less than 256 (one token for each byte)
-    plus the number of special tokens.
+    vocabulary size is unknown, or less than 256 (one token for each byte) plus the number of special
+    tokens.
     """
     if source.identity is None:
         raise InputError(

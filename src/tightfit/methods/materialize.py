@@ -201,10 +201,11 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
             created.append(parameter)
 
     known: set[int] = set()
+    factory = model_factory(run.job.model)  # which may create models to compare their sizes
     hook = registration.register_module_parameter_registration_hook(see)
     try:
         with isolated_model_caches(), torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = model_factory(run.job.model)()
+            model = factory()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise InputError(
             "plan: materialize=device with pp",
