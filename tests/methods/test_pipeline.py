@@ -289,7 +289,7 @@ def test_blocks_called_twice_are_refused_before_any_message() -> None:
 
 def test_a_device_without_anything_to_train_is_refused_by_all() -> None:
     for error in together(2, HERE + "idle"):
-        assert "device 0 of the pipeline would have no trainable parameter" in error
+        assert "rank 0 of the pipeline would have no trainable parameter" in error
 
 
 def received() -> tuple[list[str], list[str]]:

@@ -21,17 +21,17 @@ train: {batch: 8, steps: 10}
 """
 
 
-def test_each_device_has_a_line_of_its_actions() -> None:
+def test_each_rank_has_a_line_of_its_actions() -> None:
     slots = simulate(make_schedule("1f1b", 2, 1, 2), lambda action: SECONDS[action.kind])
     first, second, note = timeline_text(slots, width=18)
-    assert first.split() == ["device", "0", "0011....aaaa..bbbb", "67%", "busy"]
-    assert second.split() == ["device", "1", "..00aaaa11bbbb....", "67%", "busy"]
+    assert first.split() == ["rank", "0", "0011....aaaa..bbbb", "67%", "busy"]
+    assert second.split() == ["rank", "1", "..00aaaa11bbbb....", "67%", "busy"]
     assert "9 s from end to end" in note
 
 
 def test_a_picture_has_every_action(tmp_path: Path) -> None:
-    for schedule, chunks in (("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)):
-        slots = simulate(make_schedule(schedule, 4, chunks, 8), lambda action: SECONDS[action.kind])
+    for schedule, virtual_stages in (("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)):
+        slots = simulate(make_schedule(schedule, 4, virtual_stages, 8), lambda action: SECONDS[action.kind])
         draw_timeline(slots, schedule, tmp_path / "timeline.svg")
         drawn = (tmp_path / "timeline.svg").read_text()
         colours = {FORWARD: "#bee3f8", BACKWARD: "#c6f6d5", WEIGHTS: "#fefcbf"}
@@ -47,7 +47,7 @@ def test_explain_draws_the_pipeline_or_says_there_is_none(tmp_path: Path) -> Non
     pinned = ["--set", "plan.pp=2", "--set", "plan.micro_batch=2", "--set", "plan.compile=none"]
     drawn = CliRunner().invoke(app, [*command, *pinned])
     assert drawn.exit_code == 0, drawn.output
-    assert "device 1" in drawn.output
+    assert "rank 1" in drawn.output
     assert "<svg" in (tmp_path / "t.svg").read_text()
     alone = [*command[:3], "a100-80gb", *command[4:], "--set", "plan.compile=none"]
     refused = CliRunner().invoke(app, alone)

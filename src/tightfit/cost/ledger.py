@@ -109,7 +109,7 @@ class Ledger:
     sharded_parameters  how parameters are gathered and resharded; None if they are not sharded
     messages            all communication of a step
     takes_gradients     whether each gradient is offloaded as soon as it is complete
-    device              the pipeline rank that this ledger describes
+    pipeline_rank       the pipeline rank that this ledger describes
     rank_program        what this pipeline rank does in a step; None without a pipeline
     """
 
@@ -148,7 +148,7 @@ class Ledger:
     sharded_parameters: ShardedParameters | None = None
     messages: tuple[Message, ...] = ()
     takes_gradients: bool = False
-    device: int = 0
+    pipeline_rank: int = 0
     rank_program: RankProgram | None = None
 
     def row_bytes(self) -> dict[str, float]:
@@ -276,8 +276,8 @@ class Ledger:
             for segment in self.inference()
             for operation in segment.timeline.operations
         )
-        devices = len(self.rank_program.schedule) if self.rank_program is not None else 1
-        return 3 * forward * self.micro_batches / devices
+        ranks = len(self.rank_program.schedule) if self.rank_program is not None else 1
+        return 3 * forward * self.micro_batches / ranks
 
     def micro_batch_runs(self) -> Iterator[MicroBatchRun]:
         """Yield a `MicroBatchRun` for each micro-batch of a step, in order: the segments that it

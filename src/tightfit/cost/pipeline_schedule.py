@@ -78,14 +78,14 @@ def make_schedule(schedule: str, ranks: int, virtual_stages: int, micro_batches:
     """
     if schedule == "interleaved":
         padded = -(-micro_batches // ranks) * ranks
-        whole = tuple(_interleaved(device, ranks, virtual_stages, padded) for device in range(ranks))
+        whole = tuple(_interleaved(rank, ranks, virtual_stages, padded) for rank in range(ranks))
         return tuple(tuple(action for action in actions if action.micro_batch < micro_batches) for actions in whole)
     if schedule == "pipedream":
-        return tuple(_steps_of(device, ranks, micro_batches) for device in range(ranks))
+        return tuple(_steps_of(rank, ranks, micro_batches) for rank in range(ranks))
     if schedule == "zero-bubble":
         return _zero_bubble(ranks, micro_batches)
     make = {"naive": _naive, "gpipe": _gpipe, "1f1b": _one_forward_one_backward}[schedule]
-    return tuple(make(device, ranks, micro_batches) for device in range(ranks))
+    return tuple(make(rank, ranks, micro_batches) for rank in range(ranks))
 
 
 def _naive(rank: int, ranks: int, count: int) -> tuple[Action, ...]:
@@ -182,13 +182,13 @@ def dependencies_of(action: Action, stages: int) -> list[Action]:
 
     stages  number of stages of the whole model
     """
-    kind, chunk, number = action.kind, action.stage, action.micro_batch
+    kind, stage, number = action.kind, action.stage, action.micro_batch
     if kind == FORWARD:
-        return [Action(FORWARD, chunk - 1, number)] if chunk else []
+        return [Action(FORWARD, stage - 1, number)] if stage else []
     if kind == BACKWARD:
-        after = [Action(BACKWARD, chunk + 1, number)] if chunk < stages - 1 else []
-        return [Action(FORWARD, chunk, number), *after]
-    return [Action(BACKWARD, chunk, number)]
+        after = [Action(BACKWARD, stage + 1, number)] if stage < stages - 1 else []
+        return [Action(FORWARD, stage, number), *after]
+    return [Action(BACKWARD, stage, number)]
 
 
 def consumer_of(action: Action) -> Action:
@@ -210,16 +210,17 @@ def producer_of(action: Action) -> Action:
 
 @cache
 def coming(
-    schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool
+    schedule: str, ranks: int, virtual_stages: int, micro_batches: int, rank: int, stops: bool
 ) -> tuple[tuple[Action, ...], ...]:
     """Return, for each action of a rank in order, which inputs of later actions the rank requests
     before it begins the action. To request an input is to post a receive for it. An input is named
     by the action that reads it.
 
     schedule         a plan's `schedule`, such as "1f1b"
-    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    ranks            number of ranks of the pipeline
+    virtual_stages   stages on each rank
     micro_batches    number of micro-batches in one step
-    device           the rank
+    rank             the rank whose actions these are
     stops            whether the device may stop in the middle of an action, for example to free
                      memory or to load a kernel. It then waits for all messages that it requested or
                      sent. A GPU may stop
@@ -242,8 +243,11 @@ def coming(
 
     Source: overlapped p2p communication of Megatron-LM, Narayanan et al. 2021, arXiv:2104.04473.
     """
-    last, waits = devices * chunks - 1, late(schedule, devices, chunks, micro_batches) if stops else frozenset()
-    actions = make_schedule(schedule, devices, chunks, micro_batches)[device]
+    last, waits = (
+        ranks * virtual_stages - 1,
+        late(schedule, ranks, virtual_stages, micro_batches) if stops else frozenset(),
+    )
+    actions = make_schedule(schedule, ranks, virtual_stages, micro_batches)[rank]
     found: list[tuple[Action, ...]] = []
     for place, here in enumerate(actions):
         after = actions[place + 1 : place + 2]
@@ -274,13 +278,14 @@ def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) 
 
 
 @cache
-def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozenset[Action]:
+def late(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> frozenset[Action]:
     """Return the actions whose input must not be requested early. Such an input is requested (a
     receive is posted) only when the action itself begins, instead of during the action before it.
     This is for devices that may stop in the middle of an action and wait for their messages.
 
     schedule         a plan's `schedule`, such as "1f1b"
-    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    ranks            number of ranks of the pipeline
+    virtual_stages   stages on each rank
     micro_batches    number of micro-batches in one step
 
     Example: in the steady phase of 1F1B, rank 0 computes the forward that rank 1 needs next, while
@@ -295,8 +300,8 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
     if schedule == "pipedream":
         return frozenset()
     table, places = (
-        make_schedule(schedule, devices, chunks, micro_batches),
-        _total_order(schedule, devices, chunks, micro_batches),
+        make_schedule(schedule, ranks, virtual_stages, micro_batches),
+        _total_order(schedule, ranks, virtual_stages, micro_batches),
     )
     found = set()
     for actions in table:
@@ -307,12 +312,13 @@ def late(schedule: str, devices: int, chunks: int, micro_batches: int) -> frozen
     return frozenset(found)
 
 
-def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -> dict[Action, int]:
+def _total_order(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> dict[Action, int]:
     """Put all actions of a step into one order. Return action -> its position in this order, from
     0.
 
     schedule         a plan's `schedule`, such as "1f1b"
-    devices, chunks  number of ranks of the pipeline, and of stages on each rank
+    ranks            number of ranks of the pipeline
+    virtual_stages   stages on each rank
     micro_batches    number of micro-batches in one step
 
     The order is that of a run in which every action takes equally long. Of the actions that run at
@@ -322,25 +328,25 @@ def _total_order(schedule: str, devices: int, chunks: int, micro_batches: int) -
     If possible, an action also comes after the actions that receive what its rank has sent before.
     The reason is that a device that stops in an action waits for its sends, too.
     """
-    table = make_schedule(schedule, devices, chunks, micro_batches)
+    table = make_schedule(schedule, ranks, virtual_stages, micro_batches)
     own = {action: place for actions in table for place, action in enumerate(actions)}
-    done, at = dict[Action, int](), [0] * devices
+    done, at = dict[Action, int](), [0] * ranks
     sending: list[list[Action]] = [[] for _ in table]  # named by the action that receives it
     while len(done) < len(own):
         ready = []
-        for device, actions in enumerate(table):
-            if at[device] < len(actions) and all(
-                other in done for other in dependencies_of(actions[at[device]], devices * chunks)
+        for rank, actions in enumerate(table):
+            if at[rank] < len(actions) and all(
+                other in done for other in dependencies_of(actions[at[rank]], ranks * virtual_stages)
             ):
-                ready.append(actions[at[device]])
-            sending[device] = [one for one in sending[device] if at[one.stage % devices] < own[one]]
-        free = [action for action in ready if not sending[action.stage % devices]] or ready
+                ready.append(actions[at[rank]])
+            sending[rank] = [one for one in sending[rank] if at[one.stage % ranks] < own[one]]
+        free = [action for action in ready if not sending[action.stage % ranks]] or ready
         assert free, "the ranks of this schedule wait for each other"
         for action in sorted(free, key=_message_direction):
             done[action] = len(done)
-            at[action.stage % devices] += 1
+            at[action.stage % ranks] += 1
             if (taken := consumer_of(action)) in own and action.kind != WEIGHTS:
-                sending[action.stage % devices].append(taken)
+                sending[action.stage % ranks].append(taken)
     return done
 
 
@@ -357,22 +363,22 @@ def _in_order(table: Schedule) -> Iterator[Action]:
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
-    chunks = 1 + max(action.stage for actions in table for action in actions)
+    stages = 1 + max(action.stage for actions in table for action in actions)
     done: set[Action] = set()
     places = [0] * len(table)
     while any(place < len(actions) for place, actions in zip(places, table, strict=True)):
         before = len(done)
-        for device, actions in enumerate(table):
-            while places[device] < len(actions) and done.issuperset(dependencies_of(actions[places[device]], chunks)):
-                done.add(actions[places[device]])
-                yield actions[places[device]]
-                places[device] += 1
+        for rank, actions in enumerate(table):
+            while places[rank] < len(actions) and done.issuperset(dependencies_of(actions[places[rank]], stages)):
+                done.add(actions[places[rank]])
+                yield actions[places[rank]]
+                places[rank] += 1
         if len(done) == before:
             raise ValueError("the ranks of this schedule wait for each other")
 
 
-def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
-    """Return, for each action of the rank `device` in order, the messages that the rank has sent
+def sent(table: Schedule, rank: int) -> tuple[tuple[Action, ...], ...]:
+    """Return, for each action of the rank `rank` in order, the messages that the rank has sent
     before and still holds in memory while the action runs. A message is named by the action that
     receives it.
 
@@ -381,16 +387,14 @@ def sent(table: Schedule, device: int) -> tuple[tuple[Action, ...], ...]:
     The sender frees a message when it knows that the message has arrived: when the receiver has
     sent back something that it computed after receiving it.
     """
-    devices, last = len(table), max(action.stage for actions in table for action in actions)
+    ranks, last = len(table), max(action.stage for actions in table for action in actions)
     places = {action: place for actions in table for place, action in enumerate(actions)}
     there: list[Action] = []
     found = []
-    for action in table[device]:
+    for action in table[rank]:
         given = producer_of(action)
         if action.kind != WEIGHTS and given in places:
-            there = [
-                one for one in there if one.stage % devices != given.stage % devices or places[one] > places[given]
-            ]
+            there = [one for one in there if one.stage % ranks != given.stage % ranks or places[one] > places[given]]
         found.append(tuple(there))
         taken = consumer_of(action)
         if action.kind != WEIGHTS and 0 <= taken.stage <= last:
@@ -441,21 +445,21 @@ def simulate(
 
     Raises ValueError for a schedule in which ranks wait for each other (a deadlock).
     """
-    chunks = 1 + max(action.stage for actions in schedule for action in actions)
+    stages = 1 + max(action.stage for actions in schedule for action in actions)
     ends: dict[Action, float] = {}
     asked, free = [0.0] * len(schedule), [0.0] * len(schedule)
     found: list[ScheduledAction] = []
     for action in _in_order(schedule):
-        device, start = action.stage % len(schedule), 0.0
-        for other in dependencies_of(action, chunks):
-            since = free[device] if action in late else asked[device]
+        rank, start = action.stage % len(schedule), 0.0
+        for other in dependencies_of(action, stages):
+            since = free[rank] if action in late else asked[rank]
             start = max(
                 start, ends[other] if other.stage == action.stage else max(ends[other], since) + transfer(other)
             )
-        start = max(free[device], start)
-        asked[device] = start
-        free[device] = ends[action] = start + seconds(action)
-        found.append(ScheduledAction(device, action, start, free[device]))
+        start = max(free[rank], start)
+        asked[rank] = start
+        free[rank] = ends[action] = start + seconds(action)
+        found.append(ScheduledAction(rank, action, start, free[rank]))
     return found
 
 
@@ -464,8 +468,8 @@ def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:
     differ, the first and the last stage get fewer blocks, because they also hold the embedding and
     the output head. Example: 10 blocks in 4 stages are (2, 3, 3, 2)."""
     each, more = divmod(blocks, stages)
-    inner = sorted(range(stages), key=lambda chunk: (chunk in (0, stages - 1), chunk))
-    return tuple(each + (chunk in inner[:more]) for chunk in range(stages))
+    inner = sorted(range(stages), key=lambda stage: (stage in (0, stages - 1), stage))
+    return tuple(each + (stage in inner[:more]) for stage in range(stages))
 
 
 def split_balanced(blocks: list[float], first: float, last: float, stages: int) -> tuple[int, ...]:
@@ -487,10 +491,10 @@ def split_balanced(blocks: list[float], first: float, last: float, stages: int) 
     # by the number of blocks in the stages so far: seconds of the slowest of them, and the best split
     slowest = between[0] + first
     splits: dict[int, tuple[int, ...]] = {end: (end,) for end in range(1, count + 1)}
-    for chunk in range(1, stages):
-        seconds = np.maximum(slowest[:, None], between + (last if chunk == stages - 1 else 0.0))
+    for stage in range(1, stages):
+        seconds = np.maximum(slowest[:, None], between + (last if stage == stages - 1 else 0.0))
         order = sorted(splits, key=lambda end: splits[end])  # of equally good splits, the lexicographically first
         begins = np.array(order)[np.argmin(seconds[order], axis=0)]
         slowest = seconds[begins, np.arange(count + 1)]
-        splits = {end: (*splits[begins[end]], int(end - begins[end])) for end in range(chunk + 1, count + 1)}
+        splits = {end: (*splits[begins[end]], int(end - begins[end])) for end in range(stage + 1, count + 1)}
     return splits[count]

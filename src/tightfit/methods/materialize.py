@@ -129,7 +129,7 @@ def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
         here = {
             places
             for places in {parameter.places for parameter in ledger.parameters}
-            if any(stage % plan.pp == ledger.device for stage in stages_using(places, stages))
+            if any(stage % plan.pp == ledger.pipeline_rank for stage in stages_using(places, stages))
         }
         own = [parameter.bytes for parameter in ledger.parameters if parameter.places in here]
         kept = math.ceil(kept * sum(own) / max(sum(sizes), 1))

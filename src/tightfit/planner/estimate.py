@@ -365,7 +365,7 @@ def estimated_ledger(profiler: Profiler, plan: Plan, machine: Machine, pipeline_
     GiB of Adam states. `zero.cost` divides the states by 8 (0.25 GiB) and adds the messages of the
     reduced gradients and the gathered parameters, each with its bytes and bandwidth.
     """
-    return apply_costs(replace(profiler.ledger(plan), device=pipeline_rank), plan, machine)
+    return apply_costs(replace(profiler.ledger(plan), pipeline_rank=pipeline_rank), plan, machine)
 
 
 def apply_costs(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
@@ -469,8 +469,8 @@ class Estimator:
     def _estimate(self, plan: Plan) -> Estimate:
         ledgers = self._ledgers(plan)
         time, slots = self._time(plan, ledgers)
-        peaks = {device: ledger.peak() for device, ledger in ledgers.items()}
-        worst = max(peaks, key=lambda device: peaks[device].total)
+        peaks = {rank: ledger.peak() for rank, ledger in ledgers.items()}
+        worst = max(peaks, key=lambda rank: peaks[rank].total)
         ledger, batch = ledgers[worst], self.job.train.batch
         per_sample = self.profiler.tokens / self.profiler.samples
         language = self.profiler.unit == "tokens"
@@ -526,10 +526,10 @@ class Estimator:
         to be as fast as those of the best shape.
         """
         ledgers = {
-            device: replace(
+            rank: replace(
                 ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.name == BLOCKING)
             )
-            for device, ledger in self._ledgers(plan).items()
+            for rank, ledger in self._ledgers(plan).items()
         }
         model = self.bound_model
         time = model.pipeline_time(ledgers)[0] if plan.pp > 1 else model.step_time(ledgers[0])
@@ -540,10 +540,10 @@ class Estimator:
         ranks have a ledger, because most ranks are alike. Without a pipeline, the only rank is
         0."""
         ledgers = {}
-        for device in _estimated_ranks(plan.pp):
-            ledger = estimated_ledger(self.profiler, plan, self.machine, device)
+        for rank in _estimated_ranks(plan.pp):
+            ledger = estimated_ledger(self.profiler, plan, self.machine, rank)
             fixed = {**ledger.fixed, "runtime": self.runtime_bytes_of(plan)}
-            ledgers[device] = replace(ledger, fixed=fixed, saving=self._checkpoint_buffer_bytes(plan))
+            ledgers[rank] = replace(ledger, fixed=fixed, saving=self._checkpoint_buffer_bytes(plan))
         return ledgers
 
     def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
@@ -714,13 +714,13 @@ def _activation_key(plan: Plan) -> tuple[Any, ...]:
     return plan.tp, plan.cp, plan.sequence_parallel, plan.precision in ("fp32", "tf32"), kept
 
 
-def _estimated_ranks(devices: int) -> list[int]:
-    """Return which pipeline ranks are estimated, of a pipeline over `devices` ranks.
+def _estimated_ranks(ranks: int) -> list[int]:
+    """Return which pipeline ranks are estimated, of a pipeline over `ranks` ranks.
 
     Up to 4 ranks are all estimated. Of a longer pipeline, these are the first two ranks, a middle
     one and the last, because the middle ranks are alike.
     """
-    return [device for device in range(devices) if devices <= 4 or device in (0, 1, devices // 2, devices - 1)]
+    return [rank for rank in range(ranks) if ranks <= 4 or rank in (0, 1, ranks // 2, ranks - 1)]
 
 
 def estimate(job: Job, plan: Plan | Mapping[str, Any] | None = None, machine: Machine | str | None = None) -> Estimate:

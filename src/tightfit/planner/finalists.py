@@ -249,7 +249,7 @@ def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -
     total = _peak_by_few_blocks(estimator, one, job)
     if total is None:
         work = estimator.profiler.shared_work
-        total = dry_run_bytes(job, one.plan, one.machine.device, one.ledger.device, work)
+        total = dry_run_bytes(job, one.plan, one.machine.device, one.ledger.pipeline_rank, work)
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
     return replace(settled, dry_run_bytes=total + beside)
 

@@ -351,9 +351,9 @@ class CostModel:
         """
         seconds: dict[tuple[int, str], float] = {}
         table = next(iter(ledgers.values())).rank_program.schedule  # type: ignore[union-attr]
-        for device in range(len(table)):
-            ledger = ledgers[max(known for known in ledgers if known <= device)]
-            stages = self._stage_times(ledger, device)
+        for rank in range(len(table)):
+            ledger = ledgers[max(known for known in ledgers if known <= rank)]
+            stages = self._stage_times(ledger, rank)
             sums_s = self.gradient_sums_s(ledger)
             for durations in stages.values():
                 durations[BACKWARD] += sums_s / ledger.micro_batches / len(stages)
@@ -393,9 +393,9 @@ class CostModel:
         waiting = max(slot.end for slot in slots) - busy[slowest]
         return replace(self.step_time(ledgers[slowest]), bubble_s=waiting), slots
 
-    def _stage_times(self, ledger: Ledger, device: int) -> dict[int, dict[str, float]]:
+    def _stage_times(self, ledger: Ledger, pipeline_rank: int) -> dict[int, dict[str, float]]:
         """Return stage -> {kind of action: seconds for one micro-batch}, for all stages of the
-        pipeline rank `device`. `ledger` is that of this rank or of one like it.
+        rank `pipeline_rank`. `ledger` is that of this rank or of one like it.
 
         The kinds are "F" (forward), "B" (backward) and "W" (weight gradients), as in
         `cost/pipeline_schedule.py`. W takes 0 s if the schedule does not split the backward.
@@ -403,7 +403,7 @@ class CostModel:
         assert ledger.rank_program is not None
         found = {}
         for place, part in enumerate(ledger.rank_program.stage_programs.values()):
-            stage = place * len(ledger.rank_program.schedule) + device
+            stage = place * len(ledger.rank_program.schedule) + pipeline_rank
             whole = self.segments_s(part.backward, ledger.micro_batch)
             weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
             found[stage] = {

@@ -147,9 +147,9 @@ def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> N
 
     slots  the actions of all ranks, each with its start and end
     """
-    end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
-    busy = [sum(slot.end - slot.start for slot in slots if slot.rank == rank) / end for rank in range(devices)]
-    axes = _axes(11.0, 1.2 + 0.34 * devices, f"{title}\nbubble: {1 - sum(busy) / devices:.0%} of the devices' time")
+    end, ranks = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
+    busy = [sum(slot.end - slot.start for slot in slots if slot.rank == rank) / end for rank in range(ranks)]
+    axes = _axes(11.0, 1.2 + 0.34 * ranks, f"{title}\nbubble: {1 - sum(busy) / ranks:.0%} of the ranks' time")
     for rank, share in enumerate(busy):
         axes.text(1.01, rank, f"{share:.0%} busy", va="center", fontsize=9, transform=axes.get_yaxis_transform())
     for slot in slots:
@@ -157,15 +157,15 @@ def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> N
         length = slot.end - slot.start
         bar: dict[str, Any] = {"color": fill, "edgecolor": line, "linewidth": 0.6, "height": 0.8}
         axes.barh(slot.rank, length, left=slot.start, **bar)
-        virtual_stage = slot.action.stage // devices
+        virtual_stage = slot.action.stage // ranks
         if virtual_stage:
             shade = _SHADES[min(virtual_stage, len(_SHADES) - 1)]
             axes.barh(slot.rank, length, left=slot.start, height=0.8, color="black", alpha=shade, linewidth=0)
         if length > 0.014 * end:
             axes.text(slot.start + length / 2, slot.rank, str(slot.action.micro_batch), ha="center", va="center")
     axes.set_xlim(0, end)
-    axes.set_ylim(devices - 0.5, -0.5)
-    axes.set_yticks(range(devices), [f"device {device}" for device in range(devices)])
+    axes.set_ylim(ranks - 0.5, -0.5)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.tick_params(length=0)
     axes.xaxis.set_major_formatter(lambda seconds, place: format_seconds(seconds) if seconds else "0")
     kinds = [kind for kind in _ACTIONS if any(slot.action.kind == kind for slot in slots)]
@@ -173,7 +173,7 @@ def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> N
         Patch(facecolor=fill, edgecolor=line, label=name) for name, fill, line in map(_ACTIONS.__getitem__, kinds)
     ]
     axes.legend(
-        handles=legend, loc="upper right", bbox_to_anchor=(1.0, -0.2 / devices**0.5), ncols=len(legend), frameon=False
+        handles=legend, loc="upper right", bbox_to_anchor=(1.0, -0.2 / ranks**0.5), ncols=len(legend), frameon=False
     )
     _write(axes, file)
 

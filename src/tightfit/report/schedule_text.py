@@ -23,17 +23,17 @@ def timeline_text(slots: Sequence[ScheduledAction], width: int = 100) -> list[st
     slots  the actions of all ranks, each with its start and end
     width  characters for the whole step
     """
-    end, devices = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
+    end, ranks = max(slot.end for slot in slots), 1 + max(slot.rank for slot in slots)
     lines = []
-    for device in range(devices):
+    for rank in range(ranks):
         cells = ["."] * width
-        own = [slot for slot in slots if slot.rank == device]
+        own = [slot for slot in slots if slot.rank == rank]
         for slot in own:
             number = slot.action.micro_batch
             mark = {FORWARD: str(number % 10), BACKWARD: _LETTERS[number % 26]}.get(slot.action.kind, "+")
             first, last = round(slot.start / end * width), round(slot.end / end * width)
             cells[first : max(last, first + 1)] = mark * (max(last, first + 1) - first)
         busy = sum(slot.end - slot.start for slot in own) / end
-        lines.append(f"device {device:<3} {''.join(cells[:width])} {busy:4.0%} busy")
+        lines.append(f"rank {rank:<5} {''.join(cells[:width])} {busy:4.0%} busy")
     note = "digits: forward of that micro-batch, letters: backward, +: weights' gradients, dots: waiting"
     return [*lines, f"{'':10} {format_seconds(end)} from end to end; {note}"]

@@ -69,12 +69,12 @@ def trace_boundaries(run: Run, plan: Plan) -> Run:
     computes.
     """
     blocks = find_blocks(run.model, run.job.blocks_name)
-    pieces, defined = stage_ranges(plan, len(blocks)), parameter_uses(run.model, blocks)
+    stages, defined = stage_ranges(plan, len(blocks)), parameter_uses(run.model, blocks)
     refuse_shared_blocks(defined, len(blocks))
     refuse_encoder_decoder(run.model)
     flow = trace(run.model, run.objective.total, run.data.example(), blocks)
     sizes = {name: parameter.numel() for name, parameter in run.model.named_parameters()}
-    check_boundaries(flow, plan, pieces, defined, resolve_parameter_uses(defined, flow, len(blocks)), sizes)
+    check_boundaries(flow, plan, stages, defined, resolve_parameter_uses(defined, flow, len(blocks)), sizes)
     return replace(run, dataflow=flow)
 
 
@@ -91,14 +91,14 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
     computes.
     """
     assert ledger.dataflow is not None
-    pieces = stage_ranges(plan, ledger.blocks)
+    stages = stage_ranges(plan, ledger.blocks)
     flow: Dataflow = ledger.dataflow()
     placed = _placed(ledger.parameters, flow, ledger.blocks)
     found = _checked(flow, placed, ledger.blocks, Plan(**{name: getattr(plan, name) for name in CHECKED_FIELDS}))
     crosses = {}
-    for piece in pieces[1:]:  # an unrecorded block equals the last recorded block before it
-        recorded = bisect_right(flow.block_numbers, piece.start) - 1
-        crosses[piece.start] = found.get(recorded, found[max(found)])
+    for stage in stages[1:]:  # an unrecorded block equals the last recorded block before it
+        recorded = bisect_right(flow.block_numbers, stage.start) - 1
+        crosses[stage.start] = found.get(recorded, found[max(found)])
     return replace(ledger, parameters=placed.parameters), crosses
 
 
@@ -124,18 +124,18 @@ def _placed(parameters: tuple[Parameter, ...], flow: Dataflow, blocks: int) -> _
 
 @remembered(64)
 def _checked(flow: Dataflow, placed: _Placed, blocks: int, plan: Plan) -> dict[int, tuple[PathTo, ...]]:
-    pieces = stage_ranges(plan, blocks)
-    return check_boundaries(flow, plan, pieces, placed.defined, placed.used, placed.sizes)
+    stages = stage_ranges(plan, blocks)
+    return check_boundaries(flow, plan, stages, placed.defined, placed.used, placed.sizes)
 
 
 def check_boundaries(
-    flow: Dataflow, plan: Plan, pieces: list[range], defined: Places, used: Places, sizes: dict[str, int]
+    flow: Dataflow, plan: Plan, stages: list[range], defined: Places, used: Places, sizes: dict[str, int]
 ) -> dict[int, tuple[PathTo, ...]]:
     """Check that the stages of the plan's pipeline compute what the full model computes. Return the
     arguments that are sent to each stage, in the form of `boundary_inputs`.
 
     flow     the trace of a forward of the full model
-    pieces   the range of block numbers of each stage
+    stages   the range of block numbers of each stage
     defined  parameter name -> the numbers of the blocks in which the parameter is defined, -1
              before the blocks and the number of blocks after them
     used     the same, of the blocks that use the parameter
@@ -143,8 +143,8 @@ def check_boundaries(
 
     Raises InputError if the check fails.
     """
-    _refuse_misplaced(plan, pieces, defined, used, sizes)
-    return boundary_inputs(flow, plan, pieces)
+    _refuse_misplaced(plan, stages, defined, used, sizes)
+    return boundary_inputs(flow, plan, stages)
 
 
 def refuse_shared_blocks(places: Places, blocks: int) -> None:
@@ -194,9 +194,9 @@ def resolve_parameter_uses(places: Places, flow: Dataflow, blocks: int | None = 
     return found
 
 
-def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Places, sizes: dict[str, int]) -> None:
-    last, whole = len(pieces) - 1, sum(sizes.values())
-    stages_of = cache(lambda places: stages_using(places, pieces))
+def _refuse_misplaced(plan: Plan, stages: list[range], defined: Places, used: Places, sizes: dict[str, int]) -> None:
+    last, whole = len(stages) - 1, sum(sizes.values())
+    stages_of = cache(lambda places: stages_using(places, stages))
     for name, places in used.items():
         where = stages_of(places)
         if len(where) > 1 and not where <= {0, last}:
@@ -212,7 +212,7 @@ def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Pl
                 f"{name} is used by the first and the last device, which update it at different times",
                 "use schedule: 1f1b, or a model whose embeddings are not tied",
             )
-        inside = any(0 <= place < pieces[-1].stop for place in defined[name])
+        inside = any(0 <= place < stages[-1].stop for place in defined[name])
         if inside and len(where) > 1:
             raise InputError(
                 PP_FIELD, f"{name} is used by several blocks, which a pipeline puts on several devices", "use pp: 1"
@@ -227,7 +227,7 @@ def _refuse_misplaced(plan: Plan, pieces: list[range], defined: Places, used: Pl
             )
 
 
-def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int, tuple[PathTo, ...]]:
+def boundary_inputs(flow: Dataflow, plan: Plan, stages: list[range]) -> dict[int, tuple[PathTo, ...]]:
     """Find the arguments that have to be sent to each stage.
 
     Returns the number of a stage's first block -> the paths of those arguments of this block that
@@ -235,7 +235,7 @@ def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int
     model's first stage has no entry, because its input is the batch.
 
     flow    the trace of a forward of the full model
-    pieces  the range of block numbers of each stage
+    stages  the range of block numbers of each stage
 
     Raises InputError if a stage would read a value that it does not have.
     """
@@ -247,14 +247,14 @@ def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int
         )
     if plan.virtual_stages > 1:
         _refuse_repeated_writes(flow)
-    if flow.block_numbers != tuple(range(pieces[-1].stop)):  # only some of the equal blocks were recorded
-        pieces = [range(0, 2), range(2, 3)] if len(pieces) == 2 else [range(n, n + 1) for n in range(flow.block_count)]
-    stages = [_StageTrace(flow, piece) for piece in pieces]
-    for stage in stages:
-        stage.run()
-    for before, after in itertools.pairwise(stages):
+    if flow.block_numbers != tuple(range(stages[-1].stop)):  # only some of the equal blocks were recorded
+        stages = [range(0, 2), range(2, 3)] if len(stages) == 2 else [range(n, n + 1) for n in range(flow.block_count)]
+    traces = [_StageTrace(flow, blocks) for blocks in stages]
+    for one in traces:
+        one.run()
+    for before, after in itertools.pairwise(traces):
         before.check_sent(after.taken)
-    firsts = {stage.piece.start for stage in stages[1:]}
+    firsts = {one.blocks.start for one in traces[1:]}
     for event in flow.forwards[0]:
         if isinstance(event, BlockCall) and event.without_gradients and event.block in firsts:
             raise InputError(
@@ -263,19 +263,19 @@ def boundary_inputs(flow: Dataflow, plan: Plan, pieces: list[range]) -> dict[int
                 "checkpoint, so the stage would return no gradients to the one before",
                 f"use another split, checkpoint with use_reentrant=False, or {OTHER_PARALLELISM}",
             )
-    return {stage.piece.start: tuple(stage.taken) for stage in stages[1:]}
+    return {one.blocks.start: tuple(one.taken) for one in traces[1:]}
 
 
-def buffers_updated_elsewhere(flow: Dataflow, pieces: list[range], own: list[int]) -> frozenset[str]:
+def buffers_updated_elsewhere(flow: Dataflow, stages: list[range], own: list[int]) -> frozenset[str]:
     """Return the names of the model's buffers that the forward changes on other pipeline ranks
     only. This rank's copies of these buffers are stale.
 
     flow    the trace of a forward of the full model
-    pieces  the range of block numbers of each stage
+    stages  the range of block numbers of each stage
     own     the numbers of this rank's stages
     """
     return frozenset(
-        name for event, name in _changed_buffers(flow) if name and not stages_using([event.block], pieces) & set(own)
+        name for event, name in _changed_buffers(flow) if name and not stages_using([event.block], stages) & set(own)
     )
 
 
@@ -332,7 +332,7 @@ class _StageTrace:
     is the place of an argument in (args, kwargs): (0, 2) is args[2].
 
     flow     the trace of a forward of the full model
-    piece    the range of the stage's block numbers
+    blocks   the range of the stage's block numbers
     taken    path -> tensor: the arguments of the stage's first block that have to be sent to it
     missing  storage -> why all tensors in it are missing (except those in `known`)
     known    missing storage -> the tensors in it that are nevertheless known: the received tensors,
@@ -347,7 +347,7 @@ class _StageTrace:
     """
 
     flow: Dataflow
-    piece: range
+    blocks: range
     taken: dict[PathTo, TensorId] = field(default_factory=dict)
     missing: dict[int, str] = field(default_factory=dict)
     known: dict[int, set[int]] = field(default_factory=dict)
@@ -362,21 +362,21 @@ class _StageTrace:
         reads a missing value.
         """
         for events in self.flow.forwards:
-            real, ended = self.piece.start == 0, False
+            real, ended = self.blocks.start == 0, False
             for event in events:
                 if isinstance(event, BlockCall):
-                    if event.block == self.piece.start and not real:
+                    if event.block == self.blocks.start and not real:
                         self._receive(event)
                         real = True
-                    if event.block == self.piece.stop:
+                    if event.block == self.blocks.stop:
                         self._send(event)
                         ended = True
                 elif isinstance(event, BlockReturn):
-                    if event.block < self.piece.start:
+                    if event.block < self.blocks.start:
                         self._returned(event)
                     for seen, _ in event.outputs:
                         self.inner.pop(seen.tensor, None)
-                elif ended or (event.inside and event.block < self.piece.start):
+                elif ended or (event.inside and event.block < self.blocks.start):
                     self._run_elsewhere(event)
                 elif real:
                     self._compute(event)
@@ -394,7 +394,7 @@ class _StageTrace:
                 why = self.lacks.get(path, "it is passed as a different argument in each forward")
                 raise InputError(
                     PP_FIELD,
-                    f"block {self.piece.stop} takes an argument that the preceding stage does not have: {why}",
+                    f"block {self.blocks.stop} takes an argument that the preceding stage does not have: {why}",
                     f"pass the value to each block as an argument, or {OTHER_PARALLELISM}",
                 )
 
@@ -499,7 +499,7 @@ class _StageTrace:
         event  the operation that reads it
         """
         made = self.inner.get(seen.tensor)
-        if made is None or not self.piece.start or (event.inside and event.block == made):
+        if made is None or not self.blocks.start or (event.inside and event.block == made):
             return None
         return f"block {made} stored it instead of returning it, as blocks on other stages do"
 

@@ -221,9 +221,9 @@ class PipelineRank:
         on the last rank, and 0 on all other ranks.
         """
         total: Tensor | None = None
-        self.messages.positions = {Action(FORWARD, piece, 0): piece for piece in range(len(self.blocks.stages))}
-        for piece in self.blocks.own_stages:
-            total = add_losses(total, self.forward(run, Action(FORWARD, piece, 0), batch, 1.0))
+        self.messages.positions = {Action(FORWARD, stage, 0): stage for stage in range(len(self.blocks.stages))}
+        for stage in self.blocks.own_stages:
+            total = add_losses(total, self.forward(run, Action(FORWARD, stage, 0), batch, 1.0))
             self.in_flight.clear()
         self.messages.finish()
         return torch.zeros((), device=run.device) if total is None else total

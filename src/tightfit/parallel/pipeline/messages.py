@@ -170,15 +170,15 @@ class StageMessages:
         sender, place = producer.stage % self.pp_size, self.position_of(producer)
         self._free_sent(lambda taken: taken.stage % self.pp_size == sender and self.position_of(taken) <= place)
 
-    def link(self, piece: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
+    def link(self, stage: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
         """Return (process group, rank in the group) for messages to or from a neighbouring stage.
         The rank is that of the neighbouring stage's process.
 
-        piece      the number of this rank's stage
+        stage      the number of this rank's stage
         other      the number of the neighbouring stage
         direction  "forward" for activations, "backward" for gradients
         """
-        around = " around" if max(piece, other) % self.pp_size == 0 else ""
+        around = " around" if max(stage, other) % self.pp_size == 0 else ""
         return self.mesh.p2p_groups[direction + around], other % self.pp_size
 
     def send(self, tensor: Tensor, action: Action, direction: str) -> None:
@@ -188,12 +188,10 @@ class StageMessages:
         direction  "forward" for activations, "backward" for gradients
         """
         taken = consumer_of(action)
-        group, device = self.link(action.stage, taken.stage, direction)
+        group, rank = self.link(action.stage, taken.stage, direction)
         sent = tensor.detach().contiguous()
         is_dry_run = active_fake_mode() is not None
-        self.pending_sends.append(
-            (taken, None if is_dry_run else dist.isend(sent, group=group, group_dst=device), sent)
-        )
+        self.pending_sends.append((taken, None if is_dry_run else dist.isend(sent, group=group, group_dst=rank), sent))
 
     def send_outputs(self, action: Action, key: Any, tensors: list[Tensor]) -> None:
         """Begin to send a stage's output tensors to the next stage. A header precedes them if no
@@ -272,7 +270,7 @@ class StageMessages:
         other      the number of the neighbouring stage
         direction  "forward" for activations, "backward" for gradients
         """
-        group, device = self.link(action.stage, other, direction)
+        group, rank = self.link(action.stage, other, direction)
         found = []
         if action in self.posted_receives:
             for work, tensor in self.posted_receives.pop(action):
@@ -281,7 +279,7 @@ class StageMessages:
         else:
             for dtype, shape, _ in specs:
                 found.append(torch.empty(shape, dtype=dtype, device=self.mesh.device))
-                self._receive_now(found[-1], group, device)
+                self._receive_now(found[-1], group, rank)
         if found:
             self._acknowledge(action)
         return found
@@ -295,7 +293,7 @@ class StageMessages:
         arguments  those arguments of the stage's first block that the received tensors will replace
         inputs     the object that gets the received tensors
         """
-        group, device = self.link(action.stage, action.stage - 1, "forward")
+        group, rank = self.link(action.stage, action.stage - 1, "forward")
         known = action.stage, "in", key
         if active_fake_mode() is not None:  # a dry run has no other rank that would send a header
             floating = [one.is_floating_point() and torch.is_grad_enabled() for one in arguments]
@@ -306,23 +304,23 @@ class StageMessages:
             self.tensor_specs[known] = []
         elif known not in self.tensor_specs:
             header = torch.zeros(len(arguments), 3 + MAX_DIMS, dtype=torch.int64, device=arguments[0].device)
-            self._receive_now(header, group, device)
+            self._receive_now(header, group, rank)
             rows = header.tolist()
             self.tensor_specs[known] = [(DTYPES[row[0]], tuple(row[3 : 3 + row[2]]), bool(row[1])) for row in rows]
         specs = self.tensor_specs[known]
         inputs.tensors = self._collect(action, specs, action.stage - 1, "forward")
         inputs.differentiable = [spec[2] for spec in specs]
 
-    def _receive_now(self, tensor: Tensor, group: dist.ProcessGroup, device: int) -> None:
+    def _receive_now(self, tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:
         """Receive data into `tensor`, and wait until they have arrived. A dry run does nothing.
 
         group   the process group
-        device  the rank of the sender in the group
+        rank    the rank of the sender in the group
         """
         if active_fake_mode() is not None:
             return
         began = time.perf_counter()
-        dist.recv(tensor, group=group, group_src=device)
+        dist.recv(tensor, group=group, group_src=rank)
         self.waited_s += time.perf_counter() - began
 
     def wait_for(self, work: Any) -> None:

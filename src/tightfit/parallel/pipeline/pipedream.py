@@ -192,8 +192,8 @@ class PipeDream(PipelineRank):
         """
         if self.rank < self.pp_size - 1 and number not in self.requested_losses:
             loss = torch.zeros((), device=self.device)
-            group, device = self.messages.link(self.rank, self.rank + 1, "backward")
-            work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=device)
+            group, rank = self.messages.link(self.rank, self.rank + 1, "backward")
+            work = None if active_fake_mode() is not None else dist.irecv(loss, group=group, group_src=rank)
             self.requested_losses[number] = work, loss
 
     def _request_gradients(self, run: Run, due: list[tuple[Action, Batch]]) -> None:

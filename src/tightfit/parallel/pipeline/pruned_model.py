@@ -111,20 +111,20 @@ class ForwardState:
 
     def begin_stage(
         self,
-        piece: range,
+        blocks: range,
         take: Callable[[list[Tensor]], list[Tensor]],
         samples: int,
         shapes: tuple[tuple[int, ...], ...],
     ) -> None:
         """Set the state for the forward of a stage. Call this before the forward.
 
-        piece    the range of the stage's block numbers
+        blocks   the range of the stage's block numbers
         take     a function that is called with those arguments of the stage's first block that the
                  stage before sends (here they are stubs); it returns the received tensors
         samples  the number of samples in the batch
         shapes   the shapes of one sample's tensors in the batch
         """
-        self.stage, self.receive, self.samples, self.batch_shapes, self.blocks_called = piece, take, samples, shapes, 0
+        self.stage, self.receive, self.samples, self.batch_shapes, self.blocks_called = blocks, take, samples, shapes, 0
 
     def note_call(self, number: int) -> None:
         """Record that the model calls block `number`.

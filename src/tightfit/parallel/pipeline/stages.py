@@ -60,7 +60,7 @@ def stages_using(places: Iterable[int], stages: list[range]) -> set[int]:
             them, which is in the last stage
     stages  the range of block numbers of each stage
     """
-    ends = [piece.stop for piece in stages]
+    ends = [stage.stop for stage in stages]
     return {min(bisect_right(ends, max(place, 0)), len(stages) - 1) for place in places}
 
 
@@ -74,12 +74,12 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
              blocks and the number of blocks after them
     """
     used = set().union(*(stages_using(places, stages) for places in set(trained)))
-    for device in range(plan.pp):
-        if not used.intersection(range(device, plan.stages, plan.pp)):
+    for rank in range(plan.pp):
+        if not used.intersection(range(rank, plan.stages, plan.pp)):
             raise InputError(
                 f"plan: pp={plan.pp}",
-                f"device {device} of the pipeline would have no trainable parameter",
-                "use pp: 1, or a split that gives each device some trainable parameters",
+                f"rank {rank} of the pipeline would have no trainable parameter",
+                "use pp: 1, or a split that gives each rank some trainable parameters",
             )
 
 
@@ -89,14 +89,14 @@ def rank_ledger(
     """Return the ledger of one pipeline rank. It has those segments, parameters and updates of the
     full model's ledger that belong to the rank's stages, and the rank's schedule.
 
-    ledger           the ledger of the full model. Its `device` is the number of the pipeline rank
+    ledger           the ledger of the full model. Its `pipeline_rank` is the rank
     boundary_inputs  number of a stage's first block -> the paths of those arguments of this block
                      that the stage before sends. A path leads to a tensor within the arguments
 
     Raises InputError if the model does not call its blocks in order, if there are fewer blocks than
     stages, or if a rank has no trainable parameter.
     """
-    stages, rank = stage_ranges(plan, ledger.blocks), ledger.device
+    stages, rank = stage_ranges(plan, ledger.blocks), ledger.pipeline_rank
     called = [segment.block for segment in ledger.training if segment.phase == "forward" and segment.block is not None]
     if called != sorted(set(called)):
         raise blocks_out_of_order()
@@ -183,17 +183,17 @@ def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, 
     return [known[str(path)] for path in paths if str(path) in known]
 
 
-def _stage_input(sections: Sections, piece: range, given: list[BlockInput]) -> StageInput:
+def _stage_input(sections: Sections, blocks: range, given: list[BlockInput]) -> StageInput:
     """Describe the tensors that a stage receives in one micro-batch.
 
     The result has the bytes of the tensors that the stage's backward needs, the bytes of the
     others, and the buffers of the recorded step that the tensors replace.
 
     sections  the recorded step, divided by blocks
-    piece     the range of the stage's block numbers
+    blocks    the range of the stage's block numbers
     given     the received tensors
     """
-    kept = sections.saved(piece)
+    kept = sections.saved(blocks)
     return StageInput(
         _sum(one.size for one in given if one.buffer in kept),
         _sum(one.size for one in given if one.buffer not in kept),
@@ -205,17 +205,16 @@ def _sum(sizes: Iterable[BatchLinear]) -> BatchLinear:
     return sum(sizes, BatchLinear())
 
 
-def _weight_versions(plan: Plan, device: int) -> int:
+def _weight_versions(plan: Plan, pipeline_rank: int) -> int:
     """Return how many older versions of the weights a rank keeps beside the newest version.
 
     This is 0 unless the schedule is pipedream. Example for pp: 4: it is 3, 2, 1 and 0 on ranks 0 to
     3, or 3 on every rank with vertical_sync.
 
-    device  the number of the pipeline rank
     """
     if plan.schedule != "pipedream":
         return 0
-    return plan.pp - 1 - (0 if plan.vertical_sync else device)
+    return plan.pp - 1 - (0 if plan.vertical_sync else pipeline_rank)
 
 
 __all__ = ["rank_ledger", "stage_ranges", "stages_using"]
