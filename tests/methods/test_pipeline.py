@@ -44,24 +44,24 @@ def seconds(action: Action) -> float:
 
 @given(st.sampled_from(SCHEDULES), st.integers(2, 6), st.integers(1, 3), st.integers(1, 13))
 def test_schedules_run_each_action_once_without_deadlock(
-    schedule: str, devices: int, chunks: int, micro_batches: int
+    schedule: str, devices: int, virtual_stages: int, micro_batches: int
 ) -> None:
-    chunks = chunks + 1 if schedule == "interleaved" else 1
-    table = make_schedule(schedule, devices, chunks, micro_batches)
+    virtual_stages = virtual_stages + 1 if schedule == "interleaved" else 1
+    table = make_schedule(schedule, devices, virtual_stages, micro_batches)
     kinds = (FORWARD, BACKWARD, WEIGHTS) if schedule == "zero-bubble" else (FORWARD, BACKWARD)
     for device, actions in enumerate(table):
-        own = range(device, devices * chunks, devices)
-        wanted = {Action(kind, chunk, number) for kind in kinds for chunk in own for number in range(micro_batches)}
+        own = range(device, devices * virtual_stages, devices)
+        wanted = {Action(kind, stage, number) for kind in kinds for stage in own for number in range(micro_batches)}
         assert len(actions) == len(wanted)
         assert set(actions) == wanted
     ended = {slot.action: slot for slot in simulate(table, lambda action: 1.0)}
     for action, slot in ended.items():
-        assert all(ended[other].end <= slot.start for other in dependencies_of(action, devices * chunks))
+        assert all(ended[other].end <= slot.start for other in dependencies_of(action, devices * virtual_stages))
     for kind in (FORWARD, BACKWARD):  # what is sent on one line is received in the order in which it is sent
-        for chunk in range(devices * chunks - 1):
+        for stage in range(devices * virtual_stages - 1):
             here, there = (
                 [action.micro_batch for action in table[c % devices] if (action.kind, action.stage) == (kind, c)]
-                for c in (chunk, chunk + 1)
+                for c in (stage, stage + 1)
             )
             assert here == there
 
@@ -87,14 +87,14 @@ def test_bubbles_and_activations_match_the_papers(devices: int, micro_batches: i
         assert [in_flight(actions) for actions in table] == held[schedule]
 
 
-@pytest.mark.parametrize("chunks", [2, 4])
-def test_interleaving_divides_the_bubble_by_stages_per_device(chunks: int) -> None:
+@pytest.mark.parametrize("virtual_stages", [2, 4])
+def test_interleaving_divides_the_bubble_by_stages_per_device(virtual_stages: int) -> None:
     devices, micro_batches = 4, 8
     slots = simulate(
-        make_schedule("interleaved", devices, chunks, micro_batches), lambda action: seconds(action) / chunks
+        make_schedule("interleaved", devices, virtual_stages, micro_batches), lambda action: seconds(action) / virtual_stages
     )
     busy = 3.0 * micro_batches
-    assert max(slot.end for slot in slots) == pytest.approx(busy + 3.0 * (devices - 1) / chunks)
+    assert max(slot.end for slot in slots) == pytest.approx(busy + 3.0 * (devices - 1) / virtual_stages)
 
 
 @pytest.mark.parametrize(("devices", "micro_batches"), [(2, 4), (4, 4), (4, 8), (4, 16)])

@@ -40,12 +40,12 @@ KINDS = [*((schedule, 1) for schedule in SCHEDULES), ("interleaved", 2), ("inter
 Step = tuple[str, Action]  # what a device does, in order
 
 
-def program(schedule: str, devices: int, chunks: int, micro_batches: int, device: int, stops: bool) -> list[Step]:
+def program(schedule: str, devices: int, virtual_stages: int, micro_batches: int, device: int, stops: bool) -> list[Step]:
     """A device's step as `Pipeline._run_schedule` goes through it: it asks for the message of an action and for the next one's, waits
     for the first, computes, and sends what it made."""
-    last, asked, found = devices * chunks - 1, set[Action](), list[Step]()
-    actions = make_schedule(schedule, devices, chunks, micro_batches)[device]
-    comes = coming(schedule, devices, chunks, micro_batches, device, stops)
+    last, asked, found = devices * virtual_stages - 1, set[Action](), list[Step]()
+    actions = make_schedule(schedule, devices, virtual_stages, micro_batches)[device]
+    comes = coming(schedule, devices, virtual_stages, micro_batches, device, stops)
     for action, after in zip(actions, comes, strict=True):
         for one in (action, *after):
             if one.kind != WEIGHTS and 0 <= producer_of(one).stage <= last and one not in asked:
@@ -73,13 +73,13 @@ class Line:
         return min(map(len, self.posted.values()))
 
 
-def play_through(schedule: str, devices: int, chunks: int, micro_batches: int, stops: bool) -> None:
+def play_through(schedule: str, devices: int, virtual_stages: int, micro_batches: int, stops: bool) -> None:
     """All devices' steps at once; raises AssertionError where they wait for each other for ever.
 
     stops  each device stops amid each action until all that it has posted is done: what it asked for, and what it sent. Else it
            waits for the action's own message only.
     """
-    programs = [program(schedule, devices, chunks, micro_batches, device, stops) for device in range(devices)]
+    programs = [program(schedule, devices, virtual_stages, micro_batches, device, stops) for device in range(devices)]
     lines: dict[tuple[str, int, bool], Line] = defaultdict(Line)  # the mesh has a group for each kind, and around
     waiting: list[list[tuple[Action, Line, int]]] = [[] for _ in programs]
     places, moved = [0] * devices, True
@@ -104,13 +104,13 @@ def play_through(schedule: str, devices: int, chunks: int, micro_batches: int, s
     assert all(line.posted["ask"] == line.posted["send"] for line in lines.values())
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
-def test_both_ends_of_a_link_use_one_order_without_deadlock(schedule: str, chunks: int) -> None:
+@pytest.mark.parametrize(("schedule", "virtual_stages"), KINDS)
+def test_both_ends_of_a_link_use_one_order_without_deadlock(schedule: str, virtual_stages: int) -> None:
     """A GPU may block in any action. The test runs every schedule on 2 to 8 devices with 1 to 16
     micro-batches."""
     for devices, micro_batches in itertools.product(range(2, 9), range(1, 17)):
         for stops in (False, True):
-            play_through(schedule, devices, chunks, micro_batches, stops)
+            play_through(schedule, devices, virtual_stages, micro_batches, stops)
 
 
 def test_receives_ahead_depend_on_schedule_and_device() -> None:
