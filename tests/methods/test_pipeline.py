@@ -91,7 +91,8 @@ def test_bubbles_and_activations_match_the_papers(devices: int, micro_batches: i
 def test_interleaving_divides_the_bubble_by_stages_per_device(virtual_stages: int) -> None:
     devices, micro_batches = 4, 8
     slots = simulate(
-        make_schedule("interleaved", devices, virtual_stages, micro_batches), lambda action: seconds(action) / virtual_stages
+        make_schedule("interleaved", devices, virtual_stages, micro_batches),
+        lambda action: seconds(action) / virtual_stages,
     )
     busy = 3.0 * micro_batches
     assert max(slot.end for slot in slots) == pytest.approx(busy + 3.0 * (devices - 1) / virtual_stages)

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 import tightfit
 from tightfit.errors import Untraceable
 from tightfit.machine import Machine
+from tightfit.planner.choose import choose_plan
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate, Estimator
 from tightfit.planner.variants import estimate_candidates
-from tightfit.report.commands import decide
 
 WIDTH = 64
 
@@ -74,7 +74,8 @@ def test_recompute_is_left_out_for_a_model_of_forces() -> None:
 
 def test_train_and_explain_show_a_prediction_of_forces() -> None:
     job = make_estimator().job
-    predicted, plan, _ = decide(job, Machine.named("a100-80gb"), {}, print)
+    choice = choose_plan(job, Machine.named("a100-80gb"), {})
+    predicted, plan = choice.predicted, choice.plan
     assert predicted is not None
     assert predicted["memory"]["peak"] > 0
     assert predicted["mfu"] > 0

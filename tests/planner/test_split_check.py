@@ -15,10 +15,10 @@ from tests import tiny
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.planner import split_check
+from tightfit.planner.choose import choose_plan
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.search import search
 from tightfit.planner.split_check import loss_depends_on_split
-from tightfit.report.commands import decide
 
 GPU = Machine.named("l4")
 WIDTH, BATCH = 256, 8192
@@ -137,9 +137,11 @@ def test_dividing_such_a_batch_over_devices_is_said() -> None:
 def test_training_prints_why_a_batch_stays_whole_or_is_split() -> None:
     estimator = estimator_of(Tower, contrast)
     pins = {"compile": "none", "recompute": "none", "micro_batch": 256}
-    _, plan, reasons = decide(estimator.job, GPU, pins, lambda line: None)
-    assert plan.micro_batch == 256
-    assert "the loss depends on how a batch is split" in reasons["micro_batch"]
+    choice = choose_plan(estimator.job, GPU, pins)
+    assert choice.plan.micro_batch == 256
+    assert choice.predicted is not None
+    assert "the loss depends on how a batch is split" in choice.predicted["notes"][0]
+    assert "micro_batch" not in choice.reasons
 
 
 def mean_over_tokens(output: Any, batch: dict[str, Tensor]) -> Tensor:

@@ -62,83 +62,129 @@ def estimate_candidates(
 
     Raises InputError if the model supports none of the plans.
     """
-    found: list[Estimate] = []
-    refused: list[InputError] = []
-    untraceable: dict[str, set[str]] = {}  # why values of recompute cannot be predicted -> these values
-    ruled_out: dict[Any, list[Plan]] = {}
-    # key: a plan without its micro-batch and data-parallel fields; value: its lowest ZeRO stage
-    # that fits
-    lowest_zero: dict[Plan, int] = {}
-    # key: a plan without its micro-batch and memory-saving options; value: its largest useful
-    # micro-batch
-    largest_useful: dict[Any, int] = {}
-    # the same key; value: seconds of a step with the largest micro-batch, whether it fits or not
-    without_saving_s: dict[Any, float] = {}
-    # key: a plan with recompute: full and without its micro-batch; value: the plan with each useful
-    # micro-batch, the largest first
-    full: dict[Plan, list[Plan]] = {}
-    # the same for every value of recompute, with all micro-batches
-    sizes: dict[Plan, list[Plan]] = {}
-    bounds = MemoryBounds(estimator)
+    variants = _Variants(estimator, start, pins, best_s)
     for plans in candidates(estimator, start, pins):
-        if estimator.memory_lower_bound(plans[0]) > estimator.limit_bytes:
-            ruled_out.setdefault((plans[0].precision, plans[0].states), []).append(plans[-1])
-            continue
-        batch, least = estimator.job.train.batch, plans[0].replace(micro_batch=None, **SAVES_NO_MEMORY)
-        without_zero = plans[0].replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
-        if start.pp > 1 and lowest_zero.get(without_zero, plans[0].zero) < plans[0].zero:
-            continue
-        larger = [plan for plan in plans if plan.micro_batch_of(batch) > largest_useful.get(least, 0)]
-        if larger and start.compile == "model" and without_saving_s.get(least, 0.0) >= fitting_s(estimator, found):
-            continue
+        larger = variants.worth_estimating(plans)
         if larger:
-            try:
-                seen = (
-                    _grow_micro_batch(estimator, larger, best_s, pins)
-                    if start.pp > 1
-                    else search_micro_batch(estimator, larger, bounds, min(best_s, fitting_s(estimator, found)))
-                )
-            except InputError as error:
-                # the model does not support this plan: for example, ZeRO-3 cannot shard a parameter
-                # with one element
-                refused.append(error)
-                if isinstance(error, Untraceable) and plans[0].recompute != "none":
-                    untraceable.setdefault(f"{error.asked.removeprefix('job: ')} {error.found}", set()).add(
-                        plans[0].recompute
-                    )
-                continue
-            found += seen
-            if not seen:
-                continue
-            sizes[_without_micro_batch(plans[0])] = plans
-            if plans[0].recompute == "full":
-                full[_without_micro_batch(plans[0])] = larger
-            if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
-                lowest_zero[without_zero] = min(plans[0].zero, lowest_zero.get(without_zero, plans[0].zero))
-            if plans[0].replace(micro_batch=None) == least:
-                largest_useful[least] = largest_safe_micro_batch(seen, batch)
-                without_saving_s[least] = seen[0].time.step_s
-    if not found and not ruled_out and refused:
-        raise refused[0]
-    if found:
-        for why, values in untraceable.items():
-            estimator.untraceable[f"recompute: {', '.join(sorted(values))}"] = why
-    if "recompute" not in pins and start.compile != "model":  # there, each number of blocks would need a trace
-        found += _with_fewest_recomputed(estimator, found, full)
-    found += _with_room_for_allocator(estimator, found, sizes, best_s)
-    if any(one.fits for one in found):
-        if start.tp * start.pp * start.cp > 1:  # of many such plans, each would need a trace
+            variants.estimate(plans, larger)
+    return variants.finish()
+
+
+class _Variants:
+    """The estimates of a plan's variants so far, and what they say about the variants that follow.
+
+    Arguments: see `estimate_candidates`. Many attributes have a plan without its micro-batch and some
+    other fields as their key, because all variants with the same rest share the entry.
+
+    found             the estimates
+    refused           errors of plans that the model does not support
+    untraceable       why values of recompute cannot be predicted -> these values
+    ruled_out         (precision, states) -> plans whose parameters and states alone exceed the memory
+    lowest_zero       plan without data parallelism -> its lowest ZeRO stage that fits
+    largest_useful    plan without options that save memory -> its largest useful micro-batch
+    without_saving_s  the same key -> seconds of a step with the largest micro-batch, whether it fits or not
+    full              plan with recompute: full -> the plan with each useful micro-batch, the largest first
+    sizes             plan with any recompute -> the plan with each micro-batch, the largest first
+    """
+
+    def __init__(self, estimator: Estimator, start: Plan, pins: dict[str, Any], best_s: float) -> None:
+        self.estimator, self.start, self.pins, self.best_s = estimator, start, pins, best_s
+        self.bounds = MemoryBounds(estimator)
+        self.found: list[Estimate] = []
+        self.refused: list[InputError] = []
+        self.untraceable: dict[str, set[str]] = {}
+        self.ruled_out: dict[Any, list[Plan]] = {}
+        self.lowest_zero: dict[Plan, int] = {}
+        self.largest_useful: dict[Plan, int] = {}
+        self.without_saving_s: dict[Plan, float] = {}
+        self.full: dict[Plan, list[Plan]] = {}
+        self.sizes: dict[Plan, list[Plan]] = {}
+
+    def worth_estimating(self, plans: list[Plan]) -> list[Plan]:
+        """Return those of `plans` that may be the fastest as far as is known.
+
+        plans  plans that differ only in the micro-batch, the largest one first
+        """
+        estimator, first, batch = self.estimator, plans[0], self.estimator.job.train.batch
+        if estimator.memory_lower_bound(first) > estimator.limit_bytes:
+            self.ruled_out.setdefault((first.precision, first.states), []).append(plans[-1])
+            return []
+        if self.start.pp > 1 and self.lowest_zero.get(_without_data_parallelism(first), first.zero) < first.zero:
+            return []
+        least = _without_saving(first)
+        larger = [plan for plan in plans if plan.micro_batch_of(batch) > self.largest_useful.get(least, 0)]
+        if larger and self.start.compile == "model":  # where each value of recompute needs a trace of the whole model
+            too_slow = self.without_saving_s.get(least, 0.0) >= fitting_s(estimator, self.found)
+            return [] if too_slow else larger
+        return larger
+
+    def estimate(self, plans: list[Plan], larger: list[Plan]) -> None:
+        """Estimate plans until the largest micro-batch that fits is found, and note what follows for others.
+
+        plans   plans that differ only in the micro-batch, the largest one first
+        larger  those of them that are worth estimating
+        """
+        first = plans[0]
+        try:
+            if self.start.pp > 1:
+                seen = _grow_micro_batch(self.estimator, larger, self.best_s, self.pins)
+            else:
+                best_s = min(self.best_s, fitting_s(self.estimator, self.found))
+                seen = search_micro_batch(self.estimator, larger, self.bounds, best_s)
+        except InputError as error:  # the model does not support this plan: ZeRO-3 cannot shard a single number
+            self.refused.append(error)
+            if isinstance(error, Untraceable) and first.recompute != "none":
+                why = f"{error.asked.removeprefix('job: ')} {error.found}"
+                self.untraceable.setdefault(why, set()).add(first.recompute)
+            return
+        if not seen:
+            return
+        self.found += seen
+        self.sizes[_without_micro_batch(first)] = plans
+        if first.recompute == "full":
+            self.full[_without_micro_batch(first)] = larger
+        if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
+            key = _without_data_parallelism(first)
+            self.lowest_zero[key] = min(first.zero, self.lowest_zero.get(key, first.zero))
+        least = _without_saving(first)
+        if first.replace(micro_batch=None) == least:
+            self.largest_useful[least] = largest_safe_micro_batch(seen, self.estimator.job.train.batch)
+            self.without_saving_s[least] = seen[0].time.step_s
+
+    def finish(self) -> list[Estimate]:
+        """Return all estimates, with those of the plans that recompute as few blocks as necessary, have room
+        for the allocator, or show why plans were ruled out.
+
+        Raises InputError if the model supports none of the plans.
+        """
+        estimator, found = self.estimator, self.found
+        if not found and not self.ruled_out and self.refused:
+            raise self.refused[0]
+        if found:
+            for why, values in self.untraceable.items():
+                estimator.untraceable[f"recompute: {', '.join(sorted(values))}"] = why
+        if "recompute" not in self.pins and self.start.compile != "model":  # each number of blocks would need a trace
+            found += _with_fewest_recomputed(estimator, found, self.full)
+        found += _with_room_for_allocator(estimator, found, self.sizes, self.best_s)
+        if not any(one.fits for one in found):
+            return found + [estimator.estimate(min(plans, key=self._leanness)) for plans in self.ruled_out.values()]
+        if self.start.tp * self.start.pp * self.start.cp > 1:  # of many such plans, each would need a trace
             return found
-        return found + [estimator.estimate(plans[0]) for plans in ruled_out.values()]
+        return found + [estimator.estimate(plans[0]) for plans in self.ruled_out.values()]
 
-    def how_lean(plan: Plan) -> tuple[float, bool, int]:
-        return (
-            estimator.memory_lower_bound(plan),
-            plan.recompute != "full",
-            plan.micro_batch_of(estimator.job.train.batch),
-        )
+    def _leanness(self, plan: Plan) -> tuple[float, bool, int]:
+        batch = self.estimator.job.train.batch
+        return self.estimator.memory_lower_bound(plan), plan.recompute != "full", plan.micro_batch_of(batch)
 
-    return found + [estimator.estimate(min(plans, key=how_lean)) for plans in ruled_out.values()]
+
+def _without_saving(plan: Plan) -> Plan:
+    """Return the plan without its micro-batch and without the options that only save memory."""
+    return plan.replace(micro_batch=None, **SAVES_NO_MEMORY)
+
+
+def _without_data_parallelism(plan: Plan) -> Plan:
+    """Return the plan without its micro-batch and its data parallelism."""
+    return plan.replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
 
 
 def fitting_s(estimator: Estimator, found: list[Estimate]) -> float:

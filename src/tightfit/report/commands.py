@@ -21,13 +21,13 @@ from rich.table import Table
 
 from tightfit._torch.loggers import PYTREE, WRAPPED_OPERATIONS
 from tightfit.engine.launch import enter_environment, read_launcher, start_processes
-from tightfit.errors import DoesNotFit, InputError, TightfitWarning, Untraceable
+from tightfit.errors import DoesNotFit, InputError, TightfitWarning
 from tightfit.job import Job, apply_change
 from tightfit.machine import Machine
 from tightfit.machines.gpus import unused
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan, read_pins
-from tightfit.planner.defaults import ALLOCATOR, complete
+from tightfit.planner.defaults import ALLOCATOR
 from tightfit.report.folder_lock import folder_held
 from tightfit.report.heartbeat import never_silent
 from tightfit.report.processes import (
@@ -136,32 +136,20 @@ def train_command(
     machine = figures or (this_machine(say) if world == 1 else Machine.detect())
     machine = machine.per_process(here, max(world // here, 1))
 
-    def plan_it() -> tuple[dict[str, Any] | None, Plan]:
+    def choose() -> tuple[dict[str, Any] | None, Plan]:
         check_out(out, resume)
         if resume:
             from tightfit.report.run_folder import find_checkpoint
 
             find_checkpoint(out)
-        say(f"job      {job!r}\nmachine  {machine!r}")
-        quiet_transformers(job)
-        kept = (
-            {**read_pins(out / "plan.yaml"), **pins}
-            if resume and plan is None and (out / "plan.yaml").exists()
-            else pins
-        )
-        with never_silent(say, "predicting plans"):
-            predicted, chosen, reasons = decide(job, machine, kept, say)
-        announce(say, job, chosen, reasons, machine)
-        for note in predicted["notes"] if predicted is not None else ():
-            say(f"advice   {note}")
-        from tightfit.distributed.processes import check_world
-
-        check_world(chosen)
+        saved = out / "plan.yaml"
+        kept = {**read_pins(saved), **pins} if resume and plan is None and saved.exists() else pins
+        found = choose_and_announce(job, machine, kept, say)
         held.enter_context(folder_held(out))
-        return predicted, chosen
+        return found
 
     with watched_process(world, around) as join, ExitStack() as held:
-        predicted, chosen = plan_it() if world == 1 else on_rank_zero(plan_it, partial(join, machine.device))
+        predicted, chosen = choose() if world == 1 else on_rank_zero(choose, partial(join, machine.device))
         if predicted is not None:
             say(
                 f"predict  {format_bytes(tensor_bytes_of(predicted))} of tensors at the peak, "
@@ -195,37 +183,31 @@ def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, acceler
     print(name)
 
 
-def decide(
+def choose_and_announce(
     job: Job, machine: Machine, pins: dict[str, Any], say: Callable[[str], None]
-) -> tuple[dict[str, Any] | None, Plan, dict[str, str]]:
-    """Choose the fastest plan that fits the machine and has the pinned values.
+) -> tuple[dict[str, Any] | None, Plan]:
+    """Choose the plan, print it with the reasons, and check that as many processes run as it needs.
 
     pins  the plan fields that the user has fixed, by name
     say   prints a line
 
-    Returns (the plan's prediction, the plan, the reason for each field that was chosen). If no plan
-    can be predicted, for example because the model cannot be traced, the prediction is None, and
-    the fields that are not pinned get their defaults. Raises DoesNotFit if no plan fits, and
-    InputError if the pins break a rule or cannot be combined.
+    Returns (the plan's prediction or None, the plan). Errors: see `planner.choose.choose_plan`.
     """
-    start, reasons = complete(job, machine, pins)
-    from tightfit.planner.estimate import Estimator
-    from tightfit.planner.search import search_or_estimate
+    say(f"job      {job!r}\nmachine  {machine!r}")
+    quiet_transformers(job)
+    with never_silent(say, "predicting plans"):
+        from tightfit.planner.choose import choose_plan
 
-    try:
-        found = search_or_estimate(Estimator(job, machine), pins)[0]
-        content = found.content()
-    except InputError as error:
-        if isinstance(error, Untraceable):
-            say(f"predict  not possible: {error.found}")
-        return None, start, reasons  # errors of the job or plan are raised by build
-    kept = {name: why for name, why in reasons.items() if getattr(found.plan, name) == getattr(start, name)}
-    for name in Plan.field_names():
-        if name not in pins and getattr(found.plan, name) != getattr(start, name):
-            kept[name] = "predicted to be the fastest plan that fits"
-    for note in found.notes:
-        kept["micro_batch"] = note
-    return content, found.plan, kept
+        choice = choose_plan(job, machine, pins)
+    if choice.untraced:
+        say(f"predict  not possible: {choice.untraced}")
+    announce(say, job, choice.plan, choice.reasons, machine)
+    for note in choice.predicted["notes"] if choice.predicted is not None else ():
+        say(f"advice   {note}")
+    from tightfit.distributed.processes import check_world
+
+    check_world(choice.plan)
+    return choice.predicted, choice.plan
 
 
 def tensor_bytes_of(predicted: dict[str, Any]) -> float:
@@ -499,21 +481,11 @@ def verify_command(
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     machine = (this_machine(say) if world == 1 else Machine.detect()).per_process(here, max(world // here, 1))
 
-    def plan_it() -> Plan:
-        say(f"job      {job!r}\nmachine  {machine!r}")
-        quiet_transformers(job)
-        with never_silent(say, "predicting plans"):
-            _, chosen, reasons = decide(job, machine, pins, say)
-        announce(say, job, chosen, reasons, machine)
-        from tightfit.distributed.processes import check_world
-
-        check_world(chosen)
-        return chosen
-
+    choose = partial(choose_and_announce, job, machine, pins, say)
     from tightfit.report.out_of_memory import memory_errors_named
 
     with watched_process(world, around) as join:
-        chosen = plan_it() if world == 1 else on_rank_zero(plan_it, partial(join, machine.device))
+        _, chosen = choose() if world == 1 else on_rank_zero(choose, partial(join, machine.device))
         quiet_transformers(job)
         from tightfit.measure.verify import verify
 

@@ -40,7 +40,9 @@ KINDS = [*((schedule, 1) for schedule in SCHEDULES), ("interleaved", 2), ("inter
 Step = tuple[str, Action]  # what a device does, in order
 
 
-def program(schedule: str, devices: int, virtual_stages: int, micro_batches: int, device: int, stops: bool) -> list[Step]:
+def program(
+    schedule: str, devices: int, virtual_stages: int, micro_batches: int, device: int, stops: bool
+) -> list[Step]:
     """A device's step as `Pipeline._run_schedule` goes through it: it asks for the message of an action and for the next one's, waits
     for the first, computes, and sends what it made."""
     last, asked, found = devices * virtual_stages - 1, set[Action](), list[Step]()
