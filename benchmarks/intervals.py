@@ -44,6 +44,8 @@ SAME_MEMORY = (
     "kempner",
     "megatron-2025",
 )
+# frameworks whose runs had samples of varied lengths, which fragment the memory of torch's allocator
+VARIED_LENGTHS = ("ms-swift-2023", "peft-metamath")
 OF_TOKENS = ("llama", "llama-long", "gpt2", "bert", "t5")  # models of benchmarks/prediction.py
 FEWEST_SOURCES = 3  # a class with runs of fewer sources has no quantiles of its own
 
@@ -135,7 +137,8 @@ def published_runs() -> list[Measured]:
         if row.get("published_speed"):
             names = classes("time", machine, plan, tokens)
             found.append(Measured("time", names, row["predicted_speed"] / row["published_speed"], row["group"]))
-        if row.get("published_bytes") and (row["devices"] == 1 or row["framework"] in SAME_MEMORY):
+        compares = (row["devices"] == 1 or row["framework"] in SAME_MEMORY) and row["framework"] not in VARIED_LENGTHS
+        if row.get("published_bytes") and compares:
             names = classes("memory", machine, plan, tokens)
             found.append(Measured("memory", names, row["published_bytes"] / row["predicted_bytes"], row["group"]))
     return found
