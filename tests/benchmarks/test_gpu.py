@@ -20,7 +20,7 @@ from benchmarks import gpu, gpu_parts
 from benchmarks.gpu_parts import KEPT_OF_FAILURES, finite, llama_spec, summary_of, variants
 from benchmarks.gpu_sizes import CPU, GPU, LIMIT_S, ORDER
 from tightfit.methods import materialize
-from tightfit.models.create import model_config
+from tightfit.models.configs import model_config
 
 PROGRAM = str(Path(gpu.__file__))
 

@@ -18,7 +18,7 @@ from tightfit.methods.attention import blocked_attention
 from tightfit.planner.estimate import Estimator
 from tightfit.planner.time_model import KIND, CostModel
 from tightfit.planner.tracing import plain_data
-from tightfit.planner.tracing.recorder import causal_pairs, trace
+from tightfit.planner.tracing.recorder import causal_pairs, record_step
 
 LENGTH, WIDTH = 128, 16
 
@@ -40,7 +40,7 @@ def traced(causal: bool, blocked: bool = False) -> list[Operation]:
     """The two kernels of attention, forward and backward, of 2 samples with 3 heads."""
     with FakeTensorMode():
         model = Attention(causal, blocked)
-        segments = trace(model, model, {"states": torch.ones(2, 3, LENGTH, WIDTH)}, [])
+        segments = record_step(model, model, {"states": torch.ones(2, 3, LENGTH, WIDTH)}, [])
     found = [one for segment in segments for one in segment.timeline.operations]
     return [one for one in found if "attention" in KIND.get(one.name, "")]
 

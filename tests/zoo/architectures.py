@@ -46,10 +46,10 @@ def config_keys(architecture: str) -> dict[str, Any]:
     """SIZES under the names that the architecture's config has, and no dropout."""
     from transformers import CONFIG_MAPPING
 
-    from tightfit.models.create import _defaults
+    from tightfit.models.configs import config_defaults
 
     kind = CONFIG_MAPPING[architecture]
-    known = _defaults(kind)
+    known = config_defaults(kind)
     keys = {kind.attribute_map.get(key, key): value for key, value in SIZES.items()}
     keys = {key: value for key, value in keys.items() if key in known or key == "num_labels"}
     quiet = {key: 0.0 for key, default in known.items() if key.endswith(NOISE) and isinstance(default, float | int)}

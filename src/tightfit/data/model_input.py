@@ -11,8 +11,8 @@ from tightfit.data.samples import ModelInput
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, ModelSpec
 from tightfit.models import model_config, task_of, text_config
-from tightfit.models.create import config_of_function, task_of_class
 from tightfit.models.pretrained import own_tokenizer, pretrained_folder, read_config
+from tightfit.models.tasks import config_of_function, task_of_class
 
 
 def model_input(job: Job) -> ModelInput:

@@ -25,8 +25,8 @@ from tightfit.importers.training_arguments import IMPORTER
 from tightfit.job import Job, Train
 from tightfit.machine import Machine, machine_of
 from tightfit.methods.compile import COMPILE_S
-from tightfit.models.create import task_of_class
 from tightfit.models.objective import TASKS, Batch, Objective, sample_count
+from tightfit.models.tasks import task_of_class
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.estimate import Estimate, Estimator

@@ -54,7 +54,7 @@ class TensorId(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Operation:
+class OperationCall:
     """Records one operation of a forward, such as a matrix product.
 
     block        number of the block in which the operation runs, or else of the last block before
@@ -107,7 +107,7 @@ class BlockReturn:
     outputs: tuple[tuple[TensorId, bool], ...]
 
 
-Event = Operation | BlockCall | BlockReturn
+Event = OperationCall | BlockCall | BlockReturn
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Dataflow:
     of blocks. If this forward changes parameters, buffers or attributes of the model, a second
     forward is recorded, too.
 
-    forwards         for each forward, its events in order (`Operation`, `BlockCall`, `BlockReturn`)
+    forwards         for each forward, its events in order (`OperationCall`, `BlockCall`, `BlockReturn`)
     parameters       {number of a storage: the names of the parameters in it}
     persistent       {number of a storage: the name of the buffer in it}
     uses             {name of a parameter: the numbers of the blocks that use it}; BEFORE_BLOCKS
@@ -300,7 +300,7 @@ __all__ = [
     "BlockReturn",
     "Dataflow",
     "Leaf",
-    "Operation",
+    "OperationCall",
     "OutputStructure",
     "PathTo",
     "TensorId",

@@ -32,7 +32,7 @@ from tightfit.models.dataflow import (
     Dataflow,
     Event,
     Leaf,
-    Operation,
+    OperationCall,
     OutputStructure,
     PathTo,
     TensorId,
@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):
             return True
         there = self.persistent.keys() | self.parameters.keys() | self.batch_storages
         events = self.forwards[0]
-        return any(isinstance(event, Operation) and there.intersection(event.written) for event in events)
+        return any(isinstance(event, OperationCall) and there.intersection(event.written) for event in events)
 
     def dataflow(self, changed: list[str], numbers: tuple[int, ...]) -> Dataflow:
         """Return the record of all forwards so far, and release the recorder's tensors.
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
         uses: dict[str, set[int]] = {}
         overwritten: set[int] = set()
         for event in self.forwards[0]:
-            if not isinstance(event, Operation):
+            if not isinstance(event, OperationCall):
                 continue
             for seen in event.reads:
                 for name in self.parameters.get(seen.storage, ()):
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
         made = tensors_in(output)
         is_random = torch.Tag.nondeterministic_seeded in func.tags and _draws_random_numbers(func, args, kwargs)
         self.is_random = self.is_random or is_random
-        event = Operation(
+        event = OperationCall(
             self.block_index,
             self.in_block,
             tuple(map(self.tensor_id, read)),

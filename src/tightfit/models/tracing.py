@@ -1,7 +1,7 @@
 """Record a forward of a model on fake tensors as a `Dataflow`: the list of its operations with the
 tensors that they read and make. The model is restored afterwards.
 
-The pipeline's planner and runtime call `trace` to find which tensors are sent between pipeline
+The pipeline's planner and runtime call `trace_dataflow` to find which tensors are sent between pipeline
 stages; see `models/dataflow.py`.
 """
 
@@ -26,7 +26,7 @@ from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.models.objective import Batch, map_tensors
 
 
-def trace(
+def trace_dataflow(
     model: nn.Module,
     total: Callable[[nn.Module, Batch], Tensor],
     batch: Batch,
@@ -192,4 +192,4 @@ def _with_fake_tensors(model: nn.Module) -> dict[int, Tensor]:
     return fakes
 
 
-__all__ = ["trace"]
+__all__ = ["trace_dataflow"]

@@ -42,12 +42,12 @@ from tightfit.models.dataflow import (
     BlockCall,
     BlockReturn,
     Dataflow,
-    Operation,
+    OperationCall,
     PathTo,
     TensorId,
     describe_line,
 )
-from tightfit.models.tracing import trace
+from tightfit.models.tracing import trace_dataflow
 from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
@@ -72,7 +72,7 @@ def trace_boundaries(run: Run, plan: Plan) -> Run:
     stages, defined = stage_ranges(plan, len(blocks)), parameter_uses(run.model, blocks)
     refuse_shared_blocks(defined, len(blocks))
     refuse_encoder_decoder(run.model)
-    flow = trace(run.model, run.objective.total, run.data.example(), blocks)
+    flow = trace_dataflow(run.model, run.objective.total, run.data.example(), blocks)
     sizes = {name: parameter.numel() for name, parameter in run.model.named_parameters()}
     check_boundaries(flow, plan, stages, defined, resolve_parameter_uses(defined, flow, len(blocks)), sizes)
     return replace(run, dataflow=flow)
@@ -279,7 +279,7 @@ def buffers_updated_elsewhere(flow: Dataflow, stages: list[range], own: list[int
     )
 
 
-def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
+def _changed_buffers(flow: Dataflow) -> Iterator[tuple[OperationCall, str]]:
     """Yield (operation, buffer name) for each traced operation that overwrites a buffer, or that
     computes the tensor by which the model replaces a buffer.
 
@@ -287,7 +287,7 @@ def _changed_buffers(flow: Dataflow) -> Iterator[tuple[Operation, str]]:
     """
     made = {tensor: name for name, tensor in flow.replaced.items()}
     for event in flow.forwards[0]:
-        if isinstance(event, Operation):
+        if isinstance(event, OperationCall):
             for storage in event.written:
                 if storage in flow.persistent or storage in flow.parameters:
                     yield event, flow.persistent.get(storage, "")
@@ -312,7 +312,7 @@ def _refuse_repeated_writes(flow: Dataflow) -> None:
                 "use schedule: 1f1b",
             )
     for drawn in flow.forwards[0]:
-        if isinstance(drawn, Operation) and drawn.generator and not drawn.inside:
+        if isinstance(drawn, OperationCall) and drawn.generator and not drawn.inside:
             raise InputError(
                 "plan: schedule=interleaved",
                 f"{describe_line(drawn.line)} draws from a generator of the model's own, outside of the blocks; with "
@@ -410,7 +410,7 @@ class _StageTrace:
             )
         return self.missing.get(seen.storage)
 
-    def _run_elsewhere(self, event: Operation) -> None:
+    def _run_elsewhere(self, event: OperationCall) -> None:
         """Record an operation that another stage runs, and this stage does not. All of its results
         are missing here.
         """
@@ -437,7 +437,7 @@ class _StageTrace:
             if not is_given:
                 self.unknown[seen.tensor] = f"block {event.block}, on another stage, returns the value"
 
-    def _run_before(self, event: Operation) -> None:
+    def _run_before(self, event: OperationCall) -> None:
         """Record an operation of the model's code before the stage's first block. This stage runs
         it, as all stages do.
 
@@ -470,7 +470,7 @@ class _StageTrace:
             elif seen.storage in self.flow.parameters or any(map(self._reason_missing, source)):  # a view
                 self.unknown[seen.tensor] = why
 
-    def _compute(self, event: Operation) -> None:
+    def _compute(self, event: OperationCall) -> None:
         """Record an operation that belongs to this stage. Raises InputError if the operation reads
         a missing value.
         """
@@ -488,7 +488,7 @@ class _StageTrace:
             if seen.storage in self.known:
                 self.known[seen.storage].add(seen.tensor)
 
-    def _reason_uncollected(self, seen: TensorId, event: Operation) -> str | None:
+    def _reason_uncollected(self, seen: TensorId, event: OperationCall) -> str | None:
         """Return why this stage cannot read a tensor that a block has stored and not returned.
         Return None if the stage can read it.
 
@@ -535,7 +535,7 @@ class _StageTrace:
         self.sent = dict(event.inputs)
         self.lacks = {path: why for path, why in reasons.items() if why is not None}
 
-    def _refused(self, event: Operation, why: str, does: str = "uses") -> InputError:
+    def _refused(self, event: OperationCall, why: str, does: str = "uses") -> InputError:
         return InputError(
             PP_FIELD,
             f"{describe_line(event.line)} {does} a value that its stage does not have: {why}; "

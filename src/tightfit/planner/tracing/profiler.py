@@ -50,7 +50,7 @@ from tightfit.models.dataflow import Dataflow
 from tightfit.models.forward_writes import branch_on_values
 from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
 from tightfit.models.tensors import tensors_in
-from tightfit.models.tracing import trace as trace_dataflow
+from tightfit.models.tracing import trace_dataflow
 from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.groups import check_matches, first_match, names_of_parameters
 from tightfit.parallel.context import sequence_chunks
@@ -65,7 +65,7 @@ from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
 from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updates
 from tightfit.planner.tracing.plain_data import RecordedStep
-from tightfit.planner.tracing.recorder import trace
+from tightfit.planner.tracing.recorder import record_step
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, representatives
 from tightfit.planner.tracing.shared_work import SharedWork
 from tightfit.planner.tracing.storages import tensor_bytes
@@ -477,7 +477,7 @@ class Profiler:
                     batch = self._sized(plan, samples)
                     if run.count_labels is not None and self.labelled is not None:
                         batch = {**batch, LABEL_COUNT_KEY: self.labelled}
-                    segments = trace(
+                    segments = record_step(
                         run.model,
                         run.loss_sum,
                         batch,

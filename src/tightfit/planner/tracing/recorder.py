@@ -509,7 +509,7 @@ def _convolution_sizes(name: str, args: Any, outputs: list[Tensor]) -> tuple[Bat
     return tuple(BatchLinear(float(size)) for size in sizes)
 
 
-def trace(
+def record_step(
     model: nn.Module,
     loss_sum: Callable[[Any], Tensor],
     batch: Any,
@@ -648,4 +648,4 @@ def recorded_segments(recorder: Recorder) -> tuple[Segment, ...]:
     return _closed_segments(recorder.program)
 
 
-__all__ = ["Recorder", "causal_pairs", "recorded_segments", "trace"]
+__all__ = ["Recorder", "causal_pairs", "record_step", "recorded_segments"]
