@@ -18,8 +18,6 @@ from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import estimate
 
-REFUSED = {"lstm": "LSTM, whose kernel allocates a workspace"}
-
 
 def job(name: str) -> tightfit.Job:
     model, samples, loss = STRANGERS[name]
@@ -30,7 +28,7 @@ def job(name: str) -> tightfit.Job:
 @pytest.mark.parametrize(
     ("name", "fields"),
     spread(
-        [name for name in STRANGERS if name not in REFUSED],
+        list(STRANGERS),
         [{}, {"precision": "bf16-mixed"}, {"micro_batch": 2}, {"precision": "bf16-mixed", "micro_batch": 2}],
         3,
     ),
@@ -52,15 +50,6 @@ def test_a_scalar_weight_is_cast_like_the_others() -> None:
     plan = tightfit.Plan(precision="bf16-true", rounding="kahan")
     of = {one.name: one for one in estimate(job("drops-paths"), plan).ledger.parameters}
     assert of["temperature"].bytes == 2
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_untraceable_models_are_refused_with_a_reason(name: str) -> None:
-    with pytest.raises(InputError, match=REFUSED[name]) as error:
-        estimate(job(name), tightfit.Plan())
-    assert "tightfit train" in str(error.value)
-    run = build(job(name), tightfit.Plan())
-    assert take_step(run, next(run.data.steps(0, None)), 0).loss > 0  # it trains all the same
 
 
 def test_a_failing_model_s_error_says_how_and_where() -> None:

@@ -174,6 +174,8 @@ _TABLE = {
             "worth saving under selective recompute",
             _NO_ENTRY,
         ),
+        "_cudnn_rnn": ("what recurrent layers run on a GPU, and what they keep", "torch's own rule on fake tensors"),
+        "_cudnn_rnn_backward": ("its backward", "torch's own rule on fake tensors"),
     },
     "torch": {
         "_foreach_copy_": ("one launch for the weights of many layers", _LOOP),

@@ -20,6 +20,10 @@ CPU_FLASH_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_flash_attention_for_cpu
 EFFICIENT_ATTENTION = _ATEN._scaled_dot_product_efficient_attention
 EFFICIENT_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward
 CUDNN_ATTENTION = _ATEN._scaled_dot_product_cudnn_attention
+CUDNN_RNN = _ATEN._cudnn_rnn
+CUDNN_RNN_BACKWARD = _ATEN._cudnn_rnn_backward
+MKLDNN_RNN = _ATEN.mkldnn_rnn_layer
+MKLDNN_RNN_BACKWARD = _ATEN.mkldnn_rnn_layer_backward
 MPS_ATTENTION = _ATEN._scaled_dot_product_attention_math_for_mps
 SOFTMAX = _ATEN._softmax
 LOG_SOFTMAX = _ATEN._log_softmax
@@ -51,6 +55,8 @@ __all__ = [
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
     "CUDNN_ATTENTION",
+    "CUDNN_RNN",
+    "CUDNN_RNN_BACKWARD",
     "EFFICIENT_ATTENTION",
     "EFFICIENT_ATTENTION_BACKWARD",
     "FLASH_ATTENTION",
@@ -59,6 +65,8 @@ __all__ = [
     "GROUPED_MM",
     "LOCAL_SCALAR_DENSE",
     "LOG_SOFTMAX",
+    "MKLDNN_RNN",
+    "MKLDNN_RNN_BACKWARD",
     "MPS_ATTENTION",
     "SCALED_MM",
     "SOFTMAX",

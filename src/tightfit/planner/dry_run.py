@@ -170,7 +170,7 @@ def dry_run(
         if optimizer_states.uses_foreach(plan, device):
             enable_foreach(run.optimizer)
         steps = run.data.steps(0, None)
-        with untraceable_errors(run.model), iterations_chosen_by(representative_iterations):
+        with untraceable_errors(), iterations_chosen_by(representative_iterations):
             _first_step(run, next(steps)[:1])
             micro_batches = next(steps)
             several = range(2 * run.executor.loss_delay if run.executor is not None else 0)

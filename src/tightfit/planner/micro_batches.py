@@ -78,25 +78,47 @@ def search_micro_batch(
     interpolated from two that were traced. A micro-batch of one sample needs a trace of its own. So it
     is estimated only if the larger ones let expect that it nearly fits.
     """
-    batch, found = estimator.job.train.batch, list[Estimate]()
-    far_too_large = estimator.is_far_too_large(plans[0])
-    if not far_too_large and (plans[0].recompute == "none" or bounds is None):
+    found, plans = _try_largest(estimator, plans, bounds, best_s)
+    return _bisect(estimator, plans, found) if plans else found
+
+
+def _try_largest(
+    estimator: Estimator, plans: list[Plan], bounds: MemoryBounds | None, best_s: float
+) -> tuple[list[Estimate], list[Plan]]:
+    """Estimate the largest micro-batch, unless it is far too large. Return (estimates, plans that remain
+    to be searched). None remain if the largest one fits, or if no other can be chosen.
+
+    Arguments: see `search_micro_batch`
+    """
+    found: list[Estimate] = []
+    settled: tuple[list[Estimate], list[Plan]] = found, []
+    is_far_too_large = estimator.is_far_too_large(plans[0])
+    if not is_far_too_large and (plans[0].recompute == "none" or bounds is None):
         found.append(estimator.estimate(plans[0]))
         if found[0].fits or len(plans) == 1:
-            return found
+            return settled
     if bounds is not None:
         most = bounds.largest_micro_batch(plans)
-        plans = [plan for plan in plans if plan.micro_batch_of(batch) <= most]
-        far_too_large = bool(plans) and estimator.is_far_too_large(plans[0])
+        plans = [plan for plan in plans if plan.micro_batch_of(estimator.job.train.batch) <= most]
         if not plans or _is_too_slow(estimator, plans[0], best_s):
-            return found
-    if far_too_large and len(plans) == 1 and plans[0].recompute != "full":
-        return found
-    if not far_too_large or len(plans) == 1:
+            return settled
+        is_far_too_large = estimator.is_far_too_large(plans[0])
+    if len(plans) == 1 and is_far_too_large and plans[0].recompute != "full":
+        return settled
+    if len(plans) == 1 or not is_far_too_large:
         if not found or found[0].plan != plans[0]:
             found.append(estimator.estimate(plans[0]))
         if found[-1].fits or len(plans) == 1:
-            return found
+            return settled
+    return found, plans
+
+
+def _bisect(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> list[Estimate]:
+    """Return `found` with the estimates that find the largest micro-batch of `plans` that fits. The first
+    of `plans` does not fit, or is far too large.
+
+    found  the estimates so far; the last one is that of the first plan, if it was estimated
+    """
     too_large, fitting = 0, len(plans)  # fitting: index of the largest that fits; len(plans): none does
     place = _first_place(estimator, plans, found)
     while fitting - too_large > 1:

@@ -43,8 +43,11 @@ IN_CHANNELS_LAST = ("channels-last convolution", "channels-last convolution back
 CONVOLUTIONS = (CONVOLUTION, CONVOLUTION_BACKWARD, *IN_CHANNELS_LAST)
 ARITHMETIC = (PRODUCT, BATCHED, *CONVOLUTIONS, ATTENTION, ATTENTION_BACKWARD, *BLOCKED)
 _BY_SHAPE = (PRODUCT, BATCHED, ATTENTION, ATTENTION_BACKWARD)  # a GPU's rates for these depend on the shape
+RECURRENT = (  # many small products
+    "aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward", "aten._cudnn_rnn", "aten._cudnn_rnn_backward",
+)  # fmt: skip
 _KINDS = {
-    PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product"),
+    PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product", *RECURRENT),
     BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
     CONVOLUTION: ("aten.convolution",),
     CONVOLUTION_BACKWARD: ("aten.convolution_backward",),

@@ -153,7 +153,7 @@ def test_a_profile_from_disk_knows_the_operands_of_gradients(folder: Path, devic
     """Each of two devices computes its part of a tied weight's gradient, and gradients of linear
     layers are deferred."""
     plan, machine = tightfit.Plan(pp=2, micro_batch=2, schedule="zero-bubble"), Machine.named("a100-80gb:2")
-    ledgers = [replace(profile(cases.job("gpt2")), device=device) for _ in range(2)]
+    ledgers = [replace(profile(cases.job("gpt2")), pipeline_rank=device) for _ in range(2)]
     assert ledgers[0].training is not ledgers[1].training
     one, two = (apply_costs(ledger, plan, machine).peak() for ledger in ledgers)
     assert one == two

@@ -138,7 +138,10 @@ class _BatchScaling:
         if len(small) == len(large) and all(one.name == other.name for one, other in zip(small, large, strict=True)):
             return tuple(self._operation(one, other) for one, other in zip(small, large, strict=True))
         first, second = Counter(small), Counter(large)
-        return tuple(replace(one, count=self.line(first[one], second[one])) for one in dict.fromkeys((*small, *large)))
+        return tuple(
+            replace(one, count=self.line(first[one] * one.count.fixed, second[one] * one.count.fixed))
+            for one in dict.fromkeys((*small, *large))
+        )
 
     def _operation(self, small: Operation, large: Operation) -> Operation:
         return Operation(
@@ -147,6 +150,7 @@ class _BatchScaling:
             self.at_most_linear(small.flops.fixed, large.flops.fixed),
             self.line(small.bytes_accessed.fixed, large.bytes_accessed.fixed),
             tuple(self.line(one.fixed, other.fixed) for one, other in zip(small.sizes, large.sizes, strict=True)),
+            self.line(small.count.fixed, large.count.fixed),
             computed_share=small.computed_share,
             alignment=min(small.alignment, large.alignment),
         )

@@ -1,6 +1,6 @@
 """Emulate the target device for fake tensors, which are CPU tensors.
 
-Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Five things
+Inside `emulate_device("cuda")`, torch treats fake CPU tensors as it treats CUDA tensors. Six things
 differ from a CPU:
 
 - Autocast keeps other operations in fp32. Which of them have a rule on CUDA is looked up in torch:
@@ -8,6 +8,7 @@ differ from a CPU:
 - Attention has other fused kernels.
 - Dropout is one kernel, whose mask has one byte for each element.
 - RMSNorm is one kernel, which saves its input.
+- Recurrent layers (nn.LSTM, nn.GRU, nn.RNN) are one kernel of cuDNN.
 - A softmax of fp16 tensors with an fp32 result makes no fp32 copy of its input.
 
 `fake_process_group` lets a single process trace what one of several ranks does.
@@ -44,6 +45,7 @@ from tightfit._torch.operations import (
 )
 from tightfit._torch.pytree import tree_map
 from tightfit.errors import InputError
+from tightfit.planner.tracing.recurrent_layers import GRU, LSTM, RNN_RELU, RNN_TANH, on_cudnn
 from tightfit.target_device import TARGET
 
 # from torch/include/ATen/autocast_mode.h: operations that run in 16 bits (_LOW), and operations
@@ -52,7 +54,7 @@ _LOW = {
     "_convolution", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot",
     "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell",
     "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "cudnn_convolution",
-    "cudnn_convolution_transpose", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+    "cudnn_convolution_transpose", "_cudnn_rnn", "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
 }  # fmt: skip
 # operations that run in fp32 by their `dtype` argument, so that no fp32 copy of their input is made
 _WITH_DTYPE = {"cumprod", "cumsum", "log_softmax", "softmax", "sum"}
@@ -84,6 +86,10 @@ def _cuda_rules() -> Iterator[None]:
         aten.dropout.default: _fused_dropout,
         aten.softmax.int: partial(_softmax_of_half, SOFTMAX.default),
         aten.log_softmax.int: partial(_softmax_of_half, LOG_SOFTMAX.default),
+        aten.lstm.input: on_cudnn(LSTM),
+        aten.gru.input: on_cudnn(GRU),
+        aten.rnn_tanh.input: on_cudnn(RNN_TANH),
+        aten.rnn_relu.input: on_cudnn(RNN_RELU),
     }
     norm, rules = FUSED_RMS_NORM.default, _cuda_autocast_overloads()
     try:

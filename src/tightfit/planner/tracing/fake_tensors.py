@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import (
@@ -35,6 +35,7 @@ from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import ValueReads
 from tightfit.models.expert_routing import ExpertRouting, forget_values
 from tightfit.models.fake_kernels import without_fake_tensor_logs
+from tightfit.planner.tracing.recurrent_layers import recurrent_output
 
 _FILLS = frozenset(  # initialisation: changes values only
     {
@@ -114,6 +115,8 @@ class FakeValues(TorchDispatchMode):
             return func(*args) if known_value(args[0]) is not None else self._unknown(args[0])
         if func is torch.ops.aten.equal.default:
             return True
+        if (made := recurrent_output(func, args)) is not None:
+            return made
         return self.routing.run(func, args, kwargs or {})
 
     def _unknown(self, tensor: Tensor) -> bool | int | float:
@@ -141,16 +144,9 @@ def _always_false(tensor: Any = None) -> bool:
 
 
 @contextmanager
-def untraceable_errors(model: nn.Module | None = None) -> Iterator[None]:
+def untraceable_errors() -> Iterator[None]:
     """Return a context manager that turns errors of a model on fake tensors into Untraceable, an
-    error with the reason and a remedy. An InputError passes unchanged.
-
-    model  the model that runs. If it has recurrent layers, Untraceable is raised at once, because
-           their kernels allocate a workspace that fake tensors do not show. None: no such check
-    """
-    recurrent = [type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)] if model else []
-    if recurrent:
-        raise _untraceable(f"has {recurrent[0]}, whose kernel allocates a workspace that fake tensors do not show")
+    error with the reason and a remedy. An InputError passes unchanged."""
     try:
         yield
     except InputError:

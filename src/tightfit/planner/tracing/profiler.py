@@ -180,11 +180,19 @@ class Profiler:
         """What a prediction cannot know of the user's own model, as sentences."""
         if self.job.of_transformers:
             return ()
+        found = []
         batch = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES))
-        line = branch_on_values(model_factory(self.job.model), self.objective().total, batch)
-        if not line:
-            return ()
-        return (f"{line} reads the value of a tensor: predictions take True or 1 for it, and run a loop on it once",)
+        if line := branch_on_values(model_factory(self.job.model), self.objective().total, batch):
+            found.append(
+                f"{line} reads the value of a tensor: predictions take True or 1 for it, and run a loop on it once"
+            )
+        if self.device == "cuda" and self._has_recurrent_layers():
+            found.append("what cuDNN's recurrent layers keep for backward is estimated: it may take more memory")
+        return tuple(found)
+
+    def _has_recurrent_layers(self) -> bool:
+        with self._mode, self._values():
+            return any(isinstance(module, nn.RNNBase) for module in self._model(torch.float32, False)[0].modules())
 
     def ledger(self, plan: Plan) -> Ledger:
         """Return the base ledger of `plan`: the buffers and operations of a step, with the plan's
@@ -278,7 +286,7 @@ class Profiler:
             blocks = [block for _, block in find_blocks(model, self.job.blocks_name)]
             batch, objective = zeros_like_batch(self.batch, min(self.samples, EXAMPLE_SAMPLES)), self.objective()
             segments = [blocks] if depth.removed else recompute.make_segments(blocks)
-            with untraceable_errors(model):
+            with untraceable_errors():
                 check_segments(model, segments, lambda: objective.total(model, batch))
 
     def _batch_bytes(self, plan: Plan) -> float:
@@ -473,7 +481,7 @@ class Profiler:
                             narrow = nn.Parameter(weight.detach().to(dtype), requires_grad=weight.requires_grad)
                             module.register_parameter(key, narrow)
             try:
-                with untraceable_errors(run.model):
+                with untraceable_errors():
                     batch = self._sized(plan, samples)
                     if run.count_labels is not None and self.labelled is not None:
                         batch = {**batch, LABEL_COUNT_KEY: self.labelled}

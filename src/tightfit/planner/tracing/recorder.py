@@ -46,6 +46,7 @@ from tightfit.methods.attention import probability_count
 from tightfit.models.dataflow import path_of
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
 from tightfit.models.tensors import tensors_in
+from tightfit.planner.tracing.recurrent_layers import recurrent_sizes
 from tightfit.planner.tracing.repeated_blocks import record_blocks
 from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, keys_of, storages_of
 from tightfit.runtime.fake_compiler import in_compiled_graph
@@ -87,6 +88,13 @@ def _convolution_backward_flops(*args: Any, **_: Any) -> int:
     return 2 * image.shape[0] * math.prod(places) * weight.numel() * (wanted[0] + wanted[1])
 
 
+# recurrent kernels, and how many products they compute in place of each of the forward
+_RECURRENT = {
+    "aten.mkldnn_rnn_layer": 1,
+    "aten.mkldnn_rnn_layer_backward": 2,
+    "aten._cudnn_rnn": 1,
+    "aten._cudnn_rnn_backward": 2,
+}
 _FLOPS = {
     **flop_registry,
     GROUPED_MM: shape_wrapper(grouped_mm_flops),
@@ -384,6 +392,8 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     if name in _IMAGES and _is_channels_last(args[_IMAGES[name]]):
         name += CHANNELS_LAST
     moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
+    if name in _RECURRENT:
+        return _recurrent_operation(name, dtype, args, moved)
     computed = _computed_share(func, name, args, kwargs)
     aligned = ALIGNMENT
     if name in _PRODUCTS and not in_compiled_graph():  # the compiler pads rows that are not aligned
@@ -391,6 +401,19 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     return Operation(
         name, dtype, BatchLinear(float(flops)), BatchLinear(moved), sizes, computed_share=computed, alignment=aligned
     )
+
+
+def _recurrent_operation(name: str, dtype: str, args: Any, moved: float) -> Operation:
+    """Return the operation of a recurrent kernel: as many matrix products, one after the other, as there
+    are layers x time steps.
+
+    args   the arguments with which the kernel is called
+    moved  bytes that it reads and writes
+    """
+    calls, rows, columns, depth = recurrent_sizes(name, args)
+    sizes = tuple(map(BatchLinear, (1.0, float(rows), float(columns), float(depth))))
+    flops = 2.0 * rows * columns * depth * _RECURRENT[name]
+    return Operation(name, dtype, BatchLinear(flops), BatchLinear(moved / calls), sizes, BatchLinear(float(calls)))
 
 
 def _alignment(matrices: list[Tensor]) -> int:
