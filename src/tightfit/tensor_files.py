@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tightfit._torch.tensors import storage_id
 from tightfit.errors import InputError
 
 FILE_BYTES = 2 * 2**30  # size limit of a file
@@ -134,14 +135,14 @@ class Writer:
         """
         for file, inside in names.items():
             kept: dict[str, Tensor] = {}
-            pointers: set[int] = set()
+            storages: set[int] = set()
             for name in inside:
                 value = fetch(name)
                 if file in mine:
                     value = value.to("cpu").contiguous()
-                    if value.data_ptr() in pointers:  # tied: one storage under two names
+                    if storage_id(value) in storages:  # tied, or parts of one tensor
                         value = value.clone()
-                    pointers.add(value.data_ptr())
+                    storages.add(storage_id(value))
                     kept[name] = value
                 del value
             if file in mine:

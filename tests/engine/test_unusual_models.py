@@ -5,6 +5,7 @@ in channels_last, complex weights, and blocks run without gradients."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +247,99 @@ class Waves(Net):
     block = Wave
 
 
+class ByList(Net):
+    """Its head adds the weight of a block, which it has in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = [self.blocks[0].inner.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.tied[0])
+
+
+class Listing(Net):
+    """Has its weights in a list, too, which its forward does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decayed = [weight for weight in self.parameters() if weight.dim() == 2]
+
+
+class ByData(Net):
+    """Two of its weights have the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].inner.weight.data = self.blocks[0].inner.weight.data
+
+
+class ByBuffer(Net):
+    """A buffer has the memory of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", self.head.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.table.sum()
+
+
+class FirstBatch(Net):
+    """Sets a parameter by its first batch, as ActNorm does (Kingma and Dhariwal 2018)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("ready", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            with torch.no_grad():
+                self.mean.copy_(x.mean(0))
+                self.ready.fill_(1)
+        return super().forward(x - self.mean)
+
+
+class Slope(Net):
+    """Returns the gradient of its output with respect to its input, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            place = x.detach().requires_grad_(True)
+            made = super().forward(place)
+            (slope,) = torch.autograd.grad(made.sum(), place, create_graph=True)
+        return made + slope.sum(-1, keepdim=True)
+
+
+class Quartered(Net):
+    """Quarters a gradient once it is complete."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def quarter(weight: Tensor) -> None:
+            assert weight.grad is not None
+            weight.grad.mul_(0.25)
+
+        self.head.weight.register_post_accumulate_grad_hook(quarter)
+
+
+class Masked(nn.Module):
+    """An attention without blocks, whose forward has an optional argument beside `inputs`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.into(inputs).chunk(3, -1)
+        scores = query @ key.mT
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, None, :], -1e9)
+        return self.out((scores.softmax(-1) @ value).mean(1))
+
+
 def job(model: str) -> tightfit.Job:
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(WIDTH, generator=generator), torch.randn(4, generator=generator)) for _ in range(16)]
@@ -290,6 +384,11 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("Pixels", SHARDED),
     ("Pixels", {**SHARDED, "materialize": "device"}),
     ("Waves", {"zero": 2, "dp_shard": 2}),
+    ("ByList", {"dp_replicate": 2}),
+    ("Listing", SHARDED),
+    ("ByData", {"recompute": "full"}),
+    ("Slope", {"zero": 2, "dp_shard": 2}),
+    ("Quartered", {"recompute": "full"}),
     ("StraightThrough", {"pp": 2, "micro_batch": 2}),
     ("Drawing", {"pp": 2, "micro_batch": 4}),
     ("Unregistered", SHARDED),
@@ -315,6 +414,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Scripted", SHARDED, "first is scripted"),
     ("Scripted", {"pp": 2, "micro_batch": 2}, "first is scripted"),
     ("Waves", SHARDED, "must have one dtype"),
+    ("ByList", SHARDED, "reads blocks.0.inner.weight from tied, which is no parameter"),
+    ("ByList", {"pp": 2, "micro_batch": 2}, "tie weights by assigning the parameter"),
+    ("ByData", {"zero": 2, "dp_shard": 2}, "blocks.0.inner.weight and blocks.1.inner.weight share their memory"),
+    ("ByBuffer", SHARDED, "the buffer table has the memory of head.weight"),
+    ("FirstBatch", {"dp_replicate": 2}, "sets the model's parameter mean by its batch"),
+    ("Slope", SHARDED, "computes gradients itself"),
+    ("Quartered", {"micro_batch": 2}, "would run after each micro-batch"),
 ]
 
 
@@ -353,3 +459,41 @@ def test_models_that_copy_modules_can_be_predicted(name: str) -> None:
     estimate = tightfit.estimate(asked, {})
     held = sum(one.numel() for one in Text().parameters()) * 4
     assert estimate.peak.rows["parameters"] == pytest.approx(held)
+
+
+def test_recompute_of_attention_keeps_optional_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {
+            "inputs": torch.randn(6, WIDTH, generator=generator),
+            "mask": torch.arange(6) < 2 + number % 4,
+            "y": torch.ones(4),
+        }
+        for number in range(16)
+    ]
+    train = tightfit.Train(batch=4, steps=3, learning_rate=0.1, trackers=())
+    asked = tightfit.Job(
+        model=Masked, data=data, loss=lambda made, batch: functional.mse_loss(made, batch["y"]), train=train
+    )
+    plain, recomputed = (
+        [step.loss for step in tightfit.train(tightfit.build(asked, {"recompute": value}))]
+        for value in ("none", "attention")
+    )
+    assert recomputed == pytest.approx(plain, rel=1e-6)
+
+
+def test_weights_that_overlap_are_saved(tmp_path: Path) -> None:
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            base = torch.randn(12, WIDTH)
+            self.one, self.two = nn.Parameter(base[:WIDTH]), nn.Parameter(base[4:])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.one + x @ self.two)[:, :4]
+
+    run = tightfit.build(job("Net").replace(model=Overlapping))
+    for _ in tightfit.train(run):
+        pass
+    tightfit.save(run, tmp_path / "saved", 4)
+    assert list((tmp_path / "saved").rglob("*.safetensors"))

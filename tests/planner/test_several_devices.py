@@ -106,7 +106,7 @@ def test_estimate_of_each_device_agrees_with_its_dry_run(estimator: Estimator, f
     plan = tightfit.Plan(**fields, fused_optimizer=True)
     found = estimator.estimate(plan)
     estimated = found.peak.total - found.peak.rows["runtime"]
-    assert estimated == pytest.approx(dry_run(JOB, plan, "cuda", found.ledger.device).total, rel=0.06)
+    assert estimated == pytest.approx(dry_run(JOB, plan, "cuda", found.ledger.pipeline_rank).total, rel=0.06)
 
 
 def test_gathered_logits_cost_more_than_sharded_ones() -> None:

@@ -43,6 +43,11 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_accumulation_hooks(parameter: Tensor) -> bool:
+    """Return whether hooks run each time that a gradient has been added to that of `parameter`."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def next_sequence_number() -> int:
     """Return the sequence number that autograd gives to the next node of its graph. The numbers
     increase in the order in which the nodes are created."""
@@ -78,6 +83,7 @@ def running_sequence_number() -> int | None:
 
 __all__ = [
     "detached",
+    "has_accumulation_hooks",
     "has_gradient_hooks",
     "in_backward",
     "next_sequence_number",

@@ -31,6 +31,7 @@ from tightfit._torch.operations import (
     SCALED_MM,
 )
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Buffer, Operation, Segment, Timeline
+from tightfit.errors import Untraceable
 
 COMPUTE_INTENSIVE_OPS = frozenset(
     {
@@ -247,6 +248,12 @@ class _RecomputationEdit:
         if self.selective:
             kept |= _saved_products(before, self.selective)
         left = [handed_on.get(buffer, buffer) for buffer in before.allocated if buffer in kept]
+        if (call[0], 0) not in self.inference:
+            raise Untraceable(
+                "plan: recompute",
+                f"the model calls block {call[0]} in some forwards only, so what its recomputation takes is unknown",
+                "run the job without a prediction: tightfit train measures what it cannot predict",
+            )
         first = _forward_leaving(self.inference.get(call, self.inference[call[0], 0]), left, bool(self.selective))
         if self.compiled:
             first = replace(first, operations=before.operations)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.tensors import has_accumulation_hooks
 from tightfit.distributed.mesh import make_mesh
 from tightfit.distributed.processes import local_device
 from tightfit.engine.checkpoint.extra_state import check_extra_states
@@ -24,9 +25,9 @@ from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, loader, materialize, microbatch
 from tightfit.models import load_python, model_factory, task_of
-from tightfit.models.forward_writes import forward_writes
+from tightfit.models.forward_writes import uses_of_parameters
 from tightfit.models.masks import without_mask_checks
-from tightfit.models.objective import Objective, objective_of
+from tightfit.models.objective import Objective, forward_parameters, objective_of
 from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.parallel.pipeline import boundaries
@@ -65,7 +66,7 @@ def build(
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
     run = begin(job, plan, kind, objective_of(loss, task_of(job.model)), data, alone, job.train.seed)
     run = apply_methods(run, keeps_data=data is not None)
-    _refuse_lost_writes(run)
+    _refuse_other_uses(run)
     microbatch.warn_of_dropped_tokens(run)
     return run
 
@@ -81,9 +82,23 @@ def _refuse_scripted(run: Run) -> None:
         )
 
 
-def _refuse_lost_writes(run: Run) -> None:
-    """Raise InputError if the forward of a user's own model changes parameters of the model, and the
-    plan would lose the change or make the devices' weights differ. The models of transformers do not.
+def _refuse_accumulation_hooks(run: Run) -> None:
+    """Raise InputError if the model has hooks that change accumulated gradients, and the plan accumulates
+    them over micro-batches: the hooks would change the sums once for each micro-batch."""
+    plan, batch = run.plan, run.job.train.batch
+    hooked = next((name for name, one in run.model.named_parameters() if has_accumulation_hooks(one)), None)
+    if hooked is not None and plan.micro_batch_of(batch) < plan.share_of(batch):
+        raise InputError(
+            f"plan: micro_batch={plan.micro_batch}",
+            f"{hooked} has a hook for accumulated gradients, which would run after each micro-batch instead of once a step",
+            "use micro_batch: null, or let an optimizer of your own do what the hook does",
+        )
+
+
+def _refuse_other_uses(run: Run) -> None:
+    """Raise InputError if the forward of a user's own model changes parameters of the model, or reaches them
+    in another way than as parameters, and the plan would lose the change or make copies that differ. The models of
+    transformers do neither.
     """
     plan, kind = run.plan, run.device.type
     sharded = uses_fully_shard(plan, kind) or plan.tp > 1
@@ -96,9 +111,33 @@ def _refuse_lost_writes(run: Run) -> None:
             "its max_norm rescales the rows that a batch reads, so several devices would have different weights",
             "leave out max_norm, or train on one device",
         )
-    if run.job.of_transformers or plan.pp > 1 or not apart or active_fake_mode() is not None:
+    moved = apart or plan.data_parallel > 1 or plan.pp > 1 or "parameters" in plan.offload
+    if run.job.of_transformers or not moved or active_fake_mode() is not None:
         return
-    found = forward_writes(model_factory(run.job.model), run.objective.total, run.data.example())
+    found = uses_of_parameters(model_factory(run.job.model), run.objective.total, run.data.example())
+    if found.from_batch and plan.data_parallel > 1:
+        raise InputError(
+            f"plan: {plan.data_parallel} data-parallel devices",
+            f"the forward sets the model's parameter {found.from_batch[0]} by its batch, and each device has other samples, "
+            "so their weights would differ",
+            "set it before the training, or train on one device",
+        )
+    if found.aliases and (apart or plan.pp > 1 or plan.offload):
+        asked, fix = (f"pp={plan.pp}", "use pp: 1") if plan.pp > 1 else _keeps_apart(plan)
+        raise InputError(
+            f"plan: {asked}",
+            f"{found.aliases[0]}, and the plan would make copies of it that differ",
+            f"{fix}; or tie weights by assigning the parameter: head.weight = embedding.weight",
+        )
+    if found.differentiates and plan.zero == 3:
+        raise InputError(
+            "plan: zero=3",
+            "the forward or the loss computes gradients itself (torch.autograd.grad), after which the gathered weights "
+            "are freed, before backward needs them",
+            "use zero: 2",
+        )
+    if plan.pp > 1 or not apart:
+        return
     lost = found.replaced if plan.zero and not sharded else (*found.in_place, *found.replaced)
     if lost:
         asked, fix = _keeps_apart(plan)
@@ -185,6 +224,8 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
             assert isinstance(run, Run), f"{method.__name__}.apply returns no Run"
         if method is materialize:  # before a method leaves only a stage's parameters
             _refuse_scripted(run)
+            _refuse_accumulation_hooks(run)
+            forward_parameters(run.model)
             check_matches(run.job.train, names_of_parameters(run.model).values())
         if method is loader and not keeps_data:
             loader.check_packing(run.model, run.job)

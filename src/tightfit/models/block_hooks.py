@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 from torch import nn
@@ -64,6 +65,7 @@ def run_hooks_on_direct_calls(module: nn.Module, running: Callable[[], bool]) ->
     """
     forward = module.forward
 
+    @wraps(forward)
     def forward_with_hooks(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs) if running() else module(*args, **kwargs)
 

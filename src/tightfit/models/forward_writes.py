@@ -1,10 +1,14 @@
-"""Find out, by a forward on fake tensors, two things about a user's own model: which of its own
-parameters its forward changes, such as weights that it normalises or the weights of a teacher that it
-averages, and whether it branches on the values of tensors.
+"""Find out, by a forward on fake tensors, three things about a user's own model:
+
+- which of its own parameters its forward changes, such as weights that it normalises or the weights of a
+  teacher that it averages;
+- which parameters share their memory with others, or are read in another way than as parameters, such as
+  from a list of tensors;
+- whether it branches on the values of tensors.
 
 A plan that keeps parameters in shards, or on a parameter server, loses a change: the forward writes to
-a copy. `engine/build.py` refuses these plans. A prediction does not know values: `Profiler` says which
-line depends on one.
+a copy. It also makes copies of what was one tensor. `engine/build.py` refuses these plans. A prediction
+does not know values: `Profiler` says which line depends on one.
 """
 
 from __future__ import annotations
@@ -21,31 +25,38 @@ from torch import Tensor, nn
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import DataDependentOutputException, FakeTensorMode
-from tightfit._torch.tensors import storage_id
+from tightfit._torch.tensors import in_backward, storage_id
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import describe_line, innermost_model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.models.objective import Batch, map_tensors
-from tightfit.models.tensors import written_tensors
+from tightfit.models.tensors import tensors_in, written_tensors
 
 
 @dataclass(frozen=True)
-class ForwardWrites:
-    """The full names of parameters that a forward changes.
+class UsesOfParameters:
+    """What the forward of a model does with its parameters beside reading them, by their full names.
 
-    in_place  its values are overwritten, as by weight.copy_(...)
-    replaced  it gets another storage, as by weight.data = ..., or is replaced by another parameter
+    in_place  parameters whose values are overwritten, as by weight.copy_(...)
+    replaced  those that get another storage, as by weight.data = ..., or are replaced by another parameter
+    from_batch  those of `in_place` whose new values depend on the batch, as in ActNorm's first forward
+    aliases   sentences on parameters that are reached in another way: a buffer or another parameter has the
+              same memory, or the forward reads them from an attribute that is no parameter
+    differentiates  whether the forward or the loss computes gradients itself, as by torch.autograd.grad
     """
 
-    in_place: tuple[str, ...]
-    replaced: tuple[str, ...]
+    in_place: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    from_batch: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
+    differentiates: bool = False
 
 
-def forward_writes(
+def uses_of_parameters(
     make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch
-) -> ForwardWrites:
-    """Run a forward of a new model and its loss on fake tensors, and return which parameters of the
-    model it changes. If the forward fails on fake tensors, these are the changes until then.
+) -> UsesOfParameters:
+    """Run a forward of a new model and its loss on fake tensors, and return what it does with the
+    model's parameters. If the forward fails on fake tensors, it is what it did until then.
 
     make   creates the model
     total  (model, batch) -> the loss
@@ -59,22 +70,89 @@ def forward_writes(
             model.train()
             given = dict(model.named_parameters(remove_duplicate=False))
             places, written = {name: storage_id(one) for name, one in given.items()}, []
+            shared, fakes = _sharing_memory(model), _fake_batch(batch)
+            watch = _WatchedUses(
+                _replace_held(model), {place: name for name, place in places.items()}, tensors_in(fakes)
+            )
             try:
-                with WatchedWrites(given, lambda name, _: written.append(name)):
-                    total(model, _fake_batch(batch))
+                with WatchedWrites(given, lambda name, _: written.append(name)), watch:
+                    total(model, fakes)
             except Exception:  # the forward needs values; training runs it on real tensors
                 pass
             now = dict(model.named_parameters(remove_duplicate=False))
             replaced = [
                 name for name, one in given.items() if now.get(name) is not one or storage_id(one) != places[name]
             ]
-            return ForwardWrites(tuple(written), tuple(replaced))
+            aliases = (*shared, *sorted(watch.read))
+            return UsesOfParameters(
+                tuple(written), tuple(replaced), tuple(watch.from_batch), aliases, watch.differentiates
+            )
     except Exception:  # the model cannot be created on fake tensors
-        return ForwardWrites((), ())
+        return UsesOfParameters()
+
+
+def _sharing_memory(model: nn.Module) -> list[str]:
+    """Return sentences on different parameters, or parameters and buffers, of the same memory."""
+    found, parameters = [], list(model.named_parameters())
+    for number, (name, one) in enumerate(parameters):
+        found += [
+            f"the parameters {name} and {other} share their memory"
+            for other, two in parameters[number + 1 :]
+            if _overlap(one, two)
+        ]
+        found += [
+            f"the buffer {other} has the memory of {name}" for other, two in model.named_buffers() if _overlap(one, two)
+        ]
+    return found
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    if one.numel() == 0 or other.numel() == 0 or storage_id(one) != storage_id(other):
+        return False
+    (first, end), (second, last) = _extent(one), _extent(other)
+    return first < last and second < end
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of the first byte of a tensor in its storage, and of the first one after it."""
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset()
+    return int(begin * tensor.element_size()), int((begin + steps + 1) * tensor.element_size())
+
+
+def _replace_held(model: nn.Module) -> dict[int, str]:
+    """Replace parameters that modules hold in attributes that are no parameters, such as lists of
+    tensors, by copies. Return storage of a copy -> a sentence on it."""
+    names = {id(one): name for name, one in model.named_parameters()}
+    found: dict[int, str] = {}
+
+    def replaced(value: Any, where: str, depth: int = 0) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in names:
+                return value
+            copy = value.detach().clone().requires_grad_(value.requires_grad)
+            found[storage_id(copy)] = f"the forward reads {names[id(value)]} from {where}, which is no parameter"
+            return copy
+        if depth < MOST_NESTED and type(value) in (list, tuple):
+            return type(value)(replaced(one, where, depth + 1) for one in value)
+        if depth < MOST_NESTED and type(value) is dict:
+            return {key: replaced(one, where, depth + 1) for key, one in value.items()}
+        return value
+
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):  # keeps its list of weights up to date
+            continue
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, Tensor | list | tuple | dict):
+                before = len(found)
+                new = replaced(value, f"{path}.{name}" if path else name)
+                if len(found) > before:
+                    vars(module)[name] = new
+    return found
 
 
 def branch_on_values(make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> str:
-    """Run a forward like `forward_writes`. Return the first line of the model that reads the value of a
+    """Run a forward like `uses_of_parameters`. Return the first line of the model that reads the value of a
     tensor in Python, usually for a branch, such as "net.py, line 12 (if error.max() < 0.1:)"; "" if
     none does, or if the forward fails for another reason."""
     with _restoring_random_states(), _fake_forwards():
@@ -87,6 +165,9 @@ def branch_on_values(make: Callable[[], nn.Module], total: Callable[[nn.Module, 
         except Exception:
             return ""
     return ""
+
+
+MOST_NESTED = 3  # lists in lists in which parameters are looked for
 
 
 @contextmanager
@@ -138,4 +219,36 @@ class WatchedWrites(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-__all__ = ["ForwardWrites", "WatchedWrites", "branch_on_values", "forward_writes"]
+class _WatchedUses(TorchDispatchMode):
+    """A mode that notes the texts of the storages that operations read, which parameters are written with
+    values that depend on the batch, and whether a backward runs.
+
+    texts       storage -> its text
+    parameters  storage -> name of the parameter
+    batch       the tensors of the batch
+    """
+
+    def __init__(self, texts: Mapping[int, str], parameters: Mapping[int, str], batch: list[Tensor]) -> None:
+        super().__init__()
+        self.texts, self.parameters = texts, parameters
+        self.read, self.from_batch, self.differentiates = set[str](), list[str](), False
+        self._kept = list(batch)  # so that no other storage gets the place of a freed one
+        self._dependent = set(map(storage_id, batch))  # storages with values that depend on the batch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.differentiates = self.differentiates or in_backward()
+        places = [storage_id(one) for one in tensors_in((args, kwargs or {}))]
+        self.read.update(self.texts[place] for place in places if place in self.texts)
+        output = func(*args, **(kwargs or {}))
+        if not self._dependent.isdisjoint(places):
+            changed = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, Tensor)]
+            self.from_batch += [
+                self.parameters[place] for place in map(storage_id, changed) if place in self.parameters
+            ]
+            made = [*changed, *tensors_in(output)]
+            self._kept += made
+            self._dependent.update(map(storage_id, made))
+        return output
+
+
+__all__ = ["UsesOfParameters", "WatchedWrites", "branch_on_values", "uses_of_parameters"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -150,7 +151,15 @@ def _facts_of_made(function: Any) -> tuple[str | None, Any]:
     config: Any = made.config
     if found is None and made.can_generate() and config.is_encoder_decoder:  # T5ForConditionalGeneration
         return "seq2seq-lm", config
-    return found, config
+    return (None if found == "causal-lm" and not _shifts_labels(type(made)) else found), config
+
+
+def _shifts_labels(kind: type) -> bool:
+    """Return whether the forward of a class of transformers shifts the labels of a causal language model
+    itself, as its common loss function does. Others, such as BartForCausalLM, compare each output with
+    the label at its own place: their labels are those of the next tokens already."""
+    code = inspect.unwrap(vars(kind).get("forward") or kind.forward).__code__  # type: ignore[attr-defined]
+    return "loss_function" in code.co_names or any("shift" in name for name in code.co_varnames)
 
 
 def task_of_architecture(architecture: str) -> str:

@@ -10,6 +10,7 @@ the losses of two halves is one over 2 candidates, and that of single samples is
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -54,10 +55,13 @@ def loss_depends_on_split(estimator: Estimator) -> str:
             seed_generators(job.train.seed)
             model = create_on_host(job.model, torch.device("cpu"), torch.float32)
             _switch_off_randomness(model)
-            whole, again, *halves = (
-                float(objective.total(model, part).detach()) / SAMPLES
-                for part in (_samples(batch, 0, SAMPLES), _samples(batch, 0, SAMPLES), *_halves(batch))
-            )
+
+            def losses(parts: list[Any]) -> list[float]:
+                made = copy.deepcopy(model)  # a forward may change buffers, as one that counts its calls does
+                return [float(objective.total(made, part).detach()) / SAMPLES for part in parts]
+
+            full = [_samples(batch, 0, SAMPLES)]
+            (whole,), (again,), halves = losses(full), losses(full), losses(_halves(batch))
     except Exception:  # whatever the user's code raises: the search reports it where it matters
         return ""
     if _differ(whole, again) or not _differ(whole, sum(halves)):

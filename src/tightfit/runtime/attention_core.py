@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ def recompute_attention(forward: Forward, found: Found) -> Forward:
 
     _COUNTED.found = found
 
+    @wraps(forward)  # its signature says what the model takes
     def forward_without_core(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

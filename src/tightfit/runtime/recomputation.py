@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -59,6 +59,7 @@ def recomputed(
     generators = generators or GlobalGenerators()
     casts = AutocastCache()
 
+    @wraps(forward)
     def forward_again_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

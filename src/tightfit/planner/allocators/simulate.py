@@ -229,11 +229,11 @@ def _simulate_visit(
 
 def _states(ledger: Ledger) -> dict[str, tuple[int, int]]:
     """Return parameter name -> (bytes of its optimizer states, bytes of the largest memory block in
-    which they are allocated). Such a memory block has at most the parameter's own bytes. Example:
+    which they are allocated). Such a memory block has at most the parameter's own bytes, if it has any. Example:
     Adam's two states are two memory blocks."""
     sizes = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
-        name: (update.state_bytes, min(sizes[name], update.state_bytes))
+        name: (update.state_bytes, min(sizes[name] or update.state_bytes, update.state_bytes))
         for name, update in ledger.updates.items()
         if update.state_bytes
     }

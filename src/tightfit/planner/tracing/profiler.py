@@ -48,7 +48,15 @@ from tightfit.methods.loader import EXAMPLE_SAMPLES
 from tightfit.models import find_blocks, has_complex_parameters, load_python, model_factory, parameter_uses, task_of
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.forward_writes import branch_on_values
-from tightfit.models.objective import LABEL_COUNT_KEY, Batch, Objective, objective_of, processed_count, sample_count
+from tightfit.models.objective import (
+    LABEL_COUNT_KEY,
+    Batch,
+    Objective,
+    forward_parameters,
+    objective_of,
+    processed_count,
+    sample_count,
+)
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import trace_dataflow
 from tightfit.optim.gradient_dtype import widen_gradients
@@ -531,6 +539,7 @@ class Profiler:
         objective = self.objective()
         unset, processor = cast(Any, None), torch.device("cpu")
         model, depth = self._model(materialize.weights_dtype(plan), plan.compile == "model")
+        forward_parameters(model)  # before a method replaces the forward
         run = Run(
             self.job,
             plan,
