@@ -45,6 +45,18 @@ class Centred(Tower):
         return found - found.mean(0)
 
 
+class Counting(Tower):
+    """Its output grows with the number of forwards, which it has in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x) * self.forwards / 10
+
+
 class Pairs:
     def __len__(self) -> int:
         return 2 * BATCH
@@ -75,6 +87,7 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
         (Tower, contrast, True),
         (Tower, tightfit.Objective(lambda model, batch: contrast(model(batch[0]), batch) * len(batch[0]), len), True),
         (Centred, nn.MSELoss(), True),
+        (Counting, apart, True),
         (Tower, apart, False),
         (Tower, nn.MSELoss(), False),
         (lambda: Tower(nn.Dropout(0.5)), apart, False),
@@ -86,6 +99,7 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
         "contrast",
         "objective",
         "mean over samples",
+        "counts its calls",
         "own",
         "torch",
         "dropout",

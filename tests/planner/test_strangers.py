@@ -3,6 +3,7 @@ reason."""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -50,6 +51,45 @@ def test_a_scalar_weight_is_cast_like_the_others() -> None:
     plan = tightfit.Plan(precision="bf16-true", rounding="kahan")
     of = {one.name: one for one in estimate(job("drops-paths"), plan).ledger.parameters}
     assert of["temperature"].bytes == 2
+
+
+def test_a_parameter_without_elements_is_estimated() -> None:
+    class Empty(torch.nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.none = torch.nn.Parameter(torch.zeros(0, 3))
+
+    data = [(torch.randn(5), torch.randn(3)) for _ in range(16)]
+    asked = tightfit.Job(model=Empty, data=data, loss=torch.nn.MSELoss(), train=tightfit.Train(batch=8, steps=1))
+    for machine in (None, "a100-80gb"):
+        assert estimate(asked, {}, machine).peak.total > 0
+
+
+def test_blocks_that_run_at_random_are_predicted_or_refused() -> None:
+    class Sometimes(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if self.training and random.random() < 0.3 else super().forward(x)
+
+    class Deep(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(Sometimes(5, 5) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    data, said = [(torch.randn(5), torch.randn(5)) for _ in range(16)], list[str]()
+    for seed in range(4):
+        train = tightfit.Train(batch=8, steps=1, seed=seed)
+        asked = tightfit.Job(model=Deep, data=data, loss=torch.nn.MSELoss(), train=train)
+        try:
+            estimate(asked, {"recompute": "full"}, "a100-80gb")
+        except InputError as error:
+            said.append(str(error))
+    assert len(said) < 4
+    assert all("in some forwards only" in one for one in said)
 
 
 def test_a_failing_model_s_error_says_how_and_where() -> None:
