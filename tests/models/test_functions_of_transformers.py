@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import tightfit
+from tightfit.errors import TightfitWarning
 
 STEPS, RATE = 4, 0.1
 KINDS: list[tuple[str, dict[str, Any]]] = [
@@ -45,7 +46,7 @@ def test_a_function_s_model_trains_with_transformers_loss(name: str, sizes: dict
     train = tightfit.Train(optimizer="sgd", momentum=0.0, batch=4, steps=STEPS, learning_rate=RATE, trackers=())
     job = tightfit.Job(model=lambda: create(name, sizes), data=rows(), train=train, allow=[])
     unshifted = name in ("BartForCausalLM", "XLNetLMHeadModel")
-    with pytest.warns(tightfit.TightfitWarning, match="labels are not shifted") if unshifted else nullcontext():
+    with pytest.warns(TightfitWarning, match="labels are not shifted") if unshifted else nullcontext():
         run = tightfit.build(job, tightfit.Plan(micro_batch=2))
     order = list(run.data.steps(0, 4 * STEPS))
     losses = [step.loss for step in tightfit.train(run)]
