@@ -497,3 +497,30 @@ def test_weights_that_overlap_are_saved(tmp_path: Path) -> None:
         pass
     tightfit.save(run, tmp_path / "saved", 4)
     assert list((tmp_path / "saved").rglob("*.safetensors"))
+
+
+def test_a_function_that_returns_one_model_is_refused() -> None:
+    net = Net()
+    with pytest.raises(InputError, match="returns the same model each time"):
+        tightfit.build(job("Net").replace(model=lambda: net))
+
+
+def test_caches_of_keys_are_not_recomputed() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Caching(Block):
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+            cache.update(x[:, None, None], x[:, None, None], 0)
+            return super().forward(x)
+
+    class Cached(Net):
+        block = Caching
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, cache=transformers.DynamicCache())
+            return self.head(x)
+
+    run = tightfit.build(job("Net").replace(model=Cached), {"recompute": "full"})
+    with pytest.raises(InputError, match="gets a cache of keys and values"):
+        next(iter(tightfit.train(run)))

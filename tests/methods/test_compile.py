@@ -298,9 +298,9 @@ def test_each_block_takes_time_to_compile_in_a_whole_model() -> None:
             cases.job("llama").replace(model={**cases.SPECS["llama"], "num_hidden_layers": count}),
             Machine.named("a100-80gb"),
         )
-        for count in (3, 8)
+        for count in (2, 4)
     )
     whole, blocks = tightfit.Plan(compile="model"), tightfit.Plan(compile="block")
     seconds = [one.estimate(whole).compile_s for one in (shallow, deep)]
-    assert seconds[1] - seconds[0] == pytest.approx(5 * compile_method.MODEL_COMPILE_S)
+    assert seconds[1] - seconds[0] == pytest.approx(2 * compile_method.MODEL_COMPILE_S)
     assert shallow.estimate(blocks).compile_s == deep.estimate(blocks).compile_s < seconds[0]

@@ -321,10 +321,22 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
+class _Given:
+    """Returns the model that the user has made, each time that it is called. Other functions must not:
+    see `models.python.checked_model_function`, which remembers functions by weak references. This has
+    none."""
+
+    __slots__ = ("model",)
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self) -> nn.Module:
+        return self.model
+
+
 def _factory_of(model: Any) -> Any:
-    if isinstance(model, nn.Module):
-        return lambda: model
-    return model
+    return _Given(model) if isinstance(model, nn.Module) else model
 
 
 def _function_of(optimizer: Any) -> Callable[[Any], Optimizer]:

@@ -13,10 +13,12 @@ import importlib.util
 import inspect
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from tightfit.errors import InputError
 from tightfit.values import nearest
@@ -92,9 +94,28 @@ def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
             model = function()
         if not isinstance(model, nn.Module):
             raise InputError(asked, f"returned {type(model).__name__}, not an nn.Module", "return the model")
+        if _returned_before(function, model):
+            raise InputError(
+                asked,
+                "returns the same model each time, so a run would begin with the weights that another one has trained",
+                "create the model inside of the function",
+            )
         return model
 
     return create
+
+
+_LAST_MODELS: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()  # by the function that returned it
+
+
+def _returned_before(function: Any, model: Any) -> bool:
+    """Return whether the function has returned this very model the last time, too."""
+    try:
+        last = _LAST_MODELS.get(function)
+        _LAST_MODELS[function] = weakref.ref(model)
+    except TypeError:  # without a hash or without weak references
+        return False
+    return last is not None and last() is model
 
 
 @contextmanager

@@ -10,7 +10,8 @@ number generators, and autocast's cached copies of weights.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -67,6 +68,7 @@ def recomputed(
         if torch.compiler.is_compiling():  # compile.py refuses blocks that change buffers
             contexts: dict[str, Any] = {"context_fn": partial(selective_contexts, selective, True)} if selective else {}
             return checkpoint(run, *args, use_reentrant=False, **contexts, **kwargs)
+        _refuse_caches(modules[0], (*args, *kwargs.values()))
         before = buffers.values()
         given = [(leaf, version_of(leaf)) for leaf in tensors_in((args, kwargs))]
         contexts = {"context_fn": partial(recompute_contexts, buffers, before, casts, selective)}
@@ -82,6 +84,18 @@ def recomputed(
         return output
 
     return forward_again_in_backward
+
+
+def _refuse_caches(module: nn.Module, given: Iterable[Any]) -> None:
+    """Raise InputError if `given`, the arguments of a block, have a cache of keys and values of
+    transformers. The second forward would add its keys once more. XLM makes a cache in training, too."""
+    transformers = sys.modules.get("transformers")
+    if transformers is not None and any(isinstance(one, transformers.Cache) for one in given):
+        raise InputError(
+            "plan: recompute",
+            f"{type(module).__name__} gets a cache of keys and values, to which a second forward would add its keys again",
+            "use recompute: none, or let the model call its blocks without a cache in training",
+        )
 
 
 class ChangingBuffers:

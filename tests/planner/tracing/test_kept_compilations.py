@@ -39,7 +39,15 @@ def _traces_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "cached", lambda key, make: make())
 
 
-@pytest.mark.parametrize(("name", "tried"), [("llama", PLANS), ("bert", PLANS[1:3])], ids=["llama", "bert"])
+@pytest.mark.parametrize(
+    ("name", "tried"),
+    [
+        ("llama", [PLANS[1], PLANS[3], PLANS[6]]),
+        pytest.param("llama", PLANS, marks=pytest.mark.slow),
+        pytest.param("bert", PLANS[1:3], marks=pytest.mark.slow),
+    ],
+    ids=["some", "llama", "bert"],
+)
 def test_kept_compilations_change_no_ledger(name: str, tried: list[dict[str, Any]]) -> None:
     job = cases.job(name)
     plans = [tightfit.Plan(**fields) for fields in tried]
