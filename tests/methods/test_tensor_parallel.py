@@ -107,6 +107,46 @@ def test_recomputation_draws_the_same_dropout(recompute: str) -> None:
         assert cases.distance(again[1], kept[1]) < 1e-6
 
 
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+PARTIAL: list[dict[str, Any]] = [
+    {"architecture": "phi", **SIZES, "qk_layernorm": True, "resid_pdrop": 0.0},
+    {"architecture": "apertus", **SIZES, "num_key_value_heads": 2},
+    {
+        **{"architecture": "glm4_moe", **SIZES, "num_key_value_heads": 2, "use_qk_norm": True, "head_dim": 8, "n_routed_experts": 4},
+        **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", PARTIAL, ids=lambda model: model["architecture"])
+def test_parameters_on_sharded_activations_get_whole_gradients(model: dict[str, Any]) -> None:
+    """The tables of transformers do not have them: norms of heads, and an activation with parameters."""
+    expected = trained(model, {})
+    for losses, weights in together(2, HERE + "trained", model, {"tp": 2}):
+        assert losses == pytest.approx(expected[0], rel=1e-5)
+        assert cases.distance(weights, expected[1]) < 1e-5
+
+
+def refused(model: Any, fields: dict[str, Any]) -> str:
+    try:
+        built(model, fields)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_norms_with_a_row_for_each_head_are_refused() -> None:
+    model = {"architecture": "cohere", **SIZES, "use_qk_norm": True}
+    for error in together(2, HERE + "refused", model, {"tp": 2}):
+        assert "norm.weight, of 2 dimensions, is used on sharded activations" in error
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "every-2"])
 def test_indivisible_positions_are_padded(size: int, recompute: str) -> None:

@@ -45,13 +45,15 @@ from typing import Any
 
 from torch import nn
 
+from tightfit._torch.fake import active_fake_mode
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.links import latency, message
 from tightfit.errors import InputError
 from tightfit.job import Job, ModelSpec
 from tightfit.machine import Machine
-from tightfit.models import find_blocks
+from tightfit.models import find_blocks, model_factory
 from tightfit.models.lora import has_adapters
+from tightfit.parallel.tensor.partial_gradients import may_be_partial, partial_parameters
 from tightfit.parallel.tensor.sequence_parallel import SequenceParallel
 from tightfit.parallel.tensor.sharder import GATHER_OUTPUT, PIECES, SPLIT_INPUT, Sharder
 from tightfit.plan import Plan
@@ -170,6 +172,7 @@ def apply(run: Run, plan: Plan) -> Run:
         )
     table = sharding_table(run)
     _check_heads(run.model, plan.tp)
+    summed = _partial_parameters(run, table)
     sequences = _sequences(run, plan) if plan.sequence_parallel else None
     sharder = Sharder(run.model, run.mesh, sequences, blocks=None if plan.compile == "none" else _blocks(run))
     head, objective = _vocabulary_head(run, plan, table), run.objective
@@ -195,12 +198,21 @@ def apply(run: Run, plan: Plan) -> Run:
         objective = sharder.shard_vocabulary(run.model, head, objective)
     slices = sharder.shardings()
     names = {parameter: name for name, parameter in run.model.named_parameters()}
-    shared = frozenset(names[parameter] for module in replicated for parameter in module.parameters())
+    shared = summed | frozenset(names[parameter] for module in replicated for parameter in module.parameters())
     if sequences is not None:
         shared |= sequences.partial_gradients(run.model, set(slices), shared)
     return replace(
         run, objective=objective, loss_sum=partial(objective.total, run.model), tp_shards=slices, tp_replicated=shared
     )
+
+
+def _partial_parameters(run: Run, table: dict[str, str]) -> frozenset[str]:
+    """Return the names of the parameters that the table does not have, and whose gradients have to be
+    summed over tp all the same, because they are used on sharded activations."""
+    styles = {name: style for name, _ in run.model.named_modules() if (style := _style(table, name)) is not None}
+    if active_fake_mode() is not None or not may_be_partial(run.model, styles):
+        return frozenset()
+    return partial_parameters(model_factory(run.job.model), run.objective.total, run.data.example(), styles)
 
 
 def _style(table: dict[str, str], name: str) -> str | None:

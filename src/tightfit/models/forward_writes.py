@@ -65,12 +65,12 @@ def uses_of_parameters(
     The random number generators of torch, Python and NumPy are the same afterwards.
     """
     try:
-        with _restoring_random_states(), _fake_forwards():
+        with restoring_random_states(), fake_forwards():
             model = make()
             model.train()
             given = dict(model.named_parameters(remove_duplicate=False))
             places, written = {name: storage_id(one) for name, one in given.items()}, []
-            shared, fakes = _sharing_memory(model), _fake_batch(batch)
+            shared, fakes = _sharing_memory(model), fake_batch(batch)
             watch = _WatchedUses(
                 _replace_held(model), {place: name for name, place in places.items()}, tensors_in(fakes)
             )
@@ -155,11 +155,11 @@ def branch_on_values(make: Callable[[], nn.Module], total: Callable[[nn.Module, 
     """Run a forward like `uses_of_parameters`. Return the first line of the model that reads the value of a
     tensor in Python, usually for a branch, such as "net.py, line 12 (if error.max() < 0.1:)"; "" if
     none does, or if the forward fails for another reason."""
-    with _restoring_random_states(), _fake_forwards():
+    with restoring_random_states(), fake_forwards():
         try:
             model = make()
             model.train()
-            total(model, _fake_batch(batch))
+            total(model, fake_batch(batch))
         except DataDependentOutputException as error:
             return describe_line(innermost_model_line(error))
         except Exception:
@@ -171,7 +171,9 @@ MOST_NESTED = 3  # lists in lists in which parameters are looked for
 
 
 @contextmanager
-def _restoring_random_states() -> Iterator[None]:
+def restoring_random_states() -> Iterator[None]:
+    """Inside this context, the random number generators of torch, Python and NumPy may be used: they are
+    as before afterwards."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -182,7 +184,8 @@ def _restoring_random_states() -> Iterator[None]:
 
 
 @contextmanager
-def _fake_forwards() -> Iterator[None]:
+def fake_forwards() -> Iterator[None]:
+    """Inside this context, models are created and run on fake tensors."""
     with (
         isolated_model_caches(),
         without_fake_tensor_logs(),
@@ -192,7 +195,8 @@ def _fake_forwards() -> Iterator[None]:
         yield
 
 
-def _fake_batch(batch: Batch) -> Batch:
+def fake_batch(batch: Batch) -> Batch:
+    """Return a batch of tensors without values, with the shapes and types of those of `batch`."""
     return map_tensors(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype), batch)
 
 
@@ -251,4 +255,12 @@ class _WatchedUses(TorchDispatchMode):
         return output
 
 
-__all__ = ["UsesOfParameters", "WatchedWrites", "branch_on_values", "uses_of_parameters"]
+__all__ = [
+    "UsesOfParameters",
+    "WatchedWrites",
+    "branch_on_values",
+    "fake_batch",
+    "fake_forwards",
+    "restoring_random_states",
+    "uses_of_parameters",
+]
