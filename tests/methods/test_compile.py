@@ -304,3 +304,11 @@ def test_each_block_takes_time_to_compile_in_a_whole_model() -> None:
     seconds = [one.estimate(whole).compile_s for one in (shallow, deep)]
     assert seconds[1] - seconds[0] == pytest.approx(2 * compile_method.MODEL_COMPILE_S)
     assert shallow.estimate(blocks).compile_s == deep.estimate(blocks).compile_s < seconds[0]
+
+
+def test_fields_that_forward_does_not_take_are_named() -> None:
+    data = [{"x": torch.randn(5), "extra": torch.randn(2), "y": torch.randn(3)} for _ in range(8)]
+    train = tightfit.Train(batch=4, steps=1, trackers=())
+    job = tightfit.Job(model=lambda: torch.nn.Linear(5, 3), data=data, loss=lambda made, batch: made.sum(), train=train)
+    with pytest.raises(InputError, match="forward does not take the fields of the samples"):
+        next(iter(tightfit.train(tightfit.build(job, {"compile": "model"}))))

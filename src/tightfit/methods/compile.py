@@ -152,13 +152,22 @@ def apply(run: Run, plan: Plan) -> Run:
 @contextmanager
 def naming_compiler_failures(plan: Plan) -> Iterator[None]:
     """A context that turns an error of torch's compiler, or of the code that it generated, into an
-    InputError that says that torch.compile fails on this model. Other errors are not changed.
+    InputError that says that torch.compile fails on this model, and one of a forward that does not take the
+    samples' fields into an InputError that says so. Other errors are not changed.
 
     Use it around a first forward and backward, because torch compiles the backward when it first
     runs.
     """
     try:
         yield
+    except TypeError as error:  # compiled code calls forward without the check of `call_by_name`
+        if plan.compile != "model" or "forward() " not in str(error):
+            raise
+        raise InputError(
+            "data",
+            f"the model's forward does not take the fields of the samples ({error})",
+            "name the fields as forward names its arguments, or let samples be (input, target)",
+        ) from error
     except RuntimeError as error:
         elsewhere = any(word in str(error).lower() for word in ("memory", "gloo", "nccl", "connection"))
         if plan.compile == "none" or elsewhere or not _is_compiler_error(error):
