@@ -22,7 +22,7 @@ from tightfit.machine import cache_folder, private_folder
 from tightfit.planner.tracing.plain_data import RecordedStep, from_content, to_content
 from tightfit.record import code_version
 
-MAX_FILES = 400  # beyond that, the least recently used files are removed
+MAX_FILES = 2000  # about 70 MB; beyond that, the least recently used files are removed
 VERSION = 7  # of the file format: raise it when the meaning of the content changes
 
 Result = TypeVar("Result")
@@ -143,9 +143,17 @@ def _evict(folder: Path) -> None:
     pickle files that earlier versions of tightfit wrote there."""
     for path in folder.glob("*.pickle"):
         path.unlink(missing_ok=True)
-    files = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-    for path in files[: max(len(files) - MAX_FILES, 0)]:
-        path.unlink(missing_ok=True)
+    files = list(folder.glob("*.json"))
+    if len(files) > MAX_FILES:
+        for path in sorted(files, key=_last_use)[: len(files) - MAX_FILES]:
+            path.unlink(missing_ok=True)
+
+
+def _last_use(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another process has deleted it
+        return 0.0
 
 
 __all__ = ["cache_key", "cached", "cached_number", "file_name", "is_writable", "read", "write"]
