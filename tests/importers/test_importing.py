@@ -184,6 +184,40 @@ def test_single_keys(name: str, text: str, key: str, outcome: str, tmp_path: Pat
     assert {row.key: row.outcome for row in import_file(tmp_path / name).rows}[key] == outcome
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "a.yaml",
+            "trainer: {max_epochs: 1}\noptimizer: {class_path: torch.optim.AdamW, init_args: {lr: 0.01}}\n",
+            {"weight_decay": 0.01, "no_decay": []},
+        ),
+        (
+            "a.yaml",
+            "trainer: {max_epochs: 1}\noptimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.01}}\n",
+            {"momentum": 0.0},
+        ),
+        (
+            "a.yaml",
+            "trainer: {max_epochs: 1}\noptimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.01, momentum: 0.8}}\n",
+            {"momentum": 0.8},
+        ),
+        (
+            "a.json",
+            '{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.001}}}',
+            {"momentum": 0.0},
+        ),
+    ],
+    ids=["AdamW", "SGD", "momentum", "DeepSpeed's SGD"],
+)
+def test_defaults_of_the_other_tools_optimizer_are_written(
+    name: str, text: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    train = import_file(tmp_path / name).job["train"]
+    assert {key: train.get(key) for key in expected} == expected
+
+
 def test_paths_beside_the_file_are_made_whole(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     (tmp_path / "texts.jsonl").write_text("{}")

@@ -100,3 +100,9 @@ def test_a_run_without_adapters_is_exported_whole(tmp_path: Path) -> None:
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     expected = load_trained(tmp_path / "run").model.state_dict()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    (weights,) = (tmp_path / "run").rglob("model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-10] ^= 0x41
+    weights.write_bytes(content)
+    with pytest.raises(InputError, match="its checksum differs"):
+        export(tmp_path / "run", tmp_path / "damaged")

@@ -168,11 +168,8 @@ def test_a_warning_is_printed_as_one_line(
     assert [line.split()[0] for line in lines if "labels are not shifted" in line] == ["warning"]
 
 
-RECURRENT = UNSHIFTED.replace("self.table(input_ids)", "self.head(self.layer(self.table(input_ids))[0])").replace(
-    "        self.table = torch.nn.Embedding(9, 9)\n",
-    """        self.table = torch.nn.Embedding(9, 9)
-        self.layer, self.head = torch.nn.LSTM(9, 9, batch_first=True), torch.nn.Linear(9, 9)
-""",
+UNIQUE = UNSHIFTED.replace(
+    "self.table(input_ids)", "self.table(input_ids.unique())[input_ids.unique(return_inverse=True)[1]]"
 )
 
 
@@ -181,14 +178,14 @@ def test_an_untraceable_model_trains_and_refusals_appear_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.py").write_text(UNSHIFTED)
-    (tmp_path / "recurrent.py").write_text(RECURRENT)
+    (tmp_path / "unique.py").write_text(UNIQUE)
     train, paths = {"batch": 4, "steps": 1, "trackers": []}, {}
-    for name in ("own", "recurrent"):
+    for name in ("own", "unique"):
         parts = {"model": {"python": f"{name}.py:Model"}, "data": {"python": f"{name}.py:data"}}
         paths[name] = tmp_path / f"{name}.yaml"
         paths[name].write_text(yaml.safe_dump({**parts, "train": train}))
-    assert run_train(monkeypatch, paths["recurrent"], tmp_path / "out") == 0
-    assert "predict  not possible: has LSTM" in capsys.readouterr().out
+    assert run_train(monkeypatch, paths["unique"], tmp_path / "out") == 0
+    assert "predict  not possible: has shapes or branches that depend on the data" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "record.json").read_text()).get("predicted") is None
     asked = ("--plan", "reference", "--set", "plan.recompute=full")
     assert run_train(monkeypatch, paths["own"], tmp_path / "other", *asked) == 2

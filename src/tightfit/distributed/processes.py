@@ -75,9 +75,14 @@ def check_world(plan: Plan) -> None:
         raise InputError(
             asked,
             f"{there} {'process trains' if there == 1 else 'processes train'}",
-            f"start it with --nproc {plan.devices} (or torchrun --nproc-per-node {plan.devices}), or use dp_replicate: {there} "
-            "and zero: 0",
+            f"start it with --nproc {plan.devices} (or torchrun --nproc-per-node {plan.devices}), or use a plan for "
+            f"{there} {'device' if there == 1 else 'devices'}, such as {_plan_for(there)}",
         )
+
+
+def _plan_for(devices: int) -> str:
+    rest = ", ".join(f"{axis}: 1" for axis in ("pp", "dp_shard", "cp", "tp"))
+    return f"dp_replicate: {devices}, zero: 0, {rest}"
 
 
 def local_device(kind: str) -> torch.device:

@@ -320,6 +320,12 @@ def _combine(draft: Draft) -> None:
                 draft.settle(part, "not needed", "nothing is offloaded to NVMe")
     if parts.get("adam_w_mode") is False and parts.get("optimizer"):
         draft.settle("adam_w_mode", "no counterpart", "tightfit's weight decay is decoupled (AdamW)")
+    choice = parts.get("optimizer")
+    if isinstance(choice, OptimizerChoice) and choice.name == "sgd" and "train.momentum" not in draft.fields:
+        draft.fields["train.momentum"] = 0.0
+        draft.remark("optimizer", "train.momentum: 0, its default")
+    if draft.fields.get("train.weight_decay"):
+        draft.remark("train.weight_decay", "give train.no_decay: [] if your script passes all parameters in one group")
     _warmup(draft)
     check_stage(draft)
 

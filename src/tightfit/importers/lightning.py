@@ -6,7 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 from tightfit.importers import deepspeed
-from tightfit.importers.conversions import count, flag, number, optimizer, positive, reshard, seed, whole
+from tightfit.importers.conversions import (
+    OptimizerChoice,
+    count,
+    flag,
+    number,
+    optimizer,
+    positive,
+    reshard,
+    seed,
+    whole,
+)
 from tightfit.importers.mapping import Draft, Importer, Key, Lacks, lacks, needless
 
 PRECISIONS = {
@@ -297,6 +307,24 @@ def _combine(draft: Draft) -> None:
             "train.clip", "no counterpart", "it clips each gradient by its value, and train.clip is of the norm"
         )
         del draft.fields["train.clip"]
+    _optimizer_defaults(draft)
+
+
+def _optimizer_defaults(draft: Draft) -> None:
+    """Set what torch's optimizers have by default, and tightfit's have not. LightningCLI gives them all
+    parameters in one group."""
+    choice, fields = draft.parts.get("optimizer"), draft.fields
+    if not isinstance(choice, OptimizerChoice):
+        return
+    if choice.name == "adamw" and "train.weight_decay" not in fields:
+        fields["train.weight_decay"] = 0.01
+        draft.remark("optimizer", "train.weight_decay: 0.01, its default")
+    if choice.name == "sgd" and "train.momentum" not in fields:
+        fields["train.momentum"] = 0.0
+        draft.remark("optimizer", "train.momentum: 0, its default")
+    if fields.get("train.weight_decay"):
+        fields["train.no_decay"] = []
+        draft.remark("optimizer", "train.no_decay: [], because LightningCLI decays all parameters")
 
 
 IMPORTER = Importer(

@@ -16,6 +16,7 @@ from torch import nn
 from tightfit.data.image_processing import PROCESSOR_FILE
 from tightfit.data.tokens import leading_tokens, plain_backend
 from tightfit.engine.checkpoint.extra_state import KIND, restore_extra_states
+from tightfit.engine.checkpoint.resume import check_files, known_checksums
 from tightfit.engine.checkpoint.save import STATE, newest
 from tightfit.errors import InputError
 from tightfit.job import Job
@@ -45,8 +46,8 @@ def load_trained(run: Path) -> TrainedModel:
     """Load the model and the tokenizer from the newest checkpoint in a run's folder, `run`. The
     model is in evaluation mode, on the CPU.
 
-    Raises InputError if the folder is not that of a run, if it has no checkpoint, or if the
-    checkpoint does not fit the model.
+    Raises InputError if the folder is not that of a run, if it has no checkpoint, if a file of the
+    checkpoint is not as it was saved, or if the checkpoint does not fit the model.
     """
     if not (run / "job.yaml").exists():
         raise InputError(
@@ -54,6 +55,7 @@ def load_trained(run: Path) -> TrainedModel:
         )
     job = Job.parse({**read_yaml(run / "job.yaml"), "plan": None})
     path = newest(run / "checkpoints")
+    check_files(path, [name for name in known_checksums(path) if not name.startswith("optimizer")])
     model = model_factory(job.model)()
     with Reader(path, "model") as saved:
         _load(model, saved, path)

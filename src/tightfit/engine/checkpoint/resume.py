@@ -60,7 +60,7 @@ def resume(run: Run, folder: str | Path) -> int:
             SHARED,
         )
     share = _share(run, needed)
-    _agreed(run, lambda: _hold(path, share))
+    _agreed(run, lambda: check_files(path, share))
     _agreed(run, lambda: _load(run, path, state))
     if run.loss_scale is not None and state["loss_scale"] is not None:
         run.loss_scale.load_state_dict(state["loss_scale"])
@@ -103,8 +103,10 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
             "an earlier version of tightfit wrote this checkpoint, in a format that is not read any more",
             "resume with that version of tightfit, or start afresh with another --out",
         )
-    known = _known(path)
-    _hold(path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}})
+    known = known_checksums(path)
+    check_files(
+        path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}}
+    )
     state = json.loads((path / STATE).read_text())
     _same_job(state["job"], run.job, path)
     _same_count(state.get("dataset_samples"), run, path)
@@ -123,7 +125,9 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
     return path, state, sorted(needed)
 
 
-def _known(path: Path) -> dict[str, str]:
+def known_checksums(path: Path) -> dict[str, str]:
+    """Return the checksums that were saved for the files of a checkpoint. Raises InputError if they cannot be
+    read."""
     try:
         return read_checksums(path)
     except FileNotFoundError:
@@ -151,14 +155,14 @@ def _share(run: Run, needed: list[str]) -> list[str]:
     return share
 
 
-def _hold(path: Path, names: Iterable[str]) -> None:
+def check_files(path: Path, names: Iterable[str]) -> None:
     """Check files of a checkpoint: raise InputError if a file is missing, cannot be read, or does
     not have the checksum that was saved for it.
 
     path   the checkpoint's folder
     names  names of the files to check
     """
-    known = _known(path)
+    known = known_checksums(path)
     for name in names:
         note_activity(f"reading a checkpoint, {name}")
         try:
@@ -173,9 +177,9 @@ def _hold(path: Path, names: Iterable[str]) -> None:
 def _altered(path: Path, found: str) -> InputError:
     before = [one for one in checkpoints(path.parent) if one < path]
     if before:
-        return InputError(f"resume from {path}", found, f"delete {path}: the run then continues from {before[-1]}")
+        return InputError(f"checkpoint {path}", found, f"delete {path}: the run then continues from {before[-1]}")
     return InputError(
-        f"resume from {path}", f"{found}, and there is no earlier checkpoint", "start afresh with another --out"
+        f"checkpoint {path}", f"{found}, and there is no earlier checkpoint", "start afresh with another --out"
     )
 
 
@@ -364,4 +368,4 @@ def _warn_of_another_rate(run: Run, state: dict[str, Any], step: int) -> None:
         )
 
 
-__all__ = ["resume"]
+__all__ = ["check_files", "known_checksums", "resume"]
