@@ -76,13 +76,18 @@ def check_world(plan: Plan) -> None:
             asked,
             f"{there} {'process trains' if there == 1 else 'processes train'}",
             f"start it with --nproc {plan.devices} (or torchrun --nproc-per-node {plan.devices}), or use a plan for "
-            f"{there} {'device' if there == 1 else 'devices'}, such as {_plan_for(there)}",
+            f"{there} {'device' if there == 1 else 'devices'}, such as {_plan_for(plan, there)}",
         )
 
 
-def _plan_for(devices: int) -> str:
-    rest = ", ".join(f"{axis}: 1" for axis in ("pp", "dp_shard", "cp", "tp"))
-    return f"dp_replicate: {devices}, zero: 0, {rest}"
+def _plan_for(plan: Plan, devices: int) -> str:
+    """Return the fields that change `plan` into one of `devices` replicas, as text."""
+    fields = [
+        f"dp_replicate: {devices}",
+        *(f"{axis}: 1" for axis in ("pp", "dp_shard", "cp", "tp") if getattr(plan, axis) > 1),
+    ]
+    fields += ["zero: 0"] if plan.zero else []
+    return ", ".join([*fields, *(["parameter_server: none"] if plan.servers else [])])
 
 
 def local_device(kind: str) -> torch.device:

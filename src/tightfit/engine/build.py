@@ -25,7 +25,7 @@ from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, loader, materialize, microbatch
 from tightfit.models import load_python, model_factory, task_of
-from tightfit.models.forward_writes import uses_of_parameters
+from tightfit.models.fake_forward import uses_of_parameters
 from tightfit.models.masks import without_mask_checks
 from tightfit.models.objective import Objective, forward_parameters, objective_of
 from tightfit.optim.groups import check_matches, names_of_parameters
@@ -122,12 +122,12 @@ def _refuse_other_uses(run: Run) -> None:
             "so their weights would differ",
             "set it before the training, or train on one device",
         )
-    if found.aliases and (apart or plan.pp > 1 or plan.offload):
-        asked, fix = (f"pp={plan.pp}", "use pp: 1") if plan.pp > 1 else _keeps_apart(plan)
+    copies = sharded or plan.pp > 1 or "parameters" in plan.offload or plan.parameter_server != "none"
+    if found.aliases and copies:
         raise InputError(
-            f"plan: {asked}",
+            f"plan: {f'pp={plan.pp}' if plan.pp > 1 else _keeps_apart(plan)[0]}",
             f"{found.aliases[0]}, and the plan would make copies of it that differ",
-            f"{fix}; or tie weights by assigning the parameter: head.weight = embedding.weight",
+            "tie weights by assigning the parameter (head.weight = embedding.weight), or use dp_replicate or zero: 1",
         )
     if found.differentiates and plan.zero == 3:
         raise InputError(

@@ -39,6 +39,7 @@ from tightfit.machine import Machine
 from tightfit.methods.compile import naming_compiler_failures
 from tightfit.methods.zero import ShardedReduction
 from tightfit.models.objective import Batch, Objective
+from tightfit.models.python import GivenModel
 from tightfit.optim.functions import ExistingOptimizer
 from tightfit.optim.groups import set_learning_rates
 from tightfit.parallel.fsdp.planning import naming_sharded_use
@@ -321,22 +322,8 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
-class _Given:
-    """Returns the model that the user has made, each time that it is called. Other functions must not:
-    see `models.python.checked_model_function`, which remembers functions by weak references. This has
-    none."""
-
-    __slots__ = ("model",)
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self) -> nn.Module:
-        return self.model
-
-
 def _factory_of(model: Any) -> Any:
-    return _Given(model) if isinstance(model, nn.Module) else model
+    return GivenModel(model) if isinstance(model, nn.Module) else model
 
 
 def _function_of(optimizer: Any) -> Callable[[Any], Optimizer]:

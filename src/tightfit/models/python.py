@@ -16,6 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -105,11 +106,25 @@ def checked_model_function(function: Any, name: str) -> Callable[[], nn.Module]:
     return create
 
 
+@dataclass(frozen=True, eq=False)
+class GivenModel:
+    """Returns a model that the user has made. It stands for a function that makes one, and returns the
+    same model each time."""
+
+    model: Any
+
+    def __call__(self) -> nn.Module:
+        made: nn.Module = self.model
+        return made
+
+
 _LAST_MODELS: WeakKeyDictionary[Any, weakref.ref[Any]] = WeakKeyDictionary()  # by the function that returned it
 
 
 def _returned_before(function: Any, model: Any) -> bool:
-    """Return whether the function has returned this very model the last time, too."""
+    """Return whether the function has returned this very model the last time, too, and may not."""
+    if isinstance(function, GivenModel):
+        return False
     try:
         last = _LAST_MODELS.get(function)
         _LAST_MODELS[function] = weakref.ref(model)

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from tightfit._torch.modules import plain_attributes
 from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError
-from tightfit.models.forward_writes import WatchedWrites
+from tightfit.models.fake_forward import WatchedWrites
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state
 from tightfit.runtime.recomputation import Forward, recomputed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.tensors import storage_id
 from tightfit.errors import InputError
-from tightfit.models.forward_writes import fake_batch, fake_forwards, restoring_random_states
+from tightfit.models.fake_forward import fake_batch, fake_forwards, restoring_random_states
 from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in, written_tensors
 
@@ -21,8 +21,9 @@ SPLITS, JOINS = ("colwise", "qkv", "gate_up", "heads"), ("rowwise", "moe_tp_expe
 
 
 def may_be_partial(model: nn.Module, styles: Mapping[str, str]) -> bool:
-    """Return whether a module beside a column-parallel one, or in such a module's siblings, has parameters
-    that are not sharded. Only such modules may be used on sharded activations.
+    """Return whether a module that lies in the parent of a column-parallel module has parameters without
+    a style. Only such parameters may be used on sharded activations. Example: in an attention with q_proj and
+    k_norm, those of k_norm.
 
     styles  module name -> its style, of the modules that the table names
     """

@@ -47,7 +47,7 @@ from tightfit.methods import (
 from tightfit.methods.loader import EXAMPLE_SAMPLES
 from tightfit.models import find_blocks, has_complex_parameters, load_python, model_factory, parameter_uses, task_of
 from tightfit.models.dataflow import Dataflow
-from tightfit.models.forward_writes import branch_on_values
+from tightfit.models.fake_forward import branch_on_values
 from tightfit.models.objective import (
     LABEL_COUNT_KEY,
     Batch,
