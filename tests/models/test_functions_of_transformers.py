@@ -20,6 +20,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("ElectraForMaskedLM", {"hidden_size": 16, "embedding_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}),
     ("BartForCausalLM", {"d_model": 16, "decoder_layers": 1, "decoder_ffn_dim": 32}),
     ("XLNetLMHeadModel", {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}),
+    ("BertForTokenClassification", {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_labels": 40}),
     ("BartForConditionalGeneration", {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32}),
 ]  # fmt: skip
 

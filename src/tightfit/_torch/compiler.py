@@ -6,6 +6,7 @@ The functions import torch's compiler only when they are called, because the imp
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,15 @@ from torch import Tensor
 def is_compiler_error(error: BaseException) -> bool:
     """Return whether torch.compile itself has raised `error`, not the code that it compiles."""
     return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+
+
+def operation_error(error: BaseException) -> str | None:
+    """Return what an operation of the model says if it cannot run on the shapes or types of its
+    inputs, which the compiler finds on fake tensors. Return None if `error` is another one."""
+    if not isinstance(error, torch._dynamo.exc.TorchRuntimeError):
+        return None
+    found = re.search(r"got \w+\((['\"])(.*)\1\)$", str(error), re.MULTILINE)
+    return found and found.group(2)
 
 
 def is_compiler_file(path: str) -> bool:
@@ -179,6 +189,7 @@ __all__ = [
     "is_compiler_file",
     "keeping_compilations",
     "may_be_dynamic",
+    "operation_error",
     "rng_state_wrappers",
     "takes_list",
 ]

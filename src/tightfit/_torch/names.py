@@ -251,6 +251,7 @@ _TABLE = {
         "_Loss": ("tells torch's losses from other callables", "the public classes of losses"),
     },
     "torch._dynamo.exc": {
+        "TorchRuntimeError": ("explains operations that fail while they are compiled", "the compiler's own error"),
         "TorchDynamoException": ("explains failures of torch.compile", "errors from its files"),
     },
     "torch._dynamo": {

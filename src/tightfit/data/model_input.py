@@ -12,7 +12,7 @@ from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, ModelSpec
 from tightfit.models import model_config, task_of, text_config
 from tightfit.models.pretrained import own_tokenizer, pretrained_folder, read_config
-from tightfit.models.tasks import config_of_function, task_of_class
+from tightfit.models.tasks import config_of_function, is_token_classifier, task_of_class
 
 
 def model_input(job: Job) -> ModelInput:
@@ -34,6 +34,7 @@ def model_input(job: Job) -> ModelInput:
     return ModelInput(
         task=task,
         own_loss=job.loss is not None,
+        labels_tokens=task is None and is_token_classifier(job.model),
         vocabulary=getattr(text, "vocab_size", None),
         positions=getattr(text, "max_position_embeddings", None),
         labels=getattr(config, "num_labels", None),

@@ -58,8 +58,8 @@ def _evaluate(run: Run, samples: int | None, metrics: EvaluationMetrics | None) 
             raise
         raise InputError(
             "train: evaluate_every",
-            "the model computes gradients in its forward, and an evaluation runs without autograd",
-            "write `with torch.enable_grad():` around them in forward, or leave out evaluate_every",
+            "the model or its loss computes gradients, and an evaluation runs without autograd",
+            "write `with torch.enable_grad():` around them, in forward or in the loss, or leave out evaluate_every",
         ) from error
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit._torch.compiler import guard_hooks, is_compiler_error, is_compiler_file
+from tightfit._torch.compiler import guard_hooks, is_compiler_error, is_compiler_file, operation_error
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.modules import RunningNorm, has_hooks, own_buffers
 from tightfit.capabilities import missing_for_compile
@@ -172,6 +172,13 @@ def naming_compiler_failures(plan: Plan) -> Iterator[None]:
         elsewhere = any(word in str(error).lower() for word in ("memory", "gloo", "nccl", "connection"))
         if plan.compile == "none" or elsewhere or not _is_compiler_error(error):
             raise
+        said = operation_error(error)
+        if said is not None:
+            raise InputError(
+                f"plan: compile={plan.compile}",
+                f"an operation of the model fails on its inputs while it is compiled ({said})",
+                "use compile: none; if the model fails then, too, the error names the line that the data does not suit",
+            ) from error
         inner = getattr(error, "inner_exception", error)  # torch.compile wraps the original error
         message = next((line.strip() for line in str(inner).splitlines() if line.strip()), "no message")
         raise InputError(

@@ -476,14 +476,19 @@ def _run(model: nn.Module, *inputs: Any, **fields: Any) -> Any:
     try:
         return model(*inputs, **fields)
     except RuntimeError as error:
-        explained = _explained(error, [one for one in [*inputs, *fields.values()] if isinstance(one, Tensor)])
+        given = [one for one in [*inputs, *fields.values()] if isinstance(one, Tensor)]
+        explained = _explained(error, given, list(model.parameters()))
         if explained is None:
             raise
         raise explained from error
 
 
-def _explained(error: RuntimeError, inputs: list[Tensor]) -> InputError | None:
-    """Return an InputError for some errors of a model's forward, or None for any other error."""
+def _explained(error: RuntimeError, inputs: list[Tensor], parameters: list[nn.Parameter]) -> InputError | None:
+    """Return an InputError for some errors of a model's forward, or None for any other error.
+
+    inputs      the tensors that forward got
+    parameters  the model's parameters
+    """
     said = str(error).partition("\n")[0]
     if "saved tensor hooks" in said:
         return InputError(
@@ -491,23 +496,48 @@ def _explained(error: RuntimeError, inputs: list[Tensor]) -> InputError | None:
             f"the model's forward computes gradients with torch.func, which does not work with either ({said})",
             "use recompute: none, and leave activations out of offload; or call torch.autograd.grad in forward",
         )
-    if "type" not in said:
+    if "not implemented for" in said and any(kind in said for kind in _HALF):
+        return InputError(
+            "plan: precision",
+            f"the model uses an operation that PyTorch does not have in 16 bits on this device ({said})",
+            "use precision: fp32",
+        )
+    if "type" not in said and "not implemented for" not in said:
         return None
-    if any(kind in said for kind in ("Double", "double", "Byte", "unsigned char")):
-        types = {str(one.dtype).removeprefix("torch.") for one in inputs}
+    types = {one.dtype for one in inputs}
+    names = ", ".join(sorted(str(one).removeprefix("torch.") for one in types))
+    stored = {one.dtype for one in parameters if one.is_floating_point()}
+    if torch.float64 in stored and torch.float64 not in types:
+        return InputError(
+            "job: model",
+            f"has parameters of float64, gets inputs of the types {names}, and fails ({said})",
+            "create the model in float32, which is PyTorch's default",
+        )
+    real = {one for one in types if one.is_floating_point}
+    if "indices" in said and real:
         return InputError(
             "data",
-            f"the model gets inputs of the types {', '.join(sorted(types))}, and fails ({said})",
+            f"the model gets inputs of the types {names}, and fails ({said})",
+            "let the dataset return ids as whole numbers, for example with array.astype('int64') or tensor.long()",
+        )
+    if real - stored - {torch.float32} or (types and not real and any(kind in said for kind in _WHOLE)):
+        return InputError(
+            "data",
+            f"the model gets inputs of the types {names}, and fails ({said})",
             "let the dataset return real numbers as float32, for example with array.astype('float32') or tensor.float()",
         )
-    if any(kind in said for kind in ("BFloat16", "Half", "c10::Half")) and "dtype" in said:
+    if any(kind in said for kind in _HALF):
         return InputError(
             "job: model",
             f"fails on types that do not match ({said}); plan.precision gives all parameters the same type",
-            "leave .bfloat16(), .half() and .float() out of the model, and use precision: bf16-mixed, in which each operation "
-            "casts its inputs",
+            "leave .bfloat16(), .half() and .float() out of the model, and create its tensors in the type of its inputs "
+            "(dtype=x.dtype); or use precision: bf16-mixed, in which each operation casts its inputs",
         )
     return None
+
+
+_HALF = ("BFloat16", "Half")  # as torch's messages name the 16-bit types
+_WHOLE = ("Long", "long", "Int", "int", "Byte", "unsigned char")  # and the types of whole numbers
 
 
 def forward_parameters(model: nn.Module) -> frozenset[str]:

@@ -116,7 +116,7 @@ def _class_names(task: str, architecture: str) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-_FACTS_OF_FUNCTIONS: WeakKeyDictionary[Any, tuple[str | None, Any]] = WeakKeyDictionary()
+_FACTS_OF_FUNCTIONS: WeakKeyDictionary[Any, tuple[str | None, Any, bool]] = WeakKeyDictionary()
 
 
 def _task_of_function(function: Any) -> str | None:
@@ -132,8 +132,18 @@ def config_of_function(model: Any) -> Any:
     return _facts_of_function(load_python(str(model.python)) if isinstance(model, ModelSpec) else model)[1]
 
 
-def _facts_of_function(function: Any) -> tuple[str | None, Any]:
-    """Return (the task, the config) of the model that a function returns. It is called once."""
+def is_token_classifier(model: Any) -> bool:
+    """Return whether a function of the user's own returns a token classifier of transformers, such as
+    BertForTokenClassification.
+
+    model  the function: a callable, or a ModelSpec with `python`
+    """
+    return _facts_of_function(load_python(str(model.python)) if isinstance(model, ModelSpec) else model)[2]
+
+
+def _facts_of_function(function: Any) -> tuple[str | None, Any, bool]:
+    """Return (the task, the config, whether it is a token classifier) of the model that a function
+    returns. It is called once."""
     try:
         if function in _FACTS_OF_FUNCTIONS:
             return _FACTS_OF_FUNCTIONS[function]
@@ -142,16 +152,18 @@ def _facts_of_function(function: Any) -> tuple[str | None, Any]:
     return _FACTS_OF_FUNCTIONS.setdefault(function, _facts_of_made(function))
 
 
-def _facts_of_made(function: Any) -> tuple[str | None, Any]:
+def _facts_of_made(function: Any) -> tuple[str | None, Any, bool]:
     made: Any = made_of_fakes(function)
     if made is None or not is_transformers_model(made):
-        return None, None
+        return None, None, False
     kinds = [kind.__name__ for kind in type(made).__mro__]
     found = next((task for task in map(task_of_class, kinds) if task is not None), None)
     config: Any = made.config
     if found is None and made.can_generate() and config.is_encoder_decoder:  # T5ForConditionalGeneration
-        return "seq2seq-lm", config
-    return (None if found == "causal-lm" and not _shifts_labels(type(made)) else found), config
+        return "seq2seq-lm", config, False
+    if found == "causal-lm" and not _shifts_labels(type(made)):
+        found = None
+    return found, config, any(kind.endswith("ForTokenClassification") for kind in kinds)
 
 
 def _shifts_labels(kind: type) -> bool:

@@ -167,11 +167,14 @@ def naming_sharded_use(plan: Plan) -> Iterator[None]:
         asked = "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters"
         if "mixed torch.Tensor and DTensor" in said or "does not have a sharding strategy" in said:
             line = innermost_model_line(error)
+            fix = "use zero: 2, or let the model call the layer"
+            if plan.recompute != "none":
+                fix += "; if a block keeps a tensor as an attribute that the model reads, use recompute: none, or return the tensor"
             raise InputError(
                 asked,
                 f"{describe_line(line) if line else 'the model'} uses a layer's parameters without calling the layer, and they "
                 "are gathered only while the layer is called",
-                "use zero: 2, or let the model call the layer",
+                fix,
             ) from error
         if "RegisterPostBackwardFunction" in said and "modified inplace" in said:
             raise InputError(
