@@ -100,3 +100,13 @@ def test_a_failing_model_s_error_says_how_and_where() -> None:
     broken = job("unet").replace(model=Broken)
     with pytest.raises(InputError, match=r"fails on fake tensors: KeyError: 'nothing' \(test_strangers.py, line \d+\)"):
         estimate(broken, tightfit.Plan())
+
+
+def test_an_operation_that_fails_is_named_by_the_model_s_line() -> None:
+    class Narrow(torch.nn.Module):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs @ torch.ones(3, 2)
+
+    broken = tightfit.Job(model=Narrow, data=[(torch.randn(5), 1)] * 8, train=tightfit.Train(batch=4, steps=1))
+    with pytest.raises(InputError, match=r"but got \[4, 5\] X \[3, 2\]\. \(test_strangers.py, line \d+\)"):
+        estimate(broken, tightfit.Plan())

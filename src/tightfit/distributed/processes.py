@@ -6,7 +6,9 @@ other groups are created.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from datetime import timedelta
 
 import torch
@@ -46,7 +48,8 @@ def is_rank_zero() -> bool:
 
 
 def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None = None) -> None:
-    """Initialize the default process group, unless that has been done.
+    """Initialize the default process group, unless that has been done. It is destroyed when the program
+    ends without an error, because threads of a group that still exists can abort the process at its exit.
 
     kind     the kind of the processes' devices: "cpu" (then the backend is gloo) or "cuda" (NCCL)
     store    the store through which the processes find each other; None: create one
@@ -62,6 +65,14 @@ def join(kind: str, store: dist.Store | None = None, timeout: timedelta | None =
         count = world_size()
         store = dist.HashStore() if count == 1 else dist.PrefixStore("groups", store or join_store())
         dist.init_process_group(BACKENDS[kind], store=store, rank=rank(), world_size=count, timeout=timeout)
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Destroy the process group at the end of the program. After an error it is left as it is, because
+    destroying it could wait for processes that wait for this one."""
+    if dist.is_initialized() and not hasattr(sys, "last_value"):
+        dist.destroy_process_group()
 
 
 def check_world(plan: Plan) -> None:

@@ -32,7 +32,7 @@ from tightfit._torch.patches import formatting_as_numbers
 from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
-from tightfit.models.dataflow import ValueReads
+from tightfit.models.dataflow import ValueReads, innermost_model_line
 from tightfit.models.expert_routing import ExpertRouting, forget_values
 from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.planner.tracing.recurrent_layers import recurrent_output
@@ -160,11 +160,12 @@ def untraceable_errors() -> Iterator[None]:
 
 def _place(error: Exception) -> str:
     """Return the file and line where the error occurred, such as "model.py, line 12". It is the
-    last stack frame outside of torch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    library = str(Path(torch.__file__).parent)
-    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(library)), frames[-1])
-    return f"{Path(last.filename).name}, line {last.lineno}"
+    last stack frame outside of torch and tightfit; if there is none, the last of all."""
+    line = innermost_model_line(error)
+    if line is None:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        line = last.filename, last.lineno or 0
+    return f"{Path(line[0]).name}, line {line[1]}"
 
 
 def _untraceable(found: str) -> Untraceable:
