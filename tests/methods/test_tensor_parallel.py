@@ -147,6 +147,22 @@ def test_norms_with_a_row_for_each_head_are_refused() -> None:
         assert "norm.weight, of 2 dimensions, is used on sharded activations" in error
 
 
+def fails(model: Any, fields: dict[str, Any]) -> str:
+    try:
+        trained(model, fields)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_that_computes_with_all_heads_is_named() -> None:
+    """Doge adds a mask for all heads to the scores of a device's heads."""
+    model = {"architecture": "doge", **SIZES, "num_key_value_heads": 2}
+    for error in together(2, HERE + "fails", model, {"tp": 2}):
+        assert error.startswith("plan: tp=2: sdpa_attention.py, line ")
+        assert "fails where a device has only its part of the heads" in error
+
+
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "every-2"])
 def test_indivisible_positions_are_padded(size: int, recompute: str) -> None:
@@ -336,6 +352,11 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
             {**cases.LLAMA, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
             {"tp": 2},
             "do not divide evenly",
+        ),
+        (
+            {"architecture": "phi3", **SIZES, "num_key_value_heads": 2, "pad_token_id": None},
+            {"tp": 2, "sequence_parallel": True},
+            "which is for layers that get all positions",
         ),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "not a known style of sharding"),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.sideways": "colwise"}}, {"tp": 2}, "no module of the model"),

@@ -32,17 +32,16 @@ from tightfit._torch.pytree import tree_map_only
 from tightfit.engine.build import apply_methods, begin, kind_of_device
 from tightfit.engine.checkpoint.resume import resume
 from tightfit.engine.checkpoint.save import save
+from tightfit.engine.failures import naming_failures
 from tightfit.engine.step import all_reduce_max, update
 from tightfit.errors import InputError
 from tightfit.job import Job, Permission, Train
 from tightfit.machine import Machine
-from tightfit.methods.compile import naming_compiler_failures
 from tightfit.methods.zero import ShardedReduction
 from tightfit.models.objective import Batch, Objective
 from tightfit.models.python import GivenModel
 from tightfit.optim.functions import ExistingOptimizer
 from tightfit.optim.groups import set_learning_rates
-from tightfit.parallel.fsdp.planning import naming_sharded_use
 from tightfit.plan import Plan, plan_of
 from tightfit.rules import check
 from tightfit.runtime.run import Run, refuse_unfrozen, wait_for_weights
@@ -174,7 +173,7 @@ class Prepared:
         def here(tensor: Tensor) -> Tensor:
             return tensor.to(run.device, non_blocking=run.plan.non_blocking)
 
-        with naming_compiler_failures(run.plan), naming_sharded_use(run.plan):
+        with naming_failures(run.plan):
             output: Any = run.loss_sum(tree_map_only(Tensor, here, (args, kwargs)))
         return tree_map_only(Tensor, _widened, output) if run.plan.is_half else output
 
@@ -191,7 +190,7 @@ class Prepared:
         factor = run.loss_scale.factor if run.loss_scale is not None else 1.0
         if run.reduction is not None:
             run.reduction.begin(False)
-        with naming_compiler_failures(run.plan), naming_sharded_use(run.plan):
+        with naming_failures(run.plan):
             (loss * (factor / self.data_ranks)).backward(retain_graph=retain_graph)
         if run.reduction is not None:
             run.reduction.end(False)

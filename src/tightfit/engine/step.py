@@ -27,13 +27,12 @@ from torch.utils.checkpoint import CheckpointError
 from tightfit._torch.operations import foreach_mul_
 from tightfit.distributed.mesh import AXES, DATA, Mesh, PendingSum
 from tightfit.engine.delayed_readings import Reading, begin_reading, read_late
+from tightfit.engine.failures import naming_failures
 from tightfit.errors import InputError
 from tightfit.methods import optimizer_states
-from tightfit.methods.compile import naming_compiler_failures
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.optim.groups import main_learning_rate, set_learning_rates
 from tightfit.optim.per_parameter import PerParameter
-from tightfit.parallel.fsdp.planning import naming_sharded_use
 from tightfit.parallel.gradient_buckets import gradients_filled
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import (
@@ -100,7 +99,7 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     scheduled = run.learning_rate(step)
     set_learning_rates(run.optimizer, scheduled)
     learning_rate = main_learning_rate(run.optimizer, scheduled)
-    with naming_compiler_failures(run.plan), naming_sharded_use(run.plan):
+    with naming_failures(run.plan):
         losses = accumulate(run, micro_batches, lambda: sums.wait()[0])
     norm, finite = update(run)
     figures: dict[str, float | torch.Tensor] = {"loss": losses.wait(), "finite": finite}

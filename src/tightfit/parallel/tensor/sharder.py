@@ -113,12 +113,17 @@ class Sharder:
                 "use a smaller tp",
             )
         gathers = style == GATHER_OUTPUT
-        shared = gathers and len(self.owners[weight]) > 1
-        if shared or (style in (GATHER_OUTPUT, SPLIT_INPUT) and self._is_sequence_parallel(module)):
+        if gathers and len(self.owners[weight]) > 1:
             raise InputError(
                 f"plan: tp, table: {name}: {style}",
-                f"{name} shares its weight with another module, or is in a block with sequence parallelism",
+                f"{name} shares its weight with another module",
                 f"leave {name} out of the table, or give it the style whole",
+            )
+        if style in (GATHER_OUTPUT, SPLIT_INPUT) and self._is_sequence_parallel(module):
+            raise InputError(
+                "plan: sequence_parallel",
+                f"the table of tp gives {name} the style {style}, which is for layers that get all positions",
+                "use sequence_parallel: false",
             )
         self._shard_parameter(module, "weight", dim, pieces)
         if sums:

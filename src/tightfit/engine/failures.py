@@ -1,0 +1,46 @@
+"""Name the cause of some obscure errors of a forward or backward: torch's compiler, sharded
+parameters, or layers that tensor parallelism has divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tightfit.errors import InputError
+from tightfit.methods.compile import naming_compiler_failures
+from tightfit.models.dataflow import describe_line, innermost_model_line
+from tightfit.parallel.fsdp.planning import naming_sharded_use
+from tightfit.plan import Plan
+
+
+@contextmanager
+def naming_failures(plan: Plan) -> Iterator[None]:
+    """A context for a forward and a backward, which turns some errors of torch into an InputError that
+    says what is wrong with the plan, the model or the data. Other errors are not changed."""
+    with _naming_divided_layers(plan), naming_compiler_failures(plan), naming_sharded_use(plan):
+        yield
+
+
+# parts of torch's messages about shapes that do not match
+_SHAPES = ("must match", "shape", "size", "same reduction dim", "dimension")
+
+
+@contextmanager
+def _naming_divided_layers(plan: Plan) -> Iterator[None]:
+    """A context that explains a failure about shapes under tensor parallelism: the model's own code
+    computes with the numbers of heads or features of a whole layer, of which a device has a part."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        line = innermost_model_line(error)
+        if plan.tp == 1 or line is None or not any(word in said for word in _SHAPES) or "memory" in said:
+            raise
+        raise InputError(
+            f"plan: tp={plan.tp}",
+            f"{describe_line(line)} fails where a device has only its part of the heads or features ({said})",
+            "use tp: 1; if that fails, too, the data does not suit the model",
+        ) from error
+
+
+__all__ = ["naming_failures"]
