@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,25 @@ GPU_TESTS = pytest.StashKey[list[str]]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Note the ids of what `scripts/test --gpu` would run, before pytest leaves them out here."""
+    """Leave to the slow suite what `sweep` does not keep. Note the ids of what `scripts/test --gpu` would run, before pytest
+    leaves them out here."""
+    _thin_sweeps(items)
     marks = {item.nodeid: {mark.name for mark in item.iter_markers()} for item in items}
     config.stash[GPU_TESTS] = [name for name, found in marks.items() if "gpu" in found and "slow" not in found]
+
+
+def _thin_sweeps(items: list[pytest.Item]) -> None:
+    """Mark cases of the tests with the mark `sweep(n)` as slow: all but the first and each n-th after it,
+    of those that are not slow already."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        sweep = item.get_closest_marker("sweep")
+        if sweep is None or item.get_closest_marker("slow") is not None:
+            continue
+        (every,), test = sweep.args, item.nodeid.partition("[")[0]
+        if seen[test] % every:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -40,6 +40,7 @@ def record(ran: tuple[subprocess.CompletedProcess[str], Path]) -> dict[str, Any]
     return json.loads((out / "gpu.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_part_completes_and_leaves_at_most_8_files(
     record: dict[str, Any], ran: tuple[subprocess.CompletedProcess[str], Path]
 ) -> None:

@@ -30,6 +30,7 @@ def test_a_fresh_process_returns_the_function_s_result() -> None:
     assert found == {"rows": 1, "errors": 0, "memory": {"rows": 1, "median": 0.5, "worst": 0.5, "bias": -0.5}}
 
 
+@pytest.mark.slow
 def test_a_failed_process_is_reported_with_its_error() -> None:
     with pytest.raises(harness.MeasurementFailed, match=r"summed_up(.|\n)*KeyError: 'ran'") as failed:
         harness.in_fresh_process(published.summed_up, [{}])

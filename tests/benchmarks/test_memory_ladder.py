@@ -28,6 +28,7 @@ def falls(rows: list[dict[str, Any]]) -> bool:
     return all(higher > lower for higher, lower in pairwise(peaks))
 
 
+@pytest.mark.slow
 def test_fake_and_real_rungs_agree_and_each_is_lower(capsys: pytest.CaptureFixture[str]) -> None:
     real, fake = memory_ladder.climb(TINY, fake=False), memory_ladder.climb(TINY, fake=True)
     for one, other in zip(real, fake, strict=True):

@@ -294,6 +294,7 @@ def test_copies_of_gradients_are_sharded_once(zero: Any) -> None:
     assert peaks[1] - peaks[0] == pytest.approx(10**6 * shard)
 
 
+@pytest.mark.slow
 def test_transformer_engine_saves_a_part_of_the_casts() -> None:
     fields = {"precision": "bf16-mixed", "compile": "block"}
     wide, narrow = (

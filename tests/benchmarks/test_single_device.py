@@ -30,6 +30,7 @@ def test_peers_with_default_settings_start_without_any(monkeypatch: pytest.Monke
     assert all(environment(CONTENDERS[name]) == {} for name in defaults)
 
 
+@pytest.mark.slow
 def test_peers_train_on_the_job_s_own_tokens() -> None:
     job = demo_job()
     first, second = tokens_of(job, 2)

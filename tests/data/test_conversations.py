@@ -296,6 +296,7 @@ def test_a_field_that_no_sample_has_is_named(
     assert "skip_damaged" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_long_conversation_is_read_from_its_mapped_line(tmp_path: Path, saved: Any) -> None:
     talk = [{"role": "user", "content": "x" * (5 << 20)}, PLAIN[1]]
     data = write(tmp_path, [{"messages": PLAIN}, {"messages": talk}])

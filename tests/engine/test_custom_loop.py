@@ -171,6 +171,7 @@ SEVERAL: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fields", SEVERAL, ids=str)
 def test_two_processes_train_as_one(fields: dict[str, Any]) -> None:
     for arguments in (("penalty",), ("plain", 2, 0.1)):

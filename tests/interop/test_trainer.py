@@ -39,6 +39,7 @@ def arguments(folder: Path, **more: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), use_cpu=True, **{**given, **more})
 
 
+@pytest.mark.slow
 def test_the_advised_arguments_are_faster_for_the_same_job(tmp_path: Path) -> None:
     given = arguments(tmp_path, learning_rate=3e-4, optim="adamw_torch")
     with torch.device("meta"):
@@ -55,6 +56,7 @@ def test_the_advised_arguments_are_faster_for_the_same_job(tmp_path: Path) -> No
     assert not given.bf16  # the user's arguments do not change
 
 
+@pytest.mark.slow
 def test_nothing_is_allowed_that_the_user_excludes(tmp_path: Path) -> None:
     given = arguments(tmp_path, label_smoothing_factor=0.1)
     advice = for_trainer(llama(), given, samples(), machine="rtx-4090", allow=[])

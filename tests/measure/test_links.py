@@ -37,6 +37,7 @@ def says_nothing(rank: int, folder: str, backend: str, sender: Any) -> None:
     return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sums", "limit_s", "said"),
     [
@@ -52,10 +53,12 @@ def test_processes_that_hang_are_given_up(sums: Callable[..., None], limit_s: fl
     assert time.monotonic() - began < 300
 
 
+@pytest.mark.slow
 def test_the_first_process_s_answer_counts_if_the_other_ended() -> None:
     assert calibrate._all_reduces_s("gloo", answers) == {calibrate.LARGE: 0.5, calibrate.SMALL: 0.25}
 
 
+@pytest.mark.slow
 def test_two_cpu_processes_are_timed() -> None:
     found = calibrate._all_reduces_s()
     assert found.keys() == {calibrate.LARGE, calibrate.SMALL}

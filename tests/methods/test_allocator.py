@@ -65,6 +65,7 @@ def test_nothing_is_set_without_glibc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not allocator.keep_freed_memory()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc")
 def test_glibc_knows_the_tunables() -> None:
     """The test runs in a process of its own: elsewhere a new tensor reuses freed memory and causes

@@ -82,6 +82,7 @@ def test_blocks_of_one_kind_share_one_graph(counter: CompileCounterWithBackend) 
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regions", [pytest.param("block", marks=pytest.mark.slow), "model"])
 def test_losses_of_ragged_data_equal_eager_losses(regions: str, counter: CompileCounterWithBackend) -> None:
     uneven = job(ragged_samples(), steps=3)
@@ -130,6 +131,7 @@ class Counted(nn.Module):
         return x
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("regions", ["block", "model"])
 def test_the_compiler_does_not_recompute_buffer_updates(regions: str, counter: CompileCounterWithBackend) -> None:
     samples = [(torch.randn(8), index % 8) for index in range(8)]
@@ -270,6 +272,7 @@ def test_a_cuda_graph_has_one_shape() -> None:
         compile_method.apply(ragged, tightfit.Plan(compile="model", compile_mode="reduce-overhead"))
 
 
+@pytest.mark.slow
 def test_cuda_graphs_keep_their_memory_between_steps() -> None:
     """The memory of a step stays during updates and evaluations."""
     estimator = Estimator(cases.job("llama"), Machine.named("a100-80gb"))
@@ -292,6 +295,7 @@ def test_cuda_graphs_keep_their_memory_between_steps() -> None:
     assert tuned.phases == without.phases
 
 
+@pytest.mark.slow
 def test_each_block_takes_time_to_compile_in_a_whole_model() -> None:
     shallow, deep = (
         Estimator(

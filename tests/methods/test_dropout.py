@@ -131,6 +131,7 @@ def test_every_dropout_layer_is_replaced() -> None:
     assert dropout.enabled(run.plan)
 
 
+@pytest.mark.slow
 def test_search_draws_few_bits_where_a_model_has_dropout() -> None:
     pins = {"attention": "sdpa", "precision": "fp32"}
     still = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}

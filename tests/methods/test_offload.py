@@ -60,6 +60,7 @@ def test_every_optimizer_updates_offloaded_states(optimizer: str, words: tuple[s
     same_as_on_the_device(cases.make_case("llama").replace(optimizer=optimizer), {}, words)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     "fields",

@@ -182,6 +182,7 @@ def test_methods_train_the_same_adapters(fields: dict[str, Any]) -> None:
     assert max(check(fields)) < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["block", pytest.param("model", marks=pytest.mark.slow)])
 def test_adapters_on_4_bits_train_compiled(compiled: str) -> None:
     assert max(check({"compile": compiled})) < 2e-6
@@ -197,6 +198,7 @@ def test_adapters_on_4_bits_train_in_16(precision: str) -> None:
             assert torch.equal(tensor, plain.model.state_dict()[name])
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -220,6 +222,7 @@ def test_sharded_4_bits_train_in_mixed_precision(fields: dict[str, Any]) -> None
     together(2, HERE + "check", fields)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}, {"recompute": "full", "micro_batch": 2}],
@@ -231,6 +234,7 @@ def test_predicted_bytes_are_measured(fields: dict[str, Any]) -> None:
     assert found < 0.9 * peaks(fields, {"rank": 4})[1]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "fields", [{"zero": 2, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, {"pp": 2, "micro_batch": 2}], ids=str
 )
@@ -300,6 +304,7 @@ def test_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Nf4Linear(nn.Linear(64, 8).requires_grad_(False))
 
 
+@pytest.mark.slow
 def test_explain_counts_the_weights_in_4_bits() -> None:
     plain, quantized = (tightfit.explain(make_job(lora), plan=tightfit.Plan()) for lora in ({"rank": 4}, LORA))
     assert "frozen layers in 4 bits (nf4)" in quantized

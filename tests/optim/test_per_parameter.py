@@ -278,6 +278,7 @@ def test_each_weight_is_rounded_with_its_own_noise() -> None:
     assert not torch.equal(*weights)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ELEMENTWISE)

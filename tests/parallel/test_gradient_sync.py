@@ -110,6 +110,7 @@ def test_gradients_are_sent_once_per_step(stage: int) -> None:
     assert (messages[0].micro_batches, messages[1].micro_batches) == (4, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "masters"),
     [

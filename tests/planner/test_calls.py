@@ -142,6 +142,7 @@ def profilers() -> dict[type[nn.Module], Profiler]:
     return {model: Profiler(job(model), "cpu") for model in MODELS}
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("model", "fields"), spread(MODELS, PLANS, 2, lambda one: getattr(one, "__name__", str(one))))
 def test_estimate_agrees_with_the_dry_run(
     model: type[nn.Module], fields: dict[str, Any], profilers: dict[type[nn.Module], Profiler]

@@ -42,6 +42,7 @@ def estimated() -> list[Ledger]:
     return ledgers()
 
 
+@pytest.mark.slow
 def test_runs_as_fast_as_predicted_change_nothing(estimated: list[Ledger]) -> None:
     refined = fit_efficiencies(
         L4, [TimedRun(ledger, CostModel(L4).step_time(ledger).step_s, L4) for ledger in estimated]
@@ -49,6 +50,7 @@ def test_runs_as_fast_as_predicted_change_nothing(estimated: list[Ledger]) -> No
     assert all(figure.value == pytest.approx(1.0) for figure in refined.efficiency.values())
 
 
+@pytest.mark.slow
 def test_a_machine_slower_than_its_figures_is_detected(estimated: list[Ledger]) -> None:
     true = L4.replace(
         efficiency={name: Figure(value=value, source="measured") for name, value in

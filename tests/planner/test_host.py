@@ -62,6 +62,7 @@ def test_host_memory_includes_work_outside_steps(estimator: Estimator) -> None:
     assert adam.host["checkpoint"] == pytest.approx(1.5 * size, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_takes_at_most_two_files_per_process() -> None:
     job = tightfit.Job(
         model={"preset": "llama-2-70b"},
@@ -74,6 +75,7 @@ def test_a_checkpoint_takes_at_most_two_files_per_process() -> None:
     assert node.estimate(plan).disk["checkpoints"] > 800e9
 
 
+@pytest.mark.slow
 def test_workers_and_their_prefetched_batches_are_counted(estimator: Estimator) -> None:
     plain = estimator.estimate(ADAM)
     batch = plain.ledger.batch_bytes * estimator.job.train.batch
@@ -98,6 +100,7 @@ def workers_bytes() -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_worker_takes_the_predicted_memory() -> None:
     pool = Pool(1, "spawn")  # with a fork server of its own: that of tests has imported more
     try:

@@ -37,6 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> list[tightfit.Plan
     return plans
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("name", ["llama", "vit", "t5"])
 def test_the_same_dry_run_is_made_once(name: str, made: list[tightfit.Plan]) -> None:
     job = cases.job(name)
@@ -46,6 +47,7 @@ def test_the_same_dry_run_is_made_once(name: str, made: list[tightfit.Plan]) -> 
     assert made == [PLAN]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("changed", "plan", "device"),
     [
@@ -67,6 +69,7 @@ def test_another_dry_run_is_made_anew(
     assert after == dry_run(job, plan, device).total != before
 
 
+@pytest.mark.slow
 def test_other_data_of_the_same_shape_are_dry_run_anew(made: list[tightfit.Plan], tmp_path: Path) -> None:
     """Layers in 8 bits pad text that is not packed, whatever length the first samples have."""
     (tmp_path / "text.txt").write_text("word " * 4000)
@@ -85,6 +88,7 @@ OWN = tightfit.Job(
 )
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "job",
     [
@@ -110,6 +114,7 @@ def test_a_refusal_is_not_kept(own_cache: None, monkeypatch: pytest.MonkeyPatch)
     assert dry_run_bytes(JOB, PLAN, "cuda") == dry_run(JOB, PLAN, "cuda").total
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux copies processes")
 @pytest.mark.parametrize("unsure", [False, True])
 def test_a_copy_makes_the_next_dry_run(

@@ -44,6 +44,7 @@ def test_a_change_has_a_word(time_ratio: float, memory_ratio: float, word: str) 
     assert ladder.verdict(time_ratio, memory_ratio) == word
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_methods")
 def test_rungs_add_up_in_the_order_of_guides() -> None:
     found = ladder.climb(cases.job("llama", batch=1024), L4)
@@ -171,6 +172,7 @@ def test_measured_rungs_train_on_the_same_samples() -> None:
     assert other.tensor_bytes < one.tensor_bytes
 
 
+@pytest.mark.slow
 def test_a_rung_that_fails_says_why() -> None:
     machine = Machine.detect().per_process(1)
     found = rung.measure_rung(tiny.job(), tightfit.Plan(dp_shard=2, zero=2), machine, steps=2)

@@ -32,6 +32,7 @@ def estimator() -> Estimator:
     return Estimator(job, Machine.named("h100-sxm:8"))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -96,6 +97,7 @@ def test_degrees_whose_states_exceed_the_memory_are_recognized(estimator: Estima
     assert surely_exceeds_memory(fresh, start, pins)
 
 
+@pytest.mark.slow
 def test_a_batch_smaller_than_the_cluster_is_refused(estimator: Estimator) -> None:
     """The refusal names the leanest plan, although no plan of data parallelism alone uses all devices."""
     job = estimator.job.replace(train=tightfit.Train(batch=4, steps=10), limits={"memory": "600 MiB"})

@@ -117,6 +117,7 @@ def held(name: str, size: str, fields: dict[str, Any]) -> None:
         assert predicted == pytest.approx(bytes_there, rel=WITHIN), f"device {device}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "pp", "schedule"),
     [
@@ -130,6 +131,7 @@ def test_each_stage_takes_the_predicted_memory(name: str, pp: int, schedule: str
     held(name, "tiny", {"pp": pp, "micro_batch": 2, **SCHEDULES[schedule]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "fields"), spread(["1f1b", "zero-bubble"], [{"recompute": "full"}, {"precision": "bf16-mixed"}], 4)
 )
@@ -137,6 +139,7 @@ def test_recomputing_or_casting_stages_take_predicted_memory(schedule: str, fiel
     held("llama", "tiny", {"pp": 2, "micro_batch": 2, **SCHEDULES[schedule], **fields})
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     "fields",
     part(

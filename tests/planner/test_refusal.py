@@ -104,6 +104,7 @@ def test_compiled_recomputation_estimate_agrees_with_dry_run(fields: dict[str, A
     assert instants[-1]["activations"] < little
 
 
+@pytest.mark.slow
 def test_a_slightly_too_large_estimate_gets_a_dry_run() -> None:
     pins = {"compile": "block", "recompute": "selective", "micro_batch": None}
     estimator = Estimator(small(), GPU)
@@ -206,6 +207,7 @@ def test_each_remedy_does_what_it_says(every: bool) -> None:
     assert search(small(limit), GPU, pins)[0].fits
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("longest", [64, 128, 256, 512])
 def test_a_refusal_names_the_longest_sequence_that_fits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few lengths are tried, and each is estimated as by a new estimator."""

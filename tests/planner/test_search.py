@@ -52,6 +52,7 @@ def limited(memory: float, name: str = "llama") -> tightfit.Job:
     return cases.job(name).replace(limits=tightfit.Limits(memory=int(memory)))
 
 
+@pytest.mark.slow
 def test_search_says_which_option_it_could_not_trace(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,6 +104,7 @@ def test_pins_are_kept() -> None:
     assert (chosen.plan.precision, chosen.plan.micro_batch) == ("fp32", 2)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_tf32_units_save_time_and_no_memory(name: str) -> None:
     job, wide = cases.job(name).replace(allow=["tf32"]), tightfit.Plan()
@@ -172,6 +174,7 @@ def test_chunked_loss_is_chosen_for_speed_or_memory() -> None:
     assert search(job, GPU, {"chunked_loss": 1024})[0].plan.chunked_loss == 1024
 
 
+@pytest.mark.slow
 def test_tf32_is_chosen_if_casts_cost_more_than_they_save() -> None:
     job = cases.job("bert").replace(allow=["bf16"])
     estimator = Estimator(job, GPU)
@@ -212,6 +215,7 @@ def test_a_refusal_describes_the_leanest_plan() -> None:
     assert f"micro_batch={1}" in str(refused.value)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("steps", "worth"), [(3, False), (100_000_000, True)])
 def test_compiling_is_tried_only_for_long_runs(steps: int, worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     job = cases.job("llama").replace(train=tightfit.Train(batch=4, steps=steps))
@@ -235,6 +239,7 @@ def test_a_search_delays_and_restores_garbage_collection(monkeypatch: pytest.Mon
     assert gc.get_threshold() == before
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.002, [6]), (0.01, [6, 8, 9])])
 def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     off: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
@@ -359,6 +364,7 @@ def test_explain_says_after_how_many_steps_compiling_pays_off(capsys: pytest.Cap
     assert "made up" not in capsys.readouterr().out
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
@@ -464,6 +470,7 @@ def test_results_list_faster_plans_that_do_not_fit() -> None:
     assert others[1].total_s < chosen.total_s
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("worth", [100.0, 0.0])
 def test_a_plan_that_surely_fits_is_preferred(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest plan fits, and runs like it need up to three times the memory that is predicted."""
@@ -518,6 +525,7 @@ def test_a_complex_model_gets_no_real_only_methods() -> None:
         search(job, Machine.named("l4"), {"fused_optimizer": True})
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("allow", "pins", "rounding"),
     [
@@ -562,6 +570,7 @@ def test_a_refused_plan_keeps_what_was_compiled(own_cache: None, monkeypatch: py
     assert forgotten
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("saving", "chosen"), [(0.9, 4096), (-9.0, None)])
 def test_the_loss_is_chosen_for_the_chosen_precision(
     saving: float, chosen: int | None, monkeypatch: pytest.MonkeyPatch

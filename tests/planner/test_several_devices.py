@@ -95,6 +95,7 @@ QUICK = {4, 8, 13, 21, 26, 33, 36, 39}
 """Of PLANS: each axis and some schedules and stages of ZeRO. The slow suite has all."""
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -171,6 +172,7 @@ OFFLOADED = [
 ]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("offloaded", "fields"), spread(OFFLOADED, [{}, {"micro_batch": 4}], 4))
 def test_offloaded_tensors_take_no_device_memory(
     offloaded: tuple[str, tuple[str, ...]], fields: dict[str, Any]
@@ -210,6 +212,7 @@ def test_a_search_offloads_if_nothing_else_fits() -> None:
     assert chosen.fits
 
 
+@pytest.mark.slow
 def test_a_search_offloads_even_the_parameters_of_a_gpu() -> None:
     """A limit below the weights alone."""
     machine = Machine.named("a100-80gb")
@@ -341,6 +344,7 @@ def test_a_search_shards_sequences_too_long_for_a_device() -> None:
     assert chosen.fits
 
 
+@pytest.mark.slow
 def test_more_devices_than_samples_split_the_model() -> None:
     job = JOB.replace(train=tightfit.Train(batch=2, steps=1000))
     chosen = search(job, Machine.named("a100-80gb:8"), {"compile": "none"})[0].plan

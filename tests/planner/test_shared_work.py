@@ -223,6 +223,7 @@ def test_traces_of_a_search_are_those_of_one_estimate(monkeypatch: pytest.Monkey
         assert traces() == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machine", ["rtx-4090", pytest.param("h100-sxm:8", marks=pytest.mark.slow)])
 def test_a_helped_search_finds_the_same_plan(
     machine: str, one_copy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

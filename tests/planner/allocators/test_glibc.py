@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 import tightfit
@@ -49,6 +50,7 @@ def test_blocks_of_32_mebibytes_are_mapped_each_time() -> None:
         assert heap._top == 0
 
 
+@pytest.mark.slow
 def test_page_faults_depend_on_the_allocator() -> None:
     """Kept memory causes no page faults, a lean allocator causes some for every block, and glibc's
     default lies between."""

@@ -39,6 +39,7 @@ def _traces_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "cached", lambda key, make: make())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tried"),
     [

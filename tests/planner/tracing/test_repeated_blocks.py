@@ -98,6 +98,7 @@ def test_a_reduced_model_is_traced_like_the_whole_one(
     assert thin == seen(name, tightfit.Plan(**fields))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "made"), [("llama", [4]), ("vit", [4]), ("t5", [4, 5])])
 def test_only_the_blocks_needed_for_comparison_are_created(name: str, made: list[int]) -> None:
     """T5's configuration has two layer counts, so all of its blocks are created."""
@@ -120,6 +121,7 @@ def test_only_the_blocks_needed_for_comparison_are_created(name: str, made: list
 FEW = [{}, {"recompute": "sqrt"}, {"recompute": "every-2"}, {"compile": "block"}, {"update_in_backward": True}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "fields"), spread(("llama", "gpt2", "bert", "vit"), FEW, 10))
 def test_a_ledger_of_few_blocks_equals_a_shallow_model_s(name: str, fields: dict[str, Any]) -> None:
     whole = job(name).replace(train=job(name).train.replace(clip=None))
