@@ -22,7 +22,7 @@ from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.models.objective import IGNORED
 from tightfit.plan import Plan
-from tightfit.planner.whole_run import length_of
+from tightfit.runtime.run_length import length_of
 
 GPT = {"architecture": "gpt2", "vocab_size": 300, "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}
 FIELDS = {"prompt": "question", "response": "answer"}

@@ -16,7 +16,7 @@ from tightfit.data.samples import DamagePolicy
 from tightfit.data.text import Columns, open_text
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
-from tightfit.planner.whole_run import length_of
+from tightfit.runtime.run_length import length_of
 
 
 @pytest.fixture(autouse=True)

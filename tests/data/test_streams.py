@@ -359,3 +359,15 @@ def test_a_streamed_training_resumes_with_the_same_losses(file: str, tmp_path: P
     assert len(losses[0]) == 6
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert list((tmp_path / "parts" / "checkpoints").glob("*/tokenizer.json"))
+
+
+def test_damaged_rows_of_a_stream_are_told_and_counted(tmp_path: Path) -> None:
+    rows: list[Any] = texts(12)
+    rows[2], rows[5] = {"text": 3}, {"other": ""}
+    data = {"jsonl": write(tmp_path / "b.jsonl", rows), "packing": "padded", "shuffle_buffer": 1, "skip_damaged": True}
+    stream = opened(data)
+    with pytest.warns(TightfitWarning, match="data.skip_damaged leaves out this sample") as told:
+        batch = batch_of(stream, 10)
+    assert numbers(stream, batch) == [0, 1, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert [str(one.message).split(":")[1] for one in told] == ["3"]  # the line of the first one
+    assert stream.damaged == 2

@@ -120,3 +120,33 @@ def test_a_machine_is_found_by_name_or_refused(call: Callable[[Any], Any]) -> No
 def test_pins_that_are_no_mapping_are_refused() -> None:
     with pytest.raises(InputError, match="pins: is of type Plan, and must be a mapping"):
         tightfit.search(job(), "l4", tightfit.Plan())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("plan", "found"),
+    [
+        ({"precision": "bf16-mixed"}, "changes numerics in a way the job does not allow: bf16"),
+        ({"update_in_backward": True, "micro_batch": 2}, "update_in_backward"),
+        ({"dp_replicate": 4}, "is for 4 devices, and the machine has 1"),
+    ],
+)
+def test_only_what_can_be_trained_is_predicted(plan: dict[str, Any], found: str) -> None:
+    strict = job().replace(allow=[])
+    for predict in (tightfit.explain, lambda job, machine, plan: tightfit.estimate(job, plan, machine)):
+        with pytest.raises(InputError, match=found):
+            predict(strict, "l4", plan)
+    if "micro_batch" not in plan:
+        return
+    with pytest.raises(InputError, match=found):
+        tightfit.search(strict, "l4", choices=[tightfit.Plan(**plan)])
+
+
+def test_a_search_among_no_plans_is_refused() -> None:
+    with pytest.raises(InputError, match="choices: is empty"):
+        tightfit.search(job(), "l4", choices=[])
+
+
+@pytest.mark.parametrize("pins", [{"tp": 0}, {"tp": "two"}, {"dp_shard": "x"}, {"parameter_server": "x"}])
+def test_wrong_degrees_are_refused_before_devices_are_divided(pins: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"plan: {next(iter(pins))}: .* is not allowed"):
+        tightfit.complete(job(), "h100-sxm:8", pins)

@@ -210,3 +210,28 @@ def test_images_are_decoded_before_or_during_a_step(tmp_path: Path) -> None:
     assert beside.time.input_s < 0.5 * alone.time.input_s
     assert search(job, GPU, {"compile": "none"})[0].plan.loader_workers > 0
     assert search(job, GPU, {"compile": "none", "loader_workers": 0})[0].plan.loader_workers == 0
+
+
+def test_offloaded_activations_are_rounded_to_powers_of_two(estimator: Estimator) -> None:
+    plan = ADAM.replace(offload=("activations",))
+    moved = estimator.estimate(plan).ledger.messages[0].bytes
+    rounded = estimator.estimate(plan).host["offloaded activations"]
+    assert moved < rounded <= 2 * moved
+    on_disk = estimator.estimate(plan.replace(offload_to="disk"))
+    assert on_disk.disk["offloaded activations"] == pytest.approx(moved)
+
+
+@pytest.mark.parametrize(("schedule", "in_flight"), [("naive", 1), ("1f1b", 2), ("gpipe", 4)])
+def test_each_micro_batch_in_flight_keeps_its_activations(estimator: Estimator, schedule: str, in_flight: int) -> None:
+    samples = estimator.job.train.batch // 4
+    plan = ADAM.replace(offload=("activations",), micro_batch=samples, pp=2, schedule=schedule, split=(3, 2))
+    of_all_stages = estimator.estimate(plan.replace(pp=1, split=None, schedule="1f1b")).host["offloaded activations"]
+    one = Estimator(estimator.job, Machine.named("a100-80gb:2"), estimator.profiler).estimate(plan)
+    assert one.host["offloaded activations"] / 2 == pytest.approx(of_all_stages * in_flight / 2)  # of two devices
+
+
+def test_a_host_that_is_too_small_is_named() -> None:
+    job = cases.job("llama").replace(limits=tightfit.Limits(host_memory=2**20))
+    line = next(line for line in tightfit.explain(job, GPU, ADAM).splitlines() if line.startswith("memory"))
+    assert "of host memory, 1 MiB are available" in line
+    assert "does not fit" not in line

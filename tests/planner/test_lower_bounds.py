@@ -9,7 +9,7 @@ import pytest
 
 import tightfit
 from tests.contract import cases
-from tightfit.cost.entries import with_fp32_gradients
+from tightfit.cost.entries import Parameter, with_fp32_gradients
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
@@ -170,3 +170,11 @@ def test_traces_are_shared_with_and_without_masters(estimator: Estimator) -> Non
     apart, shared = ([estimator.profiler.recorded_step(plan, 1)[0] for plan in pair] for pair in pairs)
     assert apart[0] is not apart[1]  # their gradients have other types
     assert shared[0] is shared[1]
+
+
+def test_unequal_blocks_are_bounded_by_their_neighbours() -> None:
+    """The largest block needs its own weights and gradients, and at least the smallest of others."""
+    parameters = [
+        Parameter(f"blocks.{number}.w", (size,), 4 * size, True, (number,)) for number, size in enumerate((1, 1, 8))
+    ]
+    assert least_unsharded_bytes(parameters, tightfit.Plan(zero=3, dp_shard=2)) == 4 * (8 + 8 + 1 + 1)

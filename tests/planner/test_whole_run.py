@@ -12,8 +12,10 @@ import tightfit
 from tests import tiny
 from tests.planner import cases
 from tests.report.test_run_folder import command
-from tightfit.planner.estimate import DEFAULT_STEPS
-from tightfit.planner.whole_run import Length, format_cost, length_of, whole_run
+from tightfit.methods.compile import pays_to_compile
+from tightfit.planner.estimate import estimate
+from tightfit.planner.whole_run import format_cost, whole_run
+from tightfit.runtime.run_length import DEFAULT_STEPS, Length, length_of
 
 PREDICTED = {
     "plan": tightfit.Plan(dp_replicate=4).content(),
@@ -96,3 +98,13 @@ def test_a_wrong_price_is_refused(
 ) -> None:
     assert command(monkeypatch, "explain", str(tiny.write(tmp_path)), "--price", price) == 2
     assert "is not a price" in capsys.readouterr().err
+
+
+def test_the_steps_of_epochs_count_in_the_ranking() -> None:
+    """A run of few epochs does not pay for compiling, and its plans are ranked by its own steps."""
+    short = cases.job("llama", steps=None, epochs=1)
+    steps = length_of(short).steps
+    assert not pays_to_compile(short)
+    assert pays_to_compile(short.replace(train=short.train.replace(epochs=1000.0)))
+    one = estimate(short, tightfit.Plan(), "a100-80gb")
+    assert one.total_s == pytest.approx(one.compile_s + steps * one.time.step_s)

@@ -113,8 +113,6 @@ class TextStream:
     spec, model, seed  what the samples are made from; only these are pickled
     """
 
-    damaged = 0
-
     def __init__(self, spec: DataSpec, model: ModelInput, seed: int) -> None:
         self.spec, self.model, self.seed = spec, model, seed
         parts = with_shared_tokenizer(spec, model)
@@ -137,6 +135,11 @@ class TextStream:
     @property
     def sample_items(self) -> int:
         return self._samples.sample_items
+
+    @property
+    def damaged(self) -> int:
+        """How many samples this process has left out in the first epoch because they are damaged."""
+        return sum(source.damage.count for source in self._sources)
 
     def batches(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Batch]:
         """Yield the batch of samples first..stop of the stream for each of `ranges`, which are in
@@ -173,17 +176,32 @@ class TextStream:
             yield from shuffled(self._sources[number].rows(epoch), self._buffers[number], secret)
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One source of a stream."""
+class _FirstEpochDamage(DamagePolicy):
+    """Counts damaged samples, and warns of the first one."""
 
-    spec: DataSpec
-    text: PreparedText
+    def report(self, place: str, found: str) -> None:
+        super().report(place, found)
+        if self.count == 1:
+            said = f"{place}: {found}: data.skip_damaged leaves out this sample, and further damaged ones"
+            warnings.warn(said, TightfitWarning, stacklevel=2)
+
+
+class _Source:
+    """One source of a stream.
+
+    damage  has counted the damaged samples of the first epoch, as far as it was read
+    """
+
+    def __init__(self, spec: DataSpec, text: PreparedText) -> None:
+        self.spec, self.text = spec, text
+        self.damage = DamagePolicy(spec.skip_damaged)
 
     def rows(self, epoch: int) -> Iterator[StreamRow]:
         """Yield the rows of one epoch in the order of the documents. Raises InputError if there are
         none, or for a damaged document."""
-        damage = DamagePolicy(self.spec.skip_damaged)
+        damage = (DamagePolicy if epoch else _FirstEpochDamage)(self.spec.skip_damaged)
+        if not epoch:
+            self.damage = damage
         if self.spec.format:
             segments = self._conversations(renderer(self.spec, self.text.tokenizer), damage, epoch)
         else:

@@ -173,6 +173,7 @@ class UserStream:
     """
 
     ragged = False
+    damaged = 0
     tokenizer = None
 
     def __init__(self, make: DatasetObject | DatasetFunction, model: ModelInput, seed: int) -> None:

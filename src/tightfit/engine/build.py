@@ -74,9 +74,10 @@ def build(
 def _refuse_scripted(run: Run) -> None:
     """Raise InputError if a part of the model is scripted, and the plan has to change its modules."""
     scripted = next((name for name, one in run.model.named_modules() if isinstance(one, torch.jit.ScriptModule)), None)
-    if scripted is not None and (run.plan.pp > 1 or uses_fully_shard(run.plan, run.device.type)):
+    plan = run.plan
+    if scripted is not None and (plan.pp > 1 or uses_fully_shard(plan, run.device.type)):
         raise InputError(
-            f"plan: {f'pp={run.plan.pp}' if run.plan.pp > 1 else _keeps_apart(run.plan)[0]}",
+            f"plan: {f'pp={plan.pp}' if plan.pp > 1 else 'zero=3' if plan.zero == 3 else 'offload=parameters'}",
             f"{scripted or 'the model'} is scripted (torch.jit.script), and the parameters of such a module cannot be divided",
             "use the module without torch.jit.script, or use pp: 1 and zero: 2",
         )

@@ -59,15 +59,15 @@ def data_ranks(draft: Draft) -> int | None:
     shard, replicate = parts.get("dp_shard"), parts.get("dp_replicate")
     if shard is not None and shard > 0:
         return int(shard * (replicate or 1))
-    devices = parts.get("devices")
-    if devices is None:
+    devices, together = parts.get("devices"), model_parallel(draft)
+    if devices is None or together < 1:  # a degree below 1 is refused with the plan
         return None
-    if devices % model_parallel(draft):
+    if devices % together:
         draft.contradict(
-            f"{devices} devices are not a multiple of tp x pp x cp = {model_parallel(draft)} of them for each data rank"
+            f"{devices} devices are not a multiple of tp x pp x cp = {together} of them for each data rank"
         )
         return None
-    return int(devices // model_parallel(draft))
+    return int(devices // together)
 
 
 def _batch(draft: Draft) -> None:

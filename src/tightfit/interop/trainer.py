@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.capabilities import can_compile
-from tightfit.errors import DoesNotFit, InputError
+from tightfit.errors import DoesNotFit, InputError, Untraceable
 from tightfit.importers.importing import import_content
 from tightfit.importers.training_arguments import IMPORTER
 from tightfit.job import Job, Train
@@ -314,7 +314,11 @@ def _best(estimator: Estimator, model: nn.Module, current: Plan) -> Estimate:
         if all(getattr(plan, name) == getattr(best.plan, name) for name in kept)
         and plan.micro_batch_of(job.train.batch) >= best.plan.micro_batch_of(job.train.batch)
     ]
-    return search(job, machine, estimator=estimator, choices=[*compiled, best.plan])[0]
+    try:
+        return search(job, machine, estimator=estimator, choices=[*compiled, best.plan])[0]
+    except Untraceable as error:  # torch.compile fails on this model
+        estimator.untraceable["compile: model"] = error.found
+        return best
 
 
 def _plans(job: Job, model: nn.Module, machine: Machine, current: Plan) -> Iterator[Plan]:

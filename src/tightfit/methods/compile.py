@@ -43,6 +43,7 @@ from tightfit.plan import Plan
 from tightfit.runtime.fake_compiler import fake_backend
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.run import Run
+from tightfit.runtime.run_length import length_of
 
 FIELDS = ("compile", "compile_mode")
 TRACED_FIELDS = ("compile",)
@@ -81,9 +82,9 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 def pays_to_compile(job: Job) -> bool:
     """Return whether a run has at least 200 steps, so that compiling saves more time than it takes.
-    Return True if the job does not set the number of steps.
+    Return True if the number of steps is not known.
     """
-    return (job.train.steps or PAYS_AFTER_STEPS) >= PAYS_AFTER_STEPS
+    return length_of(job).steps >= PAYS_AFTER_STEPS
 
 
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:

@@ -278,10 +278,15 @@ class StreamedData:
     sample_items: int
     samples: int | None = None
     ragged: bool = False
-    damaged: int = 0
     tokenizer: Any = None
     data_rank: tuple[int, int] = (0, 1)
     evaluation: Samples | None = None
+
+    @property
+    def damaged(self) -> int:
+        """How many samples were left out because they are damaged, as far as the stream was read. Those
+        that a loader worker leaves out are not counted."""
+        return self.source.damaged
 
     def steps(self, consumed: int, until: int | None) -> Iterator[list[Batch]]:
         """Yield, for each optimizer step, the list of this data rank's micro-batches, in host

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from tightfit._torch.tensors import storage_id
 from tightfit.cost.entries import Message, Parameter, Update
 from tightfit.cost.ledger import Ledger
+from tightfit.cost.pipeline_schedule import in_flight, make_schedule
 from tightfit.cost.recorded_step import Buffer, Segment
 from tightfit.cost.remembered import remembered
 from tightfit.machine import Machine
@@ -239,7 +240,17 @@ def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
     total = sum(map(sum, sizes), 0.0)
     moved = total * ledger.micro_batches / plan.pp
     copies = [_Copy(moved, "forward", "out"), _Copy(moved, "backward", "in")]
-    return _Offloaded(replace(ledger, training=tuple(training)), total, copies)
+    stored = _share_in_flight(plan, ledger.micro_batches) * sum(map(place.stored_bytes, itertools.chain(*sizes)))
+    return _Offloaded(replace(ledger, training=tuple(training)), stored, copies)
+
+
+def _share_in_flight(plan: Plan, micro_batches: int) -> float:
+    """Return how many times the saved activations of one micro-batch, of all stages together, the first
+    rank of a pipeline holds at once: 1 without a pipeline."""
+    if plan.pp == 1:
+        return 1.0
+    actions = make_schedule(plan.schedule, plan.pp, plan.virtual_stages, micro_batches)[0]
+    return in_flight(actions) / (plan.pp * plan.virtual_stages)
 
 
 _OFFLOADS: dict[str, Callable[[Ledger, _Place], _Offloaded]] = {

@@ -68,6 +68,7 @@ def _prefer_certain(
     certain = [one for one in _certain(fastest, [*fitting, *smaller]) if one.plan not in finals.too_large]
     for one in certain[:MOST_CERTAIN_TRIED]:
         found = first_that_fits(estimator, [one], estimator.job)
+        finals.add(found)  # the fastest plan stays chosen
         if found.chosen is not None and found.chosen.fits_surely:
             finals.chosen, finals.uncertain[fastest.plan] = found.chosen, fastest
             break

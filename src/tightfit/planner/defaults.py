@@ -76,9 +76,10 @@ def data_parallel_degrees(machine: Machine, pins: dict[str, Any]) -> dict[str, A
     count = machine.devices_per_node * machine.nodes
     if count == 1:
         return {}
-    count = count if pins.get("parameter_server", "none") == "none" else count - 1
-    count = max(count // (pins.get("tp", 1) * pins.get("pp", 1) * pins.get("cp", 1)), 1)
-    fields: dict[str, Any] = {name: pins[name] for name in ("dp_replicate", "dp_shard", "zero") if name in pins}
+    fixed = Plan.parse(pins, "plan")
+    count = max((count - fixed.servers) // (fixed.tp * fixed.pp * fixed.cp), 1)
+    names = ("dp_replicate", "dp_shard", "zero")
+    fields: dict[str, Any] = {name: getattr(fixed, name) for name in names if name in pins}
     if fields.get("dp_shard", 1) > 1:
         fields.setdefault("zero", 3)
     if fields.get("zero"):

@@ -24,6 +24,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import ScheduledAction
 from tightfit.cost.remembered import remembered
 from tightfit.distributed.nccl import communicator_bytes
+from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, float8, microbatch, precision
@@ -37,7 +38,8 @@ from tightfit.planner.allocators.glibc import peak_heap_bytes
 from tightfit.planner.intervals import Interval, interval_of
 from tightfit.planner.time_model import BLOCKING, CostModel, Time
 from tightfit.planner.tracing.profiler import Profiler
-from tightfit.rules import needed_permissions
+from tightfit.rules import check, needed_permissions
+from tightfit.runtime.run_length import length_of
 from tightfit.tensor_files import FILES_IN_MEMORY, file_bytes
 from tightfit.units import format_bytes, format_seconds
 
@@ -52,7 +54,6 @@ MARGIN = 0.03
 HOST_PROCESS_BYTES = 1.4 * 2**30
 FAR_TOO_LARGE = 2.0  # a plan that is expected to need this many times the memory is not estimated
 TOO_LARGE = 1.3  # the same, if each size of its micro-batch needs a trace that takes seconds
-DEFAULT_STEPS = 1000  # assumed for a job without `train.steps`
 
 
 def workspace_bytes(architecture: str) -> int:
@@ -195,9 +196,9 @@ class Estimate:
 
     @property
     def total_s(self) -> float:
-        """Seconds to finish the job: the compile time and all steps. A job without `train.steps`
-        counts as 1,000 steps."""
-        return self.compile_s + self.time.step_s * (self.job.train.steps or DEFAULT_STEPS)
+        """Seconds to finish the job: the compile time and all steps. A job whose number of steps is
+        not known counts as 1,000 steps."""
+        return self.compile_s + self.time.step_s * length_of(self.job).steps
 
     @property
     def step_interval(self) -> Interval:
@@ -683,10 +684,12 @@ class Estimator:
             # weights are gathered on a side stream, for which the allocator keeps memory blocks apart
             taken += ledger.bucketed_reduction.coming
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
+        whole = estimate.ledger
         if on_cpu:
             rows["runtime"] = self._runtime_after_tracing
+            whole = replace(whole, fixed={**whole.fixed, "runtime": rows["runtime"]})
         total = peak.total + sum(rows[row] - peak.rows[row] for row in ("allocator", "runtime"))
-        return replace(estimate, peak=replace(peak, total=total, rows=rows), includes_allocator=True)
+        return replace(estimate, ledger=whole, peak=replace(peak, total=total, rows=rows), includes_allocator=True)
 
 
 @remembered(16)
@@ -723,6 +726,19 @@ def _estimated_ranks(ranks: int) -> list[int]:
     return [rank for rank in range(ranks) if ranks <= 4 or rank in (0, 1, ranks // 2, ranks - 1)]
 
 
+def check_possible(plan: Plan, job: Job, machine: Machine) -> None:
+    """Raise InputError if the job does not permit `plan`, if it breaks a rule, or if the machine has
+    fewer devices."""
+    check(plan, job, machine.device)
+    count = machine.devices_per_node * machine.nodes
+    if plan.devices > count:
+        raise InputError(
+            f"plan: {plan}",
+            f"is for {plan.devices} devices, and the machine has {count}",
+            f"predict for a machine of {plan.devices} devices, such as h100-sxm:{plan.devices}, or use a plan for {count}",
+        )
+
+
 def estimate(job: Job, plan: Plan | Mapping[str, Any] | None = None, machine: Machine | str | None = None) -> Estimate:
     """Predict the memory and time of training `job` with `plan`, before anything is allocated.
 
@@ -731,12 +747,13 @@ def estimate(job: Job, plan: Plan | Mapping[str, Any] | None = None, machine: Ma
     machine  the devices, or their name, such as "h100-sxm:8"; None: the machine that runs this
              process
 
-    Raises InputError if the model cannot be traced or a method of the plan does not support it; the
-    message says what to do instead.
+    Raises InputError if the job or the machine does not permit the plan, if the model cannot be
+    traced, or if a method of the plan does not support it; the message says what to do instead.
     """
     plan, machine = plan_of(plan, job), machine_of(machine)
+    check_possible(plan, job, machine)
     estimator = Estimator(job, machine)
     return estimator.include_allocator(estimator.estimate(plan))
 
 
-__all__ = ["Estimate", "Estimator", "estimate", "estimated_ledger", "workspace_bytes"]
+__all__ = ["Estimate", "Estimator", "check_possible", "estimate", "estimated_ledger", "workspace_bytes"]

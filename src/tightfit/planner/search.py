@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from tightfit._torch.compiler import keeping_compilations
-from tightfit.errors import DoesNotFit
+from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine, machine_of
 from tightfit.plan import Plan, checked_pins, read_pins
@@ -29,7 +29,7 @@ from tightfit.planner.ahead import tracing_ahead
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.certainty import dry_run_fastest
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate, Estimator, check_possible
 from tightfit.planner.finalists import DryRunResults, first_that_nearly_fits
 from tightfit.planner.kernels import with_best_kernels
 from tightfit.planner.leanest import leanest, offloads
@@ -93,6 +93,8 @@ def search(
     # split: None leaves the choice to the search
     pins = {name: value for name, value in pins.items() if name != "split" or value is not None}
     if choices is not None:
+        if not choices:
+            raise InputError("choices", "is empty", "give at least one plan, or leave choices out")
         return _search(estimator, job, machine, pins, choices)
     with tracing_ahead(estimator, pins):
         return _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
@@ -148,6 +150,8 @@ def _search(
         chosen = min(finals.unconfirmed.values(), key=by_time)
     if chosen is None:
         possible = [one for one in found if not one.rejected_because]
+        if not possible and not finals.refused and choices:
+            check_possible(choices[0], job, machine)  # says why the first of them is not legal
         if not possible:
             raise next(iter(finals.refused.values()))
         raise does_not_fit(estimator, possible, finals.refused, None if choices is not None else pins)
@@ -159,12 +163,17 @@ def _search(
 def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
     """Search for the fastest plan, as `search` does, and return the estimates. If `pins` (field ->
     value) sets every plan field, there is nothing to search: return only the estimate of this plan.
-    In a pipeline with split: None, its stages are balanced by predicted time."""
+    In a pipeline with split: None, its stages are balanced by predicted time.
+
+    Raises DoesNotFit if a search finds no plan that fits, and InputError if the job or the machine does
+    not permit the plan, or if it cannot be predicted.
+    """
     if set(pins) >= set(Plan.field_names()):
         plan = Plan.parse(pins, "plan")
         if plan.pp > 1 and plan.split is None:
             open_ = {name: value for name, value in pins.items() if name != "split"}
             plan = plan.replace(**balanced_split(estimator, plan.replace(pp=1, virtual_stages=1), open_, plan.pp))
+        check_possible(plan, estimator.job, estimator.machine)
         return [estimator.include_allocator(estimator.estimate(plan))]
     return search(estimator.job, estimator.machine, pins, estimator)
 
@@ -289,7 +298,7 @@ def _rejection_reason(one: Estimate, chosen: Estimate) -> str:
     if one.not_confirmed:
         return f"not confirmed, its dry run failed: {one.not_confirmed}"
     slower = one.total_s / chosen.total_s - 1
-    if slower < 0 and chosen.fits_surely:
+    if slower < 0:
         high = format_bytes(one.peak_range[1])
         return f"{-slower:.1%} faster, but may not fit: of runs like it, some need up to {high}"
     return f"{slower:.0%} slower: {format_seconds(one.time.step_s)} a step"

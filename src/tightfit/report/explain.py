@@ -24,9 +24,10 @@ from tightfit.planner.estimate import MARGIN, Estimate, Estimator
 from tightfit.planner.refusal import describe_shortages
 from tightfit.planner.search import search_or_estimate
 from tightfit.planner.waterfall import WaterfallRow, waterfall
-from tightfit.planner.whole_run import length_of, whole_run
+from tightfit.planner.whole_run import whole_run
 from tightfit.record import Record
 from tightfit.report.schedule_text import timeline_text
+from tightfit.runtime.run_length import length_of
 from tightfit.units import format_bytes, format_count, format_seconds
 
 WIDTH = 72  # characters of a line of the chart
@@ -195,6 +196,8 @@ def _verdict(estimate: Estimate) -> str:
             where += f"; of runs like it, some need up to {format_bytes(high)}"
         failed = f"; not confirmed, its dry run failed: {estimate.not_confirmed}" if estimate.not_confirmed else ""
         return f"fits, {free:.0%} free{where}{failed}"
+    if "memory" not in estimate.shortages():
+        return f"fits, {free:.0%} free, but the plan {describe_shortages(estimate)}"
     return "does not fit" if free < 0 else f"does not fit with the {MARGIN:.0%} that are kept free"
 
 

@@ -20,10 +20,10 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan
-from tightfit.planner.whole_run import WholeRun, check_price, format_cost, format_hours, length_of, whole_run
+from tightfit.planner.whole_run import WholeRun, check_price, format_cost, format_hours, whole_run
 from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
 from tightfit.report.heartbeat import never_silent
-from tightfit.rules import check
+from tightfit.runtime.run_length import length_of
 from tightfit.units import format_bytes, format_count, format_seconds
 
 MOST = 400  # largest number of combinations
@@ -242,7 +242,7 @@ def explain_one(one: Combination, profilers: dict[str, Any], price: float | None
     """
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.refusal import describe_shortages
-    from tightfit.planner.search import search
+    from tightfit.planner.search import search_or_estimate
 
     what = {name: value for name, value in one.job.content().items() if name not in UNTRACED}
     key = json.dumps([what, one.machine.device], sort_keys=True, default=str)
@@ -250,12 +250,7 @@ def explain_one(one: Combination, profilers: dict[str, Any], price: float | None
     try:
         estimator = Estimator(one.job, one.machine, profilers.get(key))
         profilers[key] = estimator.profiler
-        if set(one.pins) >= set(Plan.field_names()):
-            pinned = Plan.parse(one.pins, "plan")
-            check(pinned, one.job, one.machine.device)
-            best = estimator.include_allocator(estimator.estimate(pinned))
-        else:
-            best = search(one.job, one.machine, one.pins, estimator)[0]
+        best = search_or_estimate(estimator, one.pins)[0]
         predicted, why_not = best.content(), describe_shortages(best)
     except DoesNotFit as refusal:
         if refusal.content is None:

@@ -69,14 +69,15 @@ def least_unsharded_bytes(parameters: Iterable[Parameter], plan: Plan) -> float:
     The bytes are those of
 
     - this block's parameters and gradients,
-    - the next block's parameters, which are prefetched,
-    - the previous block's gradients, which are being reduced,
+    - the next block's parameters, which are prefetched: at least those of the smallest block,
+    - the previous block's gradients, which are being reduced: at least those of the smallest block,
     - the parameters outside of blocks.
 
     In mixed precision, all matrices are taken to be gathered in 16 bits.
     """
-    blocks: Counter[str] = Counter()
-    gradients: Counter[str] = Counter()
+    gathered: Counter[str] = Counter()  # by block
+    with_gradients: Counter[str] = Counter()
+    reduced: Counter[str] = Counter()
     rest = 0.0
     halved = gather_dtype(plan) is not None
     for parameter in parameters:
@@ -87,9 +88,13 @@ def least_unsharded_bytes(parameters: Iterable[Parameter], plan: Plan) -> float:
             rest += parameter.bytes
             continue
         size = parameter.bytes / 2 if halved and len(parameter.shape) > 1 else parameter.bytes
-        blocks[found.group(1)] += math.ceil(2 * size)
-        gradients[found.group(1)] += math.ceil(size + parameter.gradient_bytes) if parameter.trainable else 0
-    return max(blocks.values()) + max(gradients.values()) + rest if len(blocks) > 1 else 0.0
+        block = found.group(1)
+        gathered[block] += math.ceil(size)
+        with_gradients[block] += math.ceil(2 * size if parameter.trainable else size)
+        reduced[block] += parameter.gradient_bytes if parameter.trainable else 0
+    if len(gathered) < 2:
+        return 0.0
+    return max(with_gradients.values()) + min(gathered.values()) + min(reduced.values()) + rest
 
 
 def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedParameters:
