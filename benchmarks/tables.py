@@ -803,7 +803,7 @@ def readme_table() -> str:
     pairs = read("prediction")["pairs"]
     memory, time = (median_and_worst(errors(pairs, what)) for what in ("memory, estimated", "step time"))
     summary = read("published")["summary"]
-    unseen, newest = summary["b"]["all"], summary["c"]["all"]
+    unseen, newest = summary["b"]["all"], summary["d"]["all"]
     memories, speeds = unseen["memory"], unseen["speed, calibrated"]
     jobs = read("choice")["jobs"]
     fastest = sum(job["slower"] <= 0 for job in jobs)
@@ -837,16 +837,16 @@ def readme_table() -> str:
         (
             "prediction",
             f"{len(pairs)} pairs of a small model and a plan. Peak memory: median error {memory[0]}, worst"
-            f" {memory[1]}. Step time after calibration: {time[0]}, {time[1]}.",
+            f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}.",
             "prediction",
         ),
         (
             "many GPUs",
-            f"Runs that others published, of the half that was not looked at. Memory of {memories['rows']} runs:"
+            f"Runs that others published, of a half that was kept aside in development. Memory of {memories['rows']} runs:"
             f" median error {percent(memories['median'])}, worst {percent(memories['worst'])}. Speed of"
             f" {speeds['rows']} runs on up to {max(row.get('devices', 1) for row in read('published')['rows']):,} GPUs,"
-            f" after one factor for each machine and framework: median {percent(speeds['median'])}, worst"
-            f" {percent(speeds['worst'])}. Other frameworks, added later: memory of {newest['memory']['rows']} runs"
+            f" scaled by one factor for each pair of machine and framework: median {percent(speeds['median'])}, worst"
+            f" {percent(speeds['worst'])}. Other frameworks and fine-tunings, compared last: memory of {newest['memory']['rows']} runs"
             f" {percent(newest['memory']['median'])}, speed of {newest['speed, calibrated']['rows']} runs"
             f" {percent(newest['speed, calibrated']['median'])}.",
             "published",

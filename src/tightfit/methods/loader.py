@@ -2,8 +2,8 @@
 processes can prepare samples ahead, and page-locked (pinned) memory makes copies to a GPU faster.
 
 Saves   time, not memory: workers prepare samples while the device computes. Copies from pinned
-        memory run at about 6 GB/s, from pageable memory at about 3 GB/s; with non_blocking, they
-        overlap with the device's work.
+        memory run at the rate of the link, from pageable memory at about half of it (6 against 3
+        GB/s on older hosts); with non_blocking, they overlap with the device's work.
 Costs   host memory: each worker is a Python process that has imported torch, and holds `prefetch`
         micro-batches and its own view of the dataset; pinned buffers cannot be swapped out. With
         non_blocking, the device holds one more micro-batch.

@@ -2,9 +2,9 @@
 16-bit weights (-true). Formats of 16 bits save time and memory. Autocast, loss scaling and the
 rounding of updates prevent that small numbers are lost.
 
-Saves   -mixed: half of the activations, but no model states. With Adam, a parameter takes 18 bytes:
-        4 for the weight, 4 for the gradient and 8 for the states, all in fp32, and 2 for autocast's
-        16-bit copy of the weight. -true: half of activations and model states.
+Saves   -mixed: half of the activations, but no model states. With Adam, a parameter takes 16 bytes:
+        4 for the weight, 4 for the gradient and 8 for the states, all in fp32. Autocast's 16-bit
+        copy of a weight takes 2 more while it is used. -true: half of activations and model states.
 Costs   -mixed: casts of the weights. -true: small updates are lost in rounding, unless `rounding`
         prevents it.
 When    always if the hardware multiplies 16-bit numbers faster. fp16 needs loss scaling, because

@@ -1,4 +1,4 @@
-"""Saves only the inputs of some blocks during forward, and recomputes their activations during
+"""Keeps only the inputs of some blocks during forward, and recomputes their activations during
 backward (activation checkpointing). It trades time for memory.
 
 Saves   the activations inside each recomputed block; only its input is saved. `sqrt` recomputes

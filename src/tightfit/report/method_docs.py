@@ -53,7 +53,7 @@ def _section(method: ModuleType) -> str:
         f"Plan fields: {', '.join(f'`{f}`' for f in method.FIELDS)}\n",
     ]
     for paragraph in inspect.cleandoc(method.__doc__ or "").split("\n\n"):
-        if paragraph.startswith(PARTS[0]):
+        if re.match(rf"{PARTS[0]} {{2,}}", paragraph):
             parts = re.split(rf"^({'|'.join(PARTS)}) +", paragraph, flags=re.M)[1:]
             lines += [f"- **{name}**: {_joined(text)}" for name, text in zip(parts[::2], parts[1::2], strict=True)]
             lines.append("")
