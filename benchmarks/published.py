@@ -407,7 +407,7 @@ def saved_by_their_loop(estimate: Estimate, wider: Estimate, loop: dict[str, Any
         saved += (1 - CONTENTION) * min(hidden, estimate.time.communication_s)
     if loop.get("fused_low_bit") and estimate.plan.states in ("8-bit", "4-bit"):
         state_bytes = 2 * int(estimate.plan.states[0]) / 8  # of both moments of an element
-        weight_bytes = 2 if estimate.plan.is_true else 4
+        weight_bytes = 2 if estimate.plan.has_16_bit_weights else 4
         count = sum(one.count for one in estimate.ledger.parameters)
         least = count * (2 * weight_bytes + weight_bytes + 2 * state_bytes)
         moved = sum(

@@ -221,20 +221,20 @@ class Plan(Value):
     __str__ = __repr__
 
     @property
-    def is_half(self) -> bool:
-        """True if the arithmetic runs in 16 bits (bf16 or fp16)."""
+    def computes_in_16_bits(self) -> bool:
+        """Whether products run in 16 bits (bf16 or fp16), with weights of fp32 or of 16 bits."""
         return self.precision.startswith(("bf16", "fp16"))
 
     @property
-    def is_true(self) -> bool:
-        """True if weights, gradients and arithmetic are all in 16 bits."""
+    def has_16_bit_weights(self) -> bool:
+        """Whether weights are stored in 16 bits and used in them, beside fp32 master weights or not."""
         return self.precision.endswith("-true")
 
     @property
     def loses_small_updates(self) -> bool:
         """True if an update of a 16-bit weight may be lost in rounding, because neither the
         rounding nor master weights keep what is cut off."""
-        return self.is_true and self.rounding == "nearest" and not self.master_weights
+        return self.has_16_bit_weights and self.rounding == "nearest" and not self.master_weights
 
     @property
     def data_parallel(self) -> int:

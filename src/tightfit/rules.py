@@ -82,7 +82,7 @@ RULES = (
     ),
     Rule(
         "master_weights keeps fp32 weights beside 16-bit ones; the other precisions have fp32 weights only",
-        lambda plan, job, device: not plan.master_weights or plan.is_true,
+        lambda plan, job, device: not plan.master_weights or plan.has_16_bit_weights,
         "use precision: bf16-true or fp16-true, or master_weights: false",
     ),
     Rule(

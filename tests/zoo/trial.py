@@ -67,9 +67,9 @@ class Trial:
             cut = {"micro_batch": plan.micro_batch, "replicas": plan.data_parallel}
         precisions = ["fp32"]
         if plan.precision not in ("fp32", "tf32"):
-            precisions.append("true" if plan.is_true else "mixed")
+            precisions.append("true" if plan.has_16_bit_weights else "mixed")
         if plan.precision.startswith("fp16"):
-            precisions.append("half" if plan.is_true else "half-mixed")
+            precisions.append("half" if plan.has_16_bit_weights else "half-mixed")
         if wide:
             precisions.append("fp64")
         references = [{"name": self.model, "train": self.train, **cut, "precision": name} for name in precisions]

@@ -229,6 +229,13 @@ class Message:
     at_start: float = 0.0
     micro_batches: int = 1
 
+    @property
+    def has_activations(self) -> bool:
+        """Whether it sends activations and their gradients, as tensor and context parallelism and their
+        offloading do. Its bytes then grow with the samples, and each forward and backward has a part of
+        it."""
+        return self.name == "activations"
+
     def times(self, share: float) -> Message:
         """Return the message with its bytes and the latency of its calls multiplied by `share`."""
         return replace(self, bytes=self.bytes * share, latency_s=self.latency_s * share)

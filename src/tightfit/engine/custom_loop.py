@@ -175,7 +175,7 @@ class Prepared:
 
         with naming_failures(run.plan):
             output: Any = run.loss_sum(tree_map_only(Tensor, here, (args, kwargs)))
-        return tree_map_only(Tensor, _widened, output) if run.plan.is_half else output
+        return tree_map_only(Tensor, _widened, output) if run.plan.computes_in_16_bits else output
 
     def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
         """Compute the gradients of `loss` and add them to `.grad` of all parameters that the loss

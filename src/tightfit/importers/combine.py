@@ -207,8 +207,8 @@ def _precision(draft: Draft) -> None:
         _undecided_precision(draft, "weights", on[0])
     elif on:
         masters = parts.get("masters")  # None for a tool whose mixed precision is autocast
-        is_true = weights == on[0] or masters is not None
-        draft.fields["plan.precision"] = f"{on[0]}-true" if is_true else f"{on[0]}-mixed"
+        has_16_bit_weights = weights == on[0] or masters is not None
+        draft.fields["plan.precision"] = f"{on[0]}-true" if has_16_bit_weights else f"{on[0]}-mixed"
         if masters is not None:
             draft.fields["plan.master_weights"] = masters
             draft.remark(on[0], f"plan.master_weights: {str(masters).lower()}")

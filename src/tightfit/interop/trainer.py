@@ -327,7 +327,7 @@ def _plans(job: Job, model: nn.Module, machine: Machine, current: Plan) -> Itera
     adam, on_cuda = job.train.optimizer_name == "adamw", machine.device == "cuda"
     share = current.share_of(job.train.batch)
     options: dict[str, list[Any]] = {
-        "precision": [current.precision] if current.is_true else list(PRECISION_FLAGS),
+        "precision": [current.precision] if current.has_16_bit_weights else list(PRECISION_FLAGS),
         "states": [*OPTIM_OF_STATES] if adam and on_cuda else [current.states],
         "fused_optimizer": [True] if adam else [current.fused_optimizer],
         "recompute": ["none", "full"] if getattr(model, "supports_gradient_checkpointing", False) else ["none"],

@@ -298,7 +298,7 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
         )
     for asked, why, fix in (
         (plan.fused_optimizer, "torch's fused kernels support real numbers only", "use fused_optimizer: false"),
-        (plan.is_true, "there are no 16-bit complex numbers", "use precision: fp32 or bf16-mixed"),
+        (plan.has_16_bit_weights, "there are no 16-bit complex numbers", "use precision: fp32 or bf16-mixed"),
         (plan.states != "fp32", f"{plan.states} states support real numbers only", "use states: fp32"),
         (
             plan.compressed_gradients == "powersgd",

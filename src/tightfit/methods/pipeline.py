@@ -81,7 +81,7 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
 def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Return the ledger (the predicted memory and time of a step) of one pipeline rank.
 
-    ledger  that of the full model; its field `device` is the number of the rank
+    ledger  that of the full model; its field `pipeline_rank` is the number of the rank
     """
     ledger, crosses = place_parameters(ledger, plan)
     return rank_ledger(ledger, crosses, plan, machine)

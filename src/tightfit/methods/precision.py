@@ -175,7 +175,7 @@ def apply(run: Run, plan: Plan) -> Run:
     if plan.precision in ("bf16-mixed", "fp16-mixed"):
         dtype = torch.bfloat16 if plan.precision == "bf16-mixed" else torch.float16
         run = replace(run, loss_sum=autocast(run.loss_sum, run.device.type, dtype))
-    elif plan.is_true:
+    elif plan.has_16_bit_weights:
         dtype = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
         warn_of_rounded_buffers(run.model, dtype)
         run = replace(run, loss_sum=cast_inputs(run.loss_sum, dtype, run.model, run.objective.calls_model_itself))

@@ -238,7 +238,7 @@ def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) ->
     devices = [run.device] if run.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         batch = to_device(run.data.example(), run)
-        if plan.is_true:  # the weights are in 16 bits; cast the batch to their type
+        if plan.has_16_bit_weights:  # the weights are in 16 bits; cast the batch to their type
             narrow = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
             batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)
         try:

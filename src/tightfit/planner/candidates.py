@@ -30,7 +30,7 @@ def candidates(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Itera
 
     estimator  estimates plans of the job on the machine; used to find out whether bf16 parameters
                are worth trying
-    start      the plan with all defaults
+    start      the plan that is varied: its parallelism and kernels stay
     pins       plan fields that the user fixed, with their values: they are not varied
     """
     job, options = estimator.job, _options(estimator, start, pins)

@@ -16,9 +16,12 @@ WORTH_OF_CERTAINTY = 0.03
 MOST_CERTAIN_TRIED = 2  # such plans that are dry-run
 
 
-def dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Estimate], any_micro_batch: bool) -> None:
+def dry_run_fastest(
+    finals: DryRunResults, estimator: Estimator, found: list[Estimate], any_micro_batch: bool
+) -> list[Estimate]:
     """Dry-run the plans whose estimates fit, the fastest first, until one fits in its dry run too.
-    Add the results to `finals`. If it does not surely fit, prefer one that does (`_prefer_certain`).
+    Add the results to `finals`. If it does not surely fit, prefer one that does (`_prefer_certain`), and
+    return the estimates of the plans with smaller micro-batches that were tried for this.
 
     found            estimates of all plans so far; those that do not fit are skipped
     any_micro_batch  whether the search may choose the micro-batch
@@ -27,8 +30,9 @@ def dry_run_fastest(finals: DryRunResults, estimator: Estimator, found: list[Est
     if fitting:
         _dry_run_ahead(estimator, fitting, any_micro_batch)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
-    if finals.chosen is not None and not finals.chosen.fits_surely:
-        found += _prefer_certain(finals, estimator, finals.chosen, fitting, any_micro_batch)
+    if finals.chosen is None or finals.chosen.fits_surely:
+        return []
+    return _prefer_certain(finals, estimator, finals.chosen, fitting, any_micro_batch)
 
 
 def _dry_run_ahead(estimator: Estimator, fitting: list[Estimate], any_micro_batch: bool) -> None:

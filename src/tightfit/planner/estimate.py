@@ -36,7 +36,7 @@ from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import peak_heap_bytes
 from tightfit.planner.intervals import Interval, interval_of
-from tightfit.planner.time_model import BLOCKING, CostModel, Time
+from tightfit.planner.time_model import CostModel, Time
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check, needed_permissions
 from tightfit.runtime.run_length import length_of
@@ -528,7 +528,7 @@ class Estimator:
         """
         ledgers = {
             rank: replace(
-                ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.name == BLOCKING)
+                ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.has_activations)
             )
             for rank, ledger in self._ledgers(plan).items()
         }

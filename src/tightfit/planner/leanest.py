@@ -51,38 +51,68 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
     best: Estimate | None = None
     tried: list[Estimate] = []  # with other kernels than the best ones
     kernels: dict[str, Any] = {}
-    beside: dict[Any, float] = {}  # kind of plan -> the fewest bytes that such plans need beside their bound
-    # kind of plan without its precision -> the fewest bytes of its activations with 16-bit numbers
-    activations: dict[Any, float] = {}
-    # kind of plan without its precision -> the fewest bytes beside their bound of plans with only 16-bit
-    # numbers. Wider precisions need at least as many, because their activations and casts are not smaller
-    narrowest: dict[Any, float] = {}
+    needed = _NeededBytes(bounds)
     for plan in in_order:
-        any_precision = plan.update_in_backward, plan.offload, plan.zero, plan.shards
-        kind = plan.precision, *any_precision
-        more = max(beside.get(kind, 0.0), activations.get(any_precision, 0.0))
-        more = more if plan.is_true else max(more, narrowest.get(any_precision, 0.0))
         if best is None:  # kernels are chosen only once, because each of their values needs a trace
             full = plan.replace(recompute=pins.get("recompute", "full"))
             tried = _estimates_of_kernels(estimator, full, pins)
             seen = best = min(tried, key=_fullness, default=None)
             kernels = {name: getattr(best.plan, name) for name in KERNELS} if best else {}
-        elif _cannot_be_leaner(estimator, plan, bounds[plan] + more, best):
+        elif _cannot_be_leaner(estimator, plan, needed.at_least(plan), best):
             continue
         else:
             seen = _least(estimator, plan.replace(**kernels), pins)
             best = best if seen is None else min(best, seen, key=_fullness)
         if seen is not None:
-            beside[kind] = min(beside.get(kind, math.inf), seen.peak_bytes - bounds[plan])
-            if plan.is_true and seen.peak.phase in ("forward", "backward"):  # not that of the update's temporaries
-                narrowest[any_precision] = min(narrowest.get(any_precision, math.inf), seen.peak_bytes - bounds[plan])
-            narrow = _most_bytes(seen, "activations") / (2 if seen.plan.precision in ("fp32", "tf32") else 1)
-            activations[any_precision] = min(activations.get(any_precision, math.inf), narrow)
+            needed.note(plan, seen)
     if best is None or estimator.include_allocator(best).fits:
         return best
     again = [best, *tried, *_estimates(estimator, best.plan, pins, _compile_options(estimator, best.plan))]
     near = sorted((one for one in again if _fullness(one) <= (CLOSE_FACTOR * best.fullness, math.inf)), key=_fullness)
     return min((estimator.include_allocator(one) for one in near[:MAX_WITH_ALLOCATOR]), key=_fullness)
+
+
+class _NeededBytes:
+    """Lower bounds on the memory of plans. They rise with each plan that is estimated: plans like it need
+    at least as many bytes beside their parameters, states and gradients.
+
+    bounds  plan -> bytes of its parameters, states and gradients
+    """
+
+    def __init__(self, bounds: dict[Plan, float]) -> None:
+        self.bounds = bounds
+        # the fewest bytes that plans of a kind needed beside their bound, by kind with the precision, and
+        # by kind without it: of plans with only 16-bit numbers. Wider precisions need at least as many,
+        # because their activations and casts are not smaller
+        self._same_precision: dict[Any, float] = {}
+        self._narrowest: dict[Any, float] = {}
+        self._activations: dict[Any, float] = {}  # by kind: the fewest bytes of activations in 16 bits
+
+    def at_least(self, plan: Plan) -> float:
+        """Return the bytes that `plan` needs at least."""
+        kind = self._kind(plan)
+        beside = max(self._same_precision.get((plan.precision, kind), 0.0), self._activations.get(kind, 0.0))
+        if not plan.has_16_bit_weights:
+            beside = max(beside, self._narrowest.get(kind, 0.0))
+        return self.bounds[plan] + beside
+
+    def note(self, plan: Plan, estimate: Estimate) -> None:
+        """Note what `plan` needs: `estimate` is that of its leanest variant."""
+        kind, beside = self._kind(plan), estimate.peak_bytes - self.bounds[plan]
+        _lower(self._same_precision, (plan.precision, kind), beside)
+        if plan.has_16_bit_weights and estimate.peak.phase in ("forward", "backward"):  # not the update's temporaries
+            _lower(self._narrowest, kind, beside)
+        wide = estimate.plan.precision in ("fp32", "tf32")
+        _lower(self._activations, kind, _most_bytes(estimate, "activations") / (2 if wide else 1))
+
+    @staticmethod
+    def _kind(plan: Plan) -> Any:
+        return plan.update_in_backward, plan.offload, plan.zero, plan.shards
+
+
+def _lower(table: dict[Any, float], key: Any, value: float) -> None:
+    """Set the value of `key` to `value`, unless the table has a smaller one."""
+    table[key] = min(table.get(key, math.inf), value)
 
 
 def leanest_with_parallelism(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Estimate | None:

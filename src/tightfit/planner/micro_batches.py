@@ -91,25 +91,24 @@ def _try_largest(
     Arguments: see `search_micro_batch`
     """
     found: list[Estimate] = []
-    settled: tuple[list[Estimate], list[Plan]] = found, []
     is_far_too_large = estimator.is_far_too_large(plans[0])
     if not is_far_too_large and (plans[0].recompute == "none" or bounds is None):
         found.append(estimator.estimate(plans[0]))
         if found[0].fits or len(plans) == 1:
-            return settled
+            return found, []
     if bounds is not None:
         most = bounds.largest_micro_batch(plans)
         plans = [plan for plan in plans if plan.micro_batch_of(estimator.job.train.batch) <= most]
         if not plans or _is_too_slow(estimator, plans[0], best_s):
-            return settled
+            return found, []
         is_far_too_large = estimator.is_far_too_large(plans[0])
     if len(plans) == 1 and is_far_too_large and plans[0].recompute != "full":
-        return settled
+        return found, []
     if len(plans) == 1 or not is_far_too_large:
         if not found or found[0].plan != plans[0]:
             found.append(estimator.estimate(plans[0]))
         if found[-1].fits or len(plans) == 1:
-            return settled
+            return found, []
     return found, plans
 
 

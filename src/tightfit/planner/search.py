@@ -37,7 +37,7 @@ from tightfit.planner.parallel_plans import context_parallelism_may_fit, estimat
 from tightfit.planner.parallelism import balanced_split, limited_to_batch, with_sequence_parallel
 from tightfit.planner.refusal import describe_shortages, does_not_fit
 from tightfit.planner.split_check import loss_depends_on_split, splits_batch
-from tightfit.planner.variants import by_time, estimate_candidates, fitting_s, with_leaner_kernels
+from tightfit.planner.variants import by_time, estimate_candidates, estimate_candidates_or_leaner, fitting_s
 from tightfit.units import format_bytes, format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
@@ -138,11 +138,10 @@ def _search(
     else:
         found = [estimator.estimate(plan) for plan in choices if is_legal(plan, job, machine.device)]
     finals, any_size = DryRunResults(), choices is None and "micro_batch" not in pins
-    dry_run_fastest(finals, estimator, found, any_size)
+    found += dry_run_fastest(finals, estimator, found, any_size)
     if finals.chosen is None and lean is not None:
         more = _fallback_estimates(estimator, lean, pins, found, finals)
-        dry_run_fastest(finals, estimator, more, any_size)
-        found += more
+        found += [*more, *dry_run_fastest(finals, estimator, more, any_size)]
     if finals.chosen is None and not finals.unconfirmed:
         finals.add(first_that_nearly_fits(estimator, found, finals, estimator.job))
     chosen, found = finals.chosen, [finals.latest(one) for one in found]
@@ -199,7 +198,7 @@ def _estimate_possible_plans(
     if start.pp > 1:
         start = start.replace(**balanced_split(estimator, start, pins, start.pp))
     lean = start.replace(**leaner)
-    found = with_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
+    found = estimate_candidates_or_leaner(estimator, start, pins, leaner) if supplied is machine else []
     if machine.devices_per_node * machine.nodes > 1:
         found += estimate_parallelism(estimator, lean, pins, found)
     if not found:

@@ -130,8 +130,6 @@ EFFICIENCIES = ("compute", "memory", "launch", "link")  # fitted to measured run
 DEFAULT_LAUNCH_S = {"cpu": 5e-6, "cuda": 8e-6}
 
 
-# name of the messages for which forward and backward wait, such as the all-reduces of tp
-BLOCKING = "activations"
 # Queries in a block of torch's attention kernel on CPUs (FlashAttentionKernel.cpp; more for long
 # sequences). A block that is not full is hardly faster: 145 queries take about as long as 160
 KERNEL_QUERIES = 32
@@ -290,36 +288,31 @@ class CostModel:
         Example: backward takes 60 ms and the gradient reduction of 31 blocks and the rest 80 ms. Then
         20 ms are exposed, and 0.19 x 60 ms = 11.4 ms are lost by slower computation.
         """
-        shown = 0.0
-        whole = work = time.compute_s + time.memory_s + time.launch_s
+        exposed_s = 0.0
+        work_s = time.compute_s + time.memory_s + time.launch_s
+        hiding_s = work_s  # computation that has no communication beside it yet
         # copies between device and host: by kind of work, then by direction
         with_host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for message in ledger.messages:
             seconds = self._message_s(message)
             if not message.overlaps:
-                shown += seconds
-                continue
-            if message.during:
+                exposed_s += seconds
+            elif message.during:
                 with_host[message.during][message.way] += seconds
-                continue
-            if message.at_start:
-                later = seconds * (1 - message.at_start) - whole / 3 / ledger.micro_batches
-                hidden = min(seconds * (1 - message.at_start), whole / 3 / ledger.micro_batches)
-                shown += seconds * message.at_start + max(later, 0.0) + CONTENTION * hidden
-                continue
-            if message.name == "parameters":
-                behind, edge = work, seconds / 2 / (ledger.blocks + 1)
+            elif message.at_start:
+                forward_s = work_s / 3 / ledger.micro_batches
+                exposed_s += seconds * message.at_start + _beside(seconds * (1 - message.at_start), forward_s)
+            elif message.name == "parameters":
+                exposed_s += _beside(seconds, hiding_s, seconds / 2 / (ledger.blocks + 1))
+                hiding_s = max(hiding_s - seconds, 0.0)
             else:
-                behind, edge = (
-                    work * 2 / 3 * message.micro_batches / ledger.micro_batches,
-                    seconds / (ledger.blocks + 1),
-                )
-            shown += max(seconds - behind, edge) + CONTENTION * min(seconds, behind)
-            work = max(work - seconds, 0.0)
+                backward_s = hiding_s * 2 / 3 * message.micro_batches / ledger.micro_batches
+                exposed_s += _beside(seconds, backward_s, seconds / (ledger.blocks + 1))
+                hiding_s = max(hiding_s - seconds, 0.0)
         lasts = _work_s(time)
         for during, ways in with_host.items():  # both directions run at the same time
-            shown += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
-        return shown
+            exposed_s += max(max(seconds - lasts[during], seconds * EXPOSED_SHARE) for seconds in ways.values())
+        return exposed_s
 
     def arithmetic_s(self, ledger: Ledger) -> float:
         """Return the seconds that matrix products, convolutions and attention take in a step's
@@ -364,7 +357,7 @@ class CostModel:
             waited_s = sum(
                 self._message_s(message)
                 for message in ledger.messages
-                if message.name == BLOCKING and not message.overlaps
+                if message.has_activations and not message.overlaps
             )
             for stage, durations in stages.items():
                 seconds.update({(stage, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
@@ -569,6 +562,16 @@ class CostModel:
         return extrapolate_layers(ledger, page_fault_bytes) / self.machine.achieved(
             "fetch", "float32", MAX_MMAP_THRESHOLD
         )
+
+
+def _beside(message_s: float, work_s: float, edge_s: float = 0.0) -> float:
+    """Return the seconds that a step takes longer because a message overlaps with computation.
+
+    message_s  seconds of the message if nothing overlaps with it
+    work_s     seconds of the computation beside it, which takes longer meanwhile
+    edge_s     seconds of the message at its beginning or end that no computation can hide
+    """
+    return max(message_s - work_s, edge_s) + CONTENTION * min(message_s, work_s)
 
 
 def _work_s(time: Time) -> dict[str, float]:

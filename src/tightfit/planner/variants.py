@@ -22,7 +22,6 @@ from tightfit.planner.micro_batches import (
     shrink_micro_batch,
 )
 from tightfit.planner.parallelism import balanced_split
-from tightfit.planner.time_model import BLOCKING
 
 MAX_REFINED = 2  # plans with recompute: full for which fewer recomputed blocks are tried
 MAX_REFINED_MICRO_BATCHES = 3  # for each of them, the largest ones that fit
@@ -336,11 +335,11 @@ def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
       faster. If the machine's rates were measured, it is the time of all products.
     """
     time = one.time
-    within = [message.latency_s for message in one.ledger.messages if message.name == BLOCKING]
+    within = [message.latency_s for message in one.ledger.messages if message.has_activations]
     others = [
         message.bytes / message.bytes_per_s + message.latency_s
         for message in one.ledger.messages
-        if message.name != BLOCKING
+        if not message.has_activations
     ]
     best = 0.0 if one.machine.rates else estimator.bound_model.arithmetic_s(one.ledger)
     products = time.compute_s - best
@@ -349,7 +348,7 @@ def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
     return time.step_s + longer * time.bubble_s - time.launch_s - (sum(within) + sum(others)) / 2 - products
 
 
-def with_leaner_kernels(
+def estimate_candidates_or_leaner(
     estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
 ) -> list[Estimate]:
     """Return estimates of the variants of `start` that may be the fastest. If the fastest of them
@@ -367,7 +366,7 @@ def with_leaner_kernels(
             other = estimator.estimate(fastest.plan.replace(**fields))
             if other.fits and not saves(fastest, other, least):
                 rest = {name: value for name, value in leaner.items() if name not in fields}
-                return with_leaner_kernels(estimator, start.replace(**fields), pins, rest)
+                return estimate_candidates_or_leaner(estimator, start.replace(**fields), pins, rest)
     if leaner and not (found and estimator.include_allocator(min(found, key=by_time)).fits):
         found += estimate_candidates(estimator, start.replace(**leaner), pins)
     return found
@@ -386,4 +385,4 @@ def _kernels_to_reconsider(
     return found
 
 
-__all__ = ["by_time", "estimate_candidates", "fitting_s", "with_leaner_kernels"]
+__all__ = ["by_time", "estimate_candidates", "estimate_candidates_or_leaner", "fitting_s"]

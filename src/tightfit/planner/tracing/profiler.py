@@ -388,7 +388,7 @@ class Profiler:
         is the last that a search tries, and beside the whole batch, which is the first.
         """
         work, chunk = self.shared_work, max(whole, 1)
-        if work is None or not work.any_micro_batch or plan.is_true:
+        if work is None or not work.any_micro_batch or plan.has_16_bit_weights:
             return {}
         if not 1 < samples < plan.share_of(self.job.train.batch):
             return {}
@@ -647,7 +647,7 @@ class Profiler:
         together = optimizer_states.uses_foreach(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
         undoes = optimizer_states.keeps_undo_copies(plan, self.device)
-        key = (plan.is_true, plan.precision == "fp16-true", together, batched, undoes, *fields)
+        key = (plan.has_16_bit_weights, plan.precision == "fp16-true", together, batched, undoes, *fields)
         if key not in self._updates:
             with fake_process_group(plan.tp), self._mode, FakeValues(), emulate_device(self.device):
                 model, depth = self._tensor_parallel_model(plan)
@@ -684,7 +684,7 @@ class Profiler:
         """Return the operations that run on all gradients before the update: dividing by the loss
         scale (fp16), computing the norm, and clipping."""
         scaled, clip = plan.precision.startswith("fp16"), self.job.train.clip
-        key = plan.is_true, plan.master_weights, scaled, clip, plan.tp
+        key = plan.has_16_bit_weights, plan.master_weights, scaled, clip, plan.tp
         if key not in self._clippings:
             with fake_process_group(plan.tp), self._mode, FakeValues(), emulate_device(self.device):
                 model, depth = self._tensor_parallel_model(plan)

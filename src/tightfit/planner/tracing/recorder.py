@@ -1,7 +1,7 @@
 """Record what one micro-batch does on fake tensors: its allocations, frees and operations, in
 segments (parts of the step, such as the forward of one block).
 
-The profiler calls `trace` and builds a ledger from the result. `Recorder` is a torch dispatch mode:
+The profiler calls `record_step` and builds a ledger from the result. `Recorder` is a torch dispatch mode:
 it sees every operation, the storages that the operation allocates, and when these are freed.
 
 Of each kind of repeated block, only the first two and the last run. A block between them returns
