@@ -12,24 +12,20 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import nn
 
-from tightfit._torch.fake import active_fake_mode
-from tightfit._torch.tensors import has_accumulation_hooks
 from tightfit.distributed.mesh import make_mesh
 from tightfit.distributed.processes import local_device
 from tightfit.engine.checkpoint.extra_state import check_extra_states
+from tightfit.engine.refused_models import check_modules, check_uses
 from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, loader, materialize, microbatch
-from tightfit.models import load_python, model_factory, task_of
-from tightfit.models.fake_forward import uses_of_parameters
+from tightfit.models import load_python, task_of
 from tightfit.models.masks import without_mask_checks
 from tightfit.models.objective import Objective, forward_parameters, objective_of
 from tightfit.optim.groups import check_matches, names_of_parameters
-from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan, plan_of
 from tightfit.rules import check
@@ -66,102 +62,9 @@ def build(
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
     run = begin(job, plan, kind, objective_of(loss, task_of(job.model)), data, alone, job.train.seed)
     run = apply_methods(run, keeps_data=data is not None)
-    _refuse_other_uses(run)
+    check_uses(run)
     microbatch.warn_of_dropped_tokens(run)
     return run
-
-
-def _refuse_scripted(run: Run) -> None:
-    """Raise InputError if a part of the model is scripted, and the plan has to change its modules."""
-    scripted = next((name for name, one in run.model.named_modules() if isinstance(one, torch.jit.ScriptModule)), None)
-    plan = run.plan
-    if scripted is not None and (plan.pp > 1 or uses_fully_shard(plan, run.device.type)):
-        raise InputError(
-            f"plan: {f'pp={plan.pp}' if plan.pp > 1 else 'zero=3' if plan.zero == 3 else 'offload=parameters'}",
-            f"{scripted or 'the model'} is scripted (torch.jit.script), and the parameters of such a module cannot be divided",
-            "use the module without torch.jit.script, or use pp: 1 and zero: 2",
-        )
-
-
-def _refuse_accumulation_hooks(run: Run) -> None:
-    """Raise InputError if the model has hooks that change accumulated gradients, and the plan accumulates
-    them over micro-batches: the hooks would change the sums once for each micro-batch."""
-    plan, batch = run.plan, run.job.train.batch
-    hooked = next((name for name, one in run.model.named_parameters() if has_accumulation_hooks(one)), None)
-    if hooked is not None and plan.micro_batch_of(batch) < plan.share_of(batch):
-        raise InputError(
-            f"plan: micro_batch={plan.micro_batch}",
-            f"{hooked} has a hook for accumulated gradients, which would run after each micro-batch instead of once a step",
-            "use micro_batch: null, or let an optimizer of your own do what the hook does",
-        )
-
-
-def _refuse_other_uses(run: Run) -> None:
-    """Raise InputError if the forward of a user's own model changes parameters of the model, or reaches them
-    in another way than as parameters, and the plan would lose the change or make copies that differ. The models of
-    transformers do neither.
-    """
-    plan, kind = run.plan, run.device.type
-    sharded = uses_fully_shard(plan, kind) or plan.tp > 1
-    apart = sharded or plan.zero > 0 or plan.parameter_server != "none"
-    tables = {n: one for n, one in run.model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
-    renormalised = next((name for name, table in tables.items() if table.max_norm is not None), None)
-    if renormalised is not None and plan.devices > 1:
-        raise InputError(
-            f"job: model ({renormalised})",
-            "its max_norm rescales the rows that a batch reads, so several devices would have different weights",
-            "leave out max_norm, or train on one device",
-        )
-    moved = apart or plan.data_parallel > 1 or plan.pp > 1 or "parameters" in plan.offload
-    if run.job.of_transformers or not moved or active_fake_mode() is not None:
-        return
-    found = uses_of_parameters(model_factory(run.job.model), run.objective.total, run.data.example())
-    if found.from_batch and plan.data_parallel > 1:
-        raise InputError(
-            f"plan: {plan.data_parallel} data-parallel devices",
-            f"the forward sets the model's parameter {found.from_batch[0]} by its batch, and each device has other samples, "
-            "so their weights would differ",
-            "set it before the training, or train on one device",
-        )
-    copies = sharded or plan.pp > 1 or "parameters" in plan.offload or plan.parameter_server != "none"
-    if found.aliases and copies:
-        raise InputError(
-            f"plan: {f'pp={plan.pp}' if plan.pp > 1 else _keeps_apart(plan)[0]}",
-            f"{found.aliases[0]}, and the plan would make copies of it that differ",
-            "tie weights by assigning the parameter (head.weight = embedding.weight), or use dp_replicate or zero: 1",
-        )
-    if found.differentiates and plan.zero == 3:
-        raise InputError(
-            "plan: zero=3",
-            "the forward or the loss computes gradients itself (torch.autograd.grad), after which the gathered weights "
-            "are freed, before backward needs them",
-            "use zero: 2",
-        )
-    if plan.pp > 1 or not apart:
-        return
-    lost = found.replaced if plan.zero and not sharded else (*found.in_place, *found.replaced)
-    if lost:
-        asked, fix = _keeps_apart(plan)
-        raise InputError(
-            f"plan: {asked}",
-            f"the model's forward changes its own parameter {lost[0]}, of which the plan keeps "
-            + ("another copy" if plan.parameter_server != "none" else "shards")
-            + ", so the change would be lost",
-            f"{fix}; or keep what forward changes in a buffer",
-        )
-
-
-def _keeps_apart(plan: Plan) -> tuple[str, str]:
-    """Return (the plan field because of which a change of a parameter in forward is lost, what to use
-    instead)."""
-    if plan.parameter_server != "none":
-        return f"parameter_server={plan.parameter_server}", "use parameter_server: none"
-    if plan.tp > 1:
-        return f"tp={plan.tp}", "use tp: 1"
-    if plan.zero == 3 or plan.zero == 0:
-        field = "zero=3" if plan.zero else "offload=parameters"
-        return field, "use zero: 2" if plan.zero else "leave parameters out of offload"
-    return f"zero={plan.zero}", "use weight.copy_(...) under torch.no_grad instead of weight.data = ..., or zero: 0"
 
 
 def kind_of_device(machine: Machine | str | None) -> str:
@@ -224,8 +127,7 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
             run = method.apply(run, plan)
             assert isinstance(run, Run), f"{method.__name__}.apply returns no Run"
         if method is materialize:  # before a method leaves only a stage's parameters
-            _refuse_scripted(run)
-            _refuse_accumulation_hooks(run)
+            check_modules(run)
             forward_parameters(run.model)
             check_matches(run.job.train, names_of_parameters(run.model).values())
         if method is loader and not keeps_data:

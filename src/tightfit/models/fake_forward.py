@@ -7,7 +7,7 @@
 - whether it branches on the values of tensors.
 
 A plan that keeps parameters in shards, or on a parameter server, loses a change: the forward writes to
-a copy. It also makes copies of what was one tensor. `engine/build.py` refuses these plans. A prediction
+a copy. It also makes copies of what was one tensor. `engine/refused_models.py` refuses these plans. A prediction
 does not know values: `Profiler` says which line depends on one.
 """
 

@@ -1,0 +1,138 @@
+"""Refuse models of the user's own that a plan would train otherwise than plain PyTorch, or not at all.
+
+`build` calls `check_modules` before the methods that divide the model, and `check_uses` at its end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.tensors import has_accumulation_hooks
+from tightfit.errors import InputError
+from tightfit.models import model_factory
+from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
+from tightfit.parallel.fsdp.planning import uses_fully_shard
+from tightfit.plan import Plan
+from tightfit.runtime.run import Run
+
+
+def check_modules(run: Run) -> None:
+    """Raise InputError if the plan cannot train a module of the model, or would train it otherwise:
+
+    - it has to change modules, and one is scripted
+    - it accumulates gradients, and a parameter has a hook for accumulated gradients
+    - it uses several devices, and an embedding rescales the rows that it reads (max_norm)
+    """
+    _refuse_scripted(run)
+    _refuse_accumulation_hooks(run)
+    _refuse_max_norm(run)
+
+
+def check_uses(run: Run) -> None:
+    """Raise InputError if the forward of a user's own model changes parameters of the model, or reaches
+    them in another way than as parameters, and the plan would lose the change or make copies that differ.
+    The models of transformers do neither. The forward runs on fake tensors."""
+    plan = run.plan
+    moves = _keeps_apart(run) or plan.data_parallel > 1 or plan.pp > 1 or "parameters" in plan.offload
+    if run.job.of_transformers or not moves or active_fake_mode() is not None:
+        return
+    uses = uses_of_parameters(model_factory(run.job.model), run.objective.total, run.data.example())
+    if uses.from_batch and plan.data_parallel > 1:
+        raise InputError(
+            f"plan: {plan.data_parallel} data-parallel devices",
+            f"the forward sets the model's parameter {uses.from_batch[0]} by its batch, and each device has other samples, "
+            "so their weights would differ",
+            "set it before the training, or train on one device",
+        )
+    copies = _divides(run) or plan.pp > 1 or "parameters" in plan.offload or plan.parameter_server != "none"
+    if uses.aliases and copies:
+        raise InputError(
+            f"plan: {f'pp={plan.pp}' if plan.pp > 1 else _field_and_fix(plan)[0]}",
+            f"{uses.aliases[0]}, and the plan would make copies of it that differ",
+            "tie weights by assigning the parameter (head.weight = embedding.weight), or use dp_replicate or zero: 1",
+        )
+    if uses.differentiates and plan.zero == 3:
+        raise InputError(
+            "plan: zero=3",
+            "the forward or the loss computes gradients itself (torch.autograd.grad), after which the gathered weights "
+            "are freed, before backward needs them",
+            "use zero: 2",
+        )
+    if plan.pp == 1 and _keeps_apart(run):
+        _refuse_lost_changes(run, uses)
+
+
+def _refuse_scripted(run: Run) -> None:
+    scripted = next((name for name, one in run.model.named_modules() if isinstance(one, torch.jit.ScriptModule)), None)
+    plan = run.plan
+    if scripted is not None and (plan.pp > 1 or uses_fully_shard(plan, run.device.type)):
+        raise InputError(
+            f"plan: {f'pp={plan.pp}' if plan.pp > 1 else 'zero=3' if plan.zero == 3 else 'offload=parameters'}",
+            f"{scripted or 'the model'} is scripted (torch.jit.script), and the parameters of such a module cannot be divided",
+            "use the module without torch.jit.script, or use pp: 1 and zero: 2",
+        )
+
+
+def _refuse_accumulation_hooks(run: Run) -> None:
+    """Such hooks would change the sums of gradients once for each micro-batch."""
+    plan, batch = run.plan, run.job.train.batch
+    hooked = next((name for name, one in run.model.named_parameters() if has_accumulation_hooks(one)), None)
+    if hooked is not None and plan.micro_batch_of(batch) < plan.share_of(batch):
+        raise InputError(
+            f"plan: micro_batch={plan.micro_batch}",
+            f"{hooked} has a hook for accumulated gradients, which would run after each micro-batch instead of once a step",
+            "use micro_batch: null, or let an optimizer of your own do what the hook does",
+        )
+
+
+def _refuse_max_norm(run: Run) -> None:
+    tables = {n: one for n, one in run.model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    renormalised = next((name for name, table in tables.items() if table.max_norm is not None), None)
+    if renormalised is not None and run.plan.devices > 1:
+        raise InputError(
+            f"job: model ({renormalised})",
+            "its max_norm rescales the rows that a batch reads, so several devices would have different weights",
+            "leave out max_norm, or train on one device",
+        )
+
+
+def _refuse_lost_changes(run: Run, uses: UsesOfParameters) -> None:
+    plan = run.plan
+    lost = uses.replaced if plan.zero and not _divides(run) else (*uses.in_place, *uses.replaced)
+    if lost:
+        asked, fix = _field_and_fix(plan)
+        raise InputError(
+            f"plan: {asked}",
+            f"the model's forward changes its own parameter {lost[0]}, of which the plan keeps "
+            + ("another copy" if plan.parameter_server != "none" else "shards")
+            + ", so the change would be lost",
+            f"{fix}; or keep what forward changes in a buffer",
+        )
+
+
+def _divides(run: Run) -> bool:
+    """Return whether the plan divides the parameters that a forward reads."""
+    return uses_fully_shard(run.plan, run.device.type) or run.plan.tp > 1
+
+
+def _keeps_apart(run: Run) -> bool:
+    """Return whether the plan keeps parameters elsewhere than in the model: in shards, or on a server."""
+    return _divides(run) or run.plan.zero > 0 or run.plan.parameter_server != "none"
+
+
+def _field_and_fix(plan: Plan) -> tuple[str, str]:
+    """Return (the plan field because of which a change of a parameter in forward is lost, what to use
+    instead)."""
+    if plan.parameter_server != "none":
+        return f"parameter_server={plan.parameter_server}", "use parameter_server: none"
+    if plan.tp > 1:
+        return f"tp={plan.tp}", "use tp: 1"
+    if plan.zero == 3 or plan.zero == 0:
+        field = "zero=3" if plan.zero else "offload=parameters"
+        return field, "use zero: 2" if plan.zero else "leave parameters out of offload"
+    return f"zero={plan.zero}", "use weight.copy_(...) under torch.no_grad instead of weight.data = ..., or zero: 0"
+
+
+__all__ = ["check_modules", "check_uses"]
