@@ -55,7 +55,7 @@ from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate, Estimator, estimated_ledger
-from tightfit.planner.time_model import BLOCKING, CONTENTION, CostModel
+from tightfit.planner.time_model import CONTENTION, CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
 from tightfit.units import parse_bytes
@@ -402,7 +402,7 @@ def saved_by_their_loop(estimate: Estimate, wider: Estimate, loop: dict[str, Any
     if loop.get("te_float8") and estimate.plan.float8 != "none":
         saved += (1 - TE_CASTS) * (estimate.time.memory_s - wider.time.memory_s)
     if loop.get("tp_overlap"):
-        sent = (one for one in estimate.ledger.messages if one.name == BLOCKING and not one.overlaps)
+        sent = (one for one in estimate.ledger.messages if one.has_activations and not one.overlaps)
         hidden = TP_HIDDEN * sum(one.bytes / (one.bytes_per_s * model.link_share) for one in sent)
         saved += (1 - CONTENTION) * min(hidden, estimate.time.communication_s)
     if loop.get("fused_low_bit") and estimate.plan.states in ("8-bit", "4-bit"):

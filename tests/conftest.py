@@ -64,11 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _thin_sweeps(items: list[pytest.Item]) -> None:
     """Mark cases of the tests with the mark `sweep(n)` as slow: all but the first and each n-th after it,
-    of those that are not slow already."""
+    of those that are not slow already and need no GPU."""
     seen: Counter[str] = Counter()
     for item in items:
         sweep = item.get_closest_marker("sweep")
-        if sweep is None or item.get_closest_marker("slow") is not None:
+        if sweep is None or item.get_closest_marker("slow") or item.get_closest_marker("gpu"):
             continue
         (every,), test = sweep.args, item.nodeid.partition("[")[0]
         if seen[test] % every:

@@ -129,7 +129,9 @@ class Forces(Net):
 def test_gradients_in_an_evaluation_need_enable_grad() -> None:
     assert tightfit.evaluate(tightfit.build(job().replace(model=lambda: Forces(True)), tightfit.Plan())) > 0
     run = tightfit.build(job().replace(model=lambda: Forces(False)), tightfit.Plan())
-    with pytest.raises(InputError, match=r"evaluate_every: the model computes gradients(.|\n)*torch\.enable_grad"):
+    with pytest.raises(
+        InputError, match=r"evaluate_every: the model or its loss computes gradients(.|\n)*torch\.enable_grad"
+    ):
         tightfit.evaluate(run)
 
 

@@ -67,7 +67,7 @@ def test_the_error_names_what_has_the_wrong_type(case: str) -> None:
     assert fix in caught.value.fix
 
 
-def test_data_of_a_wrong_shape_are_not_a_failure_of_the_compiler() -> None:
+def test_data_of_a_wrong_shape_do_not_blame_the_compiler() -> None:
     run = tightfit.build(_job(linear, torch.ones(WIDTH - 1)), {"compile": "model"})
     with pytest.raises(
         InputError, match=r"an operation of the model fails on its inputs .*\[4, 4\] X \[5, 3\]"

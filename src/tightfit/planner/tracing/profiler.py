@@ -209,13 +209,13 @@ class Profiler:
         The ledger has one micro-batch: all samples that one device processes in a step. Raises
         InputError if the model cannot be traced.
         """
-        batch = plan.share_of(self.job.train.batch)  # samples of one device
+        of_device = plan.share_of(self.job.train.batch)  # samples; `microbatch.cost` divides them
         micro_batch = plan.micro_batch_of(self.job.train.batch)
         programs, sizes = self.recorded_step(plan, micro_batch)
         # a recomputed block's first forward is that of an evaluation, which has to save nothing
         may_save = not recompute.enabled(plan) or recompute.changes_trace(plan)
         return Ledger(
-            micro_batch=batch,
+            micro_batch=of_device,
             micro_batches=1,
             training=programs.segments,
             inference=lambda: self._evaluation(plan, micro_batch, sizes, may_save).segments,
@@ -327,19 +327,14 @@ class Profiler:
 
         Raises InputError if the model cannot be traced.
         """
-        kind = plan.precision.replace("fp16", "bf16").replace("tf32", "fp32")
         whole = self._samples_per_chunk(plan)
-        # whether backward all-gathers a layer's input again, rather than saving it
-        gathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
-        layout = plan.tp, plan.cp, plan.sequence_parallel, gathers
         gathered = planning.uses_fully_shard(plan, self.device)
-        narrow = gathered and planning.gather_dtype(plan) is not None
-        again = plan.recompute if training and recompute.changes_trace(plan) else "none"
-        # gathered weights have gradients of their own type, which are widened after they are reduced
-        plan = plan.replace(precision=kind, master_weights=plan.master_weights and training and not gathered)
-        operations = tuple(getattr(plan, field) for field in traced_fields(METHODS))
-        filled = float8.enabled(plan) and float8.needs_padding(self.job, plan)
-        key = _TraceKey(operations, filled, again, training, gradients, micro_batch < whole, layout, narrow)
+        plan = plan.replace(  # of formats of the same width, one is traced
+            precision=plan.precision.replace("fp16", "bf16").replace("tf32", "fp32"),
+            # gathered weights have gradients of their own type, which are widened after they are reduced
+            master_weights=plan.master_weights and training and not gathered,
+        )
+        key = self._trace_key(plan, micro_batch < whole, training, gradients)
         traced = self._traced.setdefault(key, {})
         if sizes is None:
             sizes = self._sizes_to_trace(traced, micro_batch, whole)
@@ -354,6 +349,22 @@ class Profiler:
             if fit is not None:
                 return fit, pair
         raise AssertionError("a trace fits itself")
+
+    def _trace_key(self, plan: Plan, is_part: bool, training: bool, gradients: bool) -> _TraceKey:
+        """Return the key of the traces of `plan`: plans that run the same operations have the same. The
+        arguments have the names of the key's fields."""
+        # whether backward all-gathers a layer's input again, rather than saving it
+        regathers = plan.sequence_parallel and training and sequence_parallel.regathers_inputs(plan)
+        return _TraceKey(
+            operations=tuple(getattr(plan, field) for field in traced_fields(METHODS)),
+            filled=float8.enabled(plan) and float8.needs_padding(self.job, plan),
+            again=plan.recompute if training and recompute.changes_trace(plan) else "none",
+            training=training,
+            gradients=gradients,
+            is_part=is_part,
+            layout=(plan.tp, plan.cp, plan.sequence_parallel, regathers),
+            narrow=planning.uses_fully_shard(plan, self.device) and planning.gather_dtype(plan) is not None,
+        )
 
     def _sizes_to_trace(self, traced: dict[int, RecordedStep], micro_batch: int, whole: int) -> tuple[int, int]:
         """Return the two sizes of micro-batches between which a step is interpolated; both are
