@@ -400,31 +400,31 @@ class LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         taken: int | None,
         how: tuple[int, LossKernels],
-        divided: VocabularyShard | None,
+        shard: VocabularyShard | None,
         dtype: torch.dtype,
         learning: bool,
     ) -> Tensor:
-        wanted = [learning and needed for needed in ctx.needs_input_grad[:3]]
-        which = None if taken is None else _labelled_rows_first(targets)[:taken]
+        needed = [learning and needs for needs in ctx.needs_input_grad[:3]]
+        chosen_rows = None if taken is None else _labelled_rows_first(targets)[:taken]
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, which, how, divided, dtype, wanted)
+            loss, gradients = _sum_and_gradients(hidden, weight, bias, targets, chosen_rows, how, shard, dtype, needed)
         # a leaf may have fp32 gradients although it is stored in 16 bits (master_weights)
         own = [None if one is None else gradient_dtype(one) if one.is_leaf else one.dtype for one in (weight, bias)]
         ctx.types = (hidden.dtype, *own)
         ctx.shape = hidden.shape
-        ctx.save_for_backward(*gradients, which if wanted[0] else None)
+        ctx.save_for_backward(*gradients, chosen_rows if needed[0] else None)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *made, which = ctx.saved_tensors
+        *made, chosen_rows = ctx.saved_tensors
         # in place: autograd notices the change, so a second backward through this graph raises
         scaled = [
             None if gradient is None else gradient.mul_(gradients[0]).to(dtype)
             for gradient, dtype in zip(made, ctx.types, strict=True)
         ]
-        if which is not None and scaled[0] is not None:
-            scaled[0] = scaled[0].new_zeros(ctx.shape).index_copy_(0, which, scaled[0])
+        if chosen_rows is not None and scaled[0] is not None:
+            scaled[0] = scaled[0].new_zeros(ctx.shape).index_copy_(0, chosen_rows, scaled[0])
         return *scaled, None, None, None, None, None, None
 
 
@@ -440,11 +440,11 @@ def _sum_and_gradients(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    which: Tensor | None,
+    chosen_rows: Tensor | None,
     how: tuple[int, LossKernels],
-    divided: VocabularyShard | None,
+    shard: VocabularyShard | None,
     dtype: torch.dtype,
-    wanted: list[bool],
+    needed: list[bool],
 ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None, Tensor | None]]:
     """Return the summed loss, and a tuple with its gradients with respect to hidden, weight and
     bias. A gradient that is not needed is None.
@@ -453,48 +453,51 @@ def _sum_and_gradients(
     and a weight of type `dtype`, the gradient of the weight is in `dtype`, too.
 
     hidden, weight, bias, targets  as in `linear_cross_entropy`
-    which    indices of the rows to compute; None for all. The gradient of hidden has these rows
-             only
-    how      (tokens in a chunk, kernels)
-    divided  the vocabulary shard of this device; None if the vocabulary is not sharded
-    dtype    the type of the products
-    wanted   for each of hidden, weight and bias, whether its gradient is needed
+    chosen_rows  indices of the rows to compute; None for all. The gradient of hidden has these rows
+                 only
+    how          (tokens in a chunk, kernels)
+    shard        the vocabulary shard of this device; None if the vocabulary is not sharded
+    dtype        the type of the products
+    needed       for each of hidden, weight and bias, whether its gradient is needed
     """
     chunk, kernels = how
     classes = len(weight)
     narrow_weight = padded(weight, dtype, kernels.pads)
     narrow_bias = None if bias is None else padded(bias, dtype, kernels.pads)
-    count = len(hidden) if which is None else len(which)
-    for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if wanted[0] else None
-    one = count <= chunk and weight.dtype == dtype  # a single product, already in the weight's type
+    count = len(hidden) if chosen_rows is None else len(chosen_rows)
+    for_hidden = hidden.new_empty((count, hidden.shape[1]), dtype=dtype) if needed[0] else None
+    single_product = count <= chunk and weight.dtype == dtype  # already in the weight's type
     wide = torch.promote_types(dtype, torch.float32)
-    adds = kernels.accumulates_fp32 and dtype != wide and count > 0
-    begun = torch.empty_like if adds else torch.zeros_like
-    for_weight = begun(weight, dtype=wide) if wanted[1] and not one else None
-    for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+    sums_in_fp32 = kernels.accumulates_fp32 and dtype != wide and count > 0
+    allocate = torch.empty_like if sums_in_fp32 else torch.zeros_like
+    for_weight = allocate(weight, dtype=wide) if needed[1] and not single_product else None
+    for_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
     loss = torch.zeros((), dtype=wide, device=hidden.device)
 
     # a function, so that a chunk's tensors are freed before the next chunk's logits
     def compute_chunk(here: slice) -> None:
         nonlocal for_weight
-        if which is None:
+        if chosen_rows is None:
             rows, labels = hidden[here].to(dtype), targets[here]
         else:
-            rows, labels = hidden.index_select(0, which[here]).to(dtype), targets.index_select(0, which[here])
-        logits = functional.linear(rows, narrow_weight, narrow_bias)
-        part, gradient = _chunk_loss(seen := logits[:, :classes], labels, kernels, divided, any(wanted))
+            places = chosen_rows[here]
+            rows, labels = hidden.index_select(0, places).to(dtype), targets.index_select(0, places)
+        padded_logits = functional.linear(rows, narrow_weight, narrow_bias)
+        logits = padded_logits[:, :classes]
+        part, gradient = _chunk_loss(logits, labels, kernels, shard, any(needed))  # may write it over the logits
         loss.add_(part)
         counts = (labels != IGNORED).to(dtype).unsqueeze(1)
         if for_hidden is not None:
             # where the gradient was written over the logits, it has the zeros of padded classes beside it
-            factors = (logits, narrow_weight) if gradient is seen else (gradient, narrow_weight[:classes])
+            overwritten = gradient is logits
+            factors = (padded_logits, narrow_weight) if overwritten else (gradient, narrow_weight[:classes])
             torch.mm(*factors, out=for_hidden[here]).mul_(counts)
-        if wanted[1]:
+        if needed[1]:
             rows = rows * counts
-            if for_weight is None or one:
+            if for_weight is None or single_product:
                 for_weight = gradient.t() @ rows
             else:
-                _add_weight_gradient(for_weight, gradient.t(), rows, adds, here.start == 0)
+                _add_weight_gradient(for_weight, gradient.t(), rows, sums_in_fp32, here.start == 0)
         if for_bias is not None:
             for_bias.add_((gradient.t() @ counts).squeeze(1))
 
@@ -504,18 +507,18 @@ def _sum_and_gradients(
 
 
 def _chunk_loss(
-    logits: Tensor, labels: Tensor, kernels: LossKernels, divided: VocabularyShard | None, learning: bool
+    logits: Tensor, labels: Tensor, kernels: LossKernels, shard: VocabularyShard | None, learning: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the summed loss of one chunk of tokens, and its gradient with respect to the logits.
     The gradient may be written over the logits.
 
     logits    (tokens, classes)
     labels    (tokens)
-    divided   the vocabulary shard of this device; None if the vocabulary is not sharded
+    shard     the vocabulary shard of this device; None if the vocabulary is not sharded
     learning  whether the gradient is needed
     """
-    if divided is not None:
-        return vocab_parallel_cross_entropy_with_gradient(logits, labels, *divided)
+    if shard is not None:
+        return vocab_parallel_cross_entropy_with_gradient(logits, labels, *shard)
     if kernels.fused is not None and learning:
         return kernels.fused(logits, labels), logits
     return cross_entropy_with_gradient(logits, labels, kernels.rows)

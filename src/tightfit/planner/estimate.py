@@ -560,7 +560,7 @@ class Estimator:
         has no entry.
 
         The limits are those of the job. If the job does not limit host memory, the limit is the
-        host's memory. A machine from the catalogue then has no limit, because its host memory is a
+        host's memory. A machine from the device table then has no limit, because its host memory is a
         guess.
         """
         limits, host = self.job.limits, self.machine.host_memory_bytes

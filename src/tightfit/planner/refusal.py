@@ -26,7 +26,7 @@ from tightfit.units import format_bytes
 PERMISSIONS = ("bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding", "offload")
 MIN_REDUCTION = 0.99  # a remedy must reduce the needed memory to less than this share
 MOST_DEVICES = 1024  # the largest number of devices that is suggested
-DEVICES_PER_NODE = 8  # assumed for a machine that is not in the catalogue
+DEVICES_PER_NODE = 8  # assumed for a machine that is not in the device table
 MIN_SEQUENCE_LENGTH = 64  # the shortest sequence that is suggested, in tokens
 KERNELS = ("chunked_loss", "compile", "attention")
 UNPINNABLE = (  # plan fields that a remedy may suggest not to pin
@@ -330,7 +330,7 @@ def _larger_machine(least: Estimate) -> str:
 
     - If `limits.memory` of the job is below the machine's memory, and the machine has enough: the
       limit that is needed.
-    - For a GPU: the smallest GPU of the catalogue with enough memory.
+    - For a GPU: the smallest GPU of the device table with enough memory.
     - For a CPU, or if no GPU has enough memory: the bytes that each device needs.
     """
     needed = _needed_bytes(least)

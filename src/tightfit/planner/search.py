@@ -280,7 +280,8 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
         return start
     work_s, prepare_s = one.time.step_s - one.time.input_s, one.ledger.seconds.get("prepare", 0.0)
     machine = estimator.machine
-    named = machine.host_memory_bytes.source == "published"  # the host of a catalogue machine is unknown
+    # the host of a machine from the device table is unknown
+    named = machine.host_memory_bytes.source == "published"
     most = MAX_WORKERS if named else min(MAX_WORKERS, machine.cores // machine.devices_per_node)
     if job.data.streaming:
         most = min(most, 1)  # only one worker can read a stream
