@@ -82,10 +82,19 @@ class ParameterSharding:
         return [length if dim == self.dim else size for dim, size in enumerate(part.shape)]
 
 
+_ROWS = "_tightfit_rows"  # attribute of a parameter
+
+
+def rows_of(parameter: Tensor) -> Tensor | None:
+    """Return this device's ZeRO-3 shard of a parameter, which `shard_parameter` has stored with it until
+    fully_shard takes it. Return None if the parameter is not sharded."""
+    return getattr(parameter, _ROWS, None)
+
+
 @torch.no_grad()
 def shard_parameter(parameter: Tensor, mesh: Mesh, full: Tensor) -> None:
-    """Store this device's ZeRO-3 shard of `full` in `parameter.rows`, and free the parameter's own
-    memory.
+    """Store this device's ZeRO-3 shard of `full` with the parameter, where `rows_of` finds it, and free the
+    parameter's own memory.
 
     The parameter keeps its full shape, but its data is a single zero, expanded to this shape.
 
@@ -97,26 +106,27 @@ def shard_parameter(parameter: Tensor, mesh: Mesh, full: Tensor) -> None:
     rows = (full if full.dim() else full.view(1)).chunk(mesh.size("dp_shard"))
     rank = mesh.rank("dp_shard")
     mine = rows[rank] if rank < len(rows) else rows[0][:0]
-    parameter.rows = mine.clone()  # type: ignore[attr-defined]
+    setattr(parameter, _ROWS, mine.clone())
     if not parameter.is_meta:
         parameter.data = torch.zeros((), dtype=full.dtype, device=full.device).expand(full.shape)
 
 
 def move_shards_to_meta(model: nn.Module) -> None:
     """Replace each parameter that `shard_parameter` has sharded by a parameter of the same shape on
-    the meta device. The new parameter has the same `rows`.
+    the meta device. The new parameter has the same shard.
 
     fully_shard accepts only parameters that are full or on the meta device.
     """
     put: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in own_parameters(module).items():
-            if parameter is None or not hasattr(parameter, "rows"):
+            rows = None if parameter is None else rows_of(parameter)
+            if parameter is None or rows is None:
                 continue
             if parameter not in put:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 put[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                put[parameter].rows = parameter.rows.contiguous()  # type: ignore[attr-defined]
+                setattr(put[parameter], _ROWS, rows.contiguous())
             own_parameters(module)[name] = put[parameter]
 
 
@@ -127,7 +137,7 @@ def unshard_parameter(parameter: Tensor, mesh: Mesh) -> Tensor:
     If `shard_parameter` has sharded the parameter, this all-gathers its shards, so all devices
     along dp_shard must call it.
     """
-    rows: Tensor | None = getattr(parameter, "rows", None)
+    rows = rows_of(parameter)
     if rows is None:
         return parameter.detach()
     shape = parameter.shape or torch.Size([1])

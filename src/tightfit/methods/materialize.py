@@ -51,6 +51,7 @@ from tightfit.parallel.pipeline.boundaries import MAX_REPLICATED_SHARE
 from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
 from tightfit.plan import Plan
 from tightfit.runtime.method import Default
+from tightfit.runtime.offload_store import mark_stored
 from tightfit.runtime.run import Run, refuse_hooks
 from tightfit.target_device import kind_of
 
@@ -503,7 +504,7 @@ class _Staging(TorchFunctionMode):
             there = self.stored.get(parameter)
             self.stored[parameter] = self.put(values) if there is None else there.copy_(values)
             parameter.data = self.stored[parameter]
-            parameter.stored = True  # type: ignore[attr-defined]
+            mark_stored(parameter)
         elif self.divided is None:
             parameter.data = values
         else:

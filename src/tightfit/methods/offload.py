@@ -46,7 +46,14 @@ from tightfit.parallel.fsdp.planning import (
     uses_fully_shard,
 )
 from tightfit.plan import Plan
-from tightfit.runtime.offload_store import MIN_OFFLOAD_BYTES, OffloadedGradients, Store, max_prefetch_bytes
+from tightfit.runtime.offload_store import (
+    MIN_OFFLOAD_BYTES,
+    OffloadedGradients,
+    Store,
+    is_stored,
+    mark_stored,
+    max_prefetch_bytes,
+)
 from tightfit.runtime.run import Run, UnshardedReduction
 from tightfit.target_device import has_own_memory
 
@@ -418,9 +425,9 @@ def apply(run: Run, plan: Plan) -> Run:
 
             return apply_fully_shard(run, plan)
         for parameter in run.model.parameters():
-            if parameter.requires_grad and not _is_stored(parameter):
+            if parameter.requires_grad and not is_stored(parameter):
                 parameter.data = store.put(parameter.data)
-                parameter.stored = True  # type: ignore[attr-defined]
+                mark_stored(parameter)
     if "gradients" in plan.offload:
         trained = [parameter for parameter in run.model.parameters() if parameter.requires_grad]
         weights = {
@@ -432,10 +439,6 @@ def apply(run: Run, plan: Plan) -> Run:
             optimizer_weights=weights if has_own_memory(run.device) else {},
         )
     return run
-
-
-def _is_stored(parameter: Tensor) -> bool:
-    return getattr(parameter, "stored", False)
 
 
 def with_offloaded_activations(

@@ -125,7 +125,7 @@ class Store:
         those parameters of `model` that are offloaded."""
         yield from self.states.values()
         yield from self.gradients.values()
-        yield from (parameter for parameter in model.parameters() if getattr(parameter, "stored", False))
+        yield from (parameter for parameter in model.parameters() if is_stored(parameter))
 
     def put(self, value: Tensor) -> Tensor:
         """Begin to copy `value` to the store, into new memory. Return the stored tensor; its values
@@ -357,6 +357,18 @@ class Store:
             return packed if isinstance(packed, Tensor) else order.fetch(packed)
 
         return saved_tensors_hooks(pack, unpack)
+
+
+_IS_STORED = "_tightfit_is_stored"  # attribute of a parameter
+
+
+def mark_stored(parameter: Tensor) -> None:
+    """Note on a parameter that its values are in the store between steps."""
+    setattr(parameter, _IS_STORED, True)
+
+
+def is_stored(parameter: Tensor) -> bool:
+    return getattr(parameter, _IS_STORED, False)
 
 
 @dataclass(frozen=True)

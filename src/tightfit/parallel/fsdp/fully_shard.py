@@ -51,7 +51,7 @@ from tightfit.distributed.collectives import RowAllGather, RowReduceScatter, use
 from tightfit.distributed.mesh import DATA, Mesh
 from tightfit.distributed.processes import local_device
 from tightfit.distributed.replicas import ReplicatedBuffers
-from tightfit.distributed.sharding import on_mesh_device
+from tightfit.distributed.sharding import on_mesh_device, rows_of
 from tightfit.errors import InputError
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.block_hooks import run_hooks_on_direct_calls
@@ -61,7 +61,7 @@ from tightfit.parallel.fsdp.planning import check_shardable, gather_dtype, model
 from tightfit.parallel.fsdp.prefetch import prefetch_blocks
 from tightfit.parallel.fsdp.unused_parameters import UsedParameters
 from tightfit.plan import Plan
-from tightfit.runtime.offload_store import OffloadedGradients, Store
+from tightfit.runtime.offload_store import OffloadedGradients, Store, mark_stored
 from tightfit.runtime.run import Run, refuse_hooks
 from tightfit.target_device import has_own_memory
 
@@ -163,7 +163,7 @@ def _move_to_store(model: nn.Module, store: Store) -> None:
             set_padded_shard(held, there)
             rows = there.view(padded_shard_size(held)).narrow(0, 0, local.shape[0] if local.numel() else 0)
             set_local_shard(parameter, rows.view(local.shape))
-            parameter.stored = True
+            mark_stored(parameter)
 
 
 def apply_fully_shard(run: Run, plan: Plan) -> Run:
@@ -309,7 +309,7 @@ class FullyShardReduction:
         self.every_micro_batch = every_micro_batch
         self.mesh, self.model, self.device = mesh, model, local_device(mesh.axes["dp_shard"].device_type)
         self.shard_axes: tuple[str, ...] = ("dp_shard",) if mesh.size("dp_shard") > 1 else ()
-        rows = {name: p.rows for name, p in model.named_parameters() if hasattr(p, "rows")}
+        rows = {name: rows for name, p in model.named_parameters() if (rows := rows_of(p)) is not None}
         policy = _offload_policy(store)
         with sharding_integers():
             _shard_modules(model, blocks, mesh, gather_dtype, policy)

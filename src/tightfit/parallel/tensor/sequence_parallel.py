@@ -221,6 +221,9 @@ def transform_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> No
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+SUMS_OUTPUT = "_tightfit_sums_output"  # attribute of a row-parallel module, whose output is summed over tp
+
+
 def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
     """Return the names of the biases of the row-parallel modules in `region`. Each is added after
     the reduce-scatter, to this device's positions only.
@@ -230,7 +233,7 @@ def _reduced_biases(region: nn.Module, names: dict[int, str]) -> set[str]:
     return {
         names[id(module.bias)]
         for module in region.modules()
-        if getattr(module, "sums", False) and isinstance(module.bias, nn.Parameter)
+        if getattr(module, SUMS_OUTPUT, False) and isinstance(module.bias, nn.Parameter)
     }
 
 

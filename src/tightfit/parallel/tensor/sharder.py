@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from tightfit._torch.modules import own_parameters
 from tightfit.distributed.collectives import all_gather, all_reduced
 from tightfit.distributed.mesh import Mesh
-from tightfit.distributed.sharding import ParameterSharding, shard_parameter, unshard_parameter
+from tightfit.distributed.sharding import ParameterSharding, rows_of, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
 from tightfit.models.blocks import is_conv1d
 from tightfit.models.objective import Batch, Objective
-from tightfit.parallel.tensor.sequence_parallel import SequenceParallel, transform_input
+from tightfit.parallel.tensor.sequence_parallel import SUMS_OUTPUT, SequenceParallel, transform_input
 from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy
 
 GATHER_OUTPUT = "colwise_gather_output"
@@ -217,7 +217,7 @@ class Sharder:
         if whole not in self.cut:
             part = ParameterSharding(self.mesh, whole.shape, dim, pieces)
             values = part.shard(unshard_parameter(whole, self.mesh))
-            shrunk = hasattr(whole, "rows")
+            shrunk = rows_of(whole) is not None
             if shrunk:
                 kept = torch.empty(values.shape, dtype=values.dtype, device="meta")
             else:  # a parameter of another pipeline stage has no memory
@@ -291,7 +291,7 @@ class Sharder:
         add the bias once.
         """
         bias, product = module.bias, module.forward
-        module.sums = True
+        setattr(module, SUMS_OUTPUT, True)
 
         def forward(input: Tensor) -> Tensor:
             self.copied = None
