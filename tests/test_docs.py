@@ -35,6 +35,21 @@ def test_architecture_names_modules_that_exist() -> None:
     assert not missing
 
 
+def test_no_file_of_the_reading_order_imports_a_later_one() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    part = page.split("## Read the code in this order")[1].split("\n1. ")[1].split("\n## ")[0]
+    files = re.findall(r"`([\w/]+\.py)`", part)
+    modules = ["tightfit." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in files]
+    assert len(files) > 15
+    for number, file in enumerate(files):
+        nodes = ast.walk(ast.parse((ROOT / "src" / "tightfit" / file).read_text()))
+        froms = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        imported = {node.module for node in froms} | {
+            f"{node.module}.{one.name}" for node in froms for one in node.names
+        }
+        assert imported.isdisjoint(modules[number + 1 :]), file
+
+
 @pytest.mark.parametrize(
     "document",
     [
