@@ -279,9 +279,26 @@ def test_a_router_s_loss_is_refused_not_left_out() -> None:
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 16, "num_key_value_heads": 2}
     model = {"architecture": "mixtral", **sizes, **experts, "output_router_logits": True}
     data = {"synthetic": "tokens", "sequence_length": 8}
-    with pytest.raises(tightfit.InputError, match=r"output_router_logits: the model returns a loss of its router"):
+    with pytest.raises(
+        tightfit.InputError, match=r"with the key output_router_logits, its class adds a loss of the routers"
+    ):
         losses_of({}, model=model, data=data, loss=None)
     assert losses_of({}, model=model | {"output_router_logits": False}, data=data, loss=None)
+
+
+def test_a_class_with_another_loss_than_its_task_is_refused() -> None:
+    """ProphetNet also predicts the tokens after the next one."""
+    sizes = dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_encoder_attention_heads"), 1)
+    more = dict.fromkeys(("num_decoder_attention_heads", "ngram"), 1)
+    widths = {"vocab_size": 64, "hidden_size": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    model = {"architecture": "prophetnet", **sizes, **more, **widths}
+    data = [{"input_ids": torch.arange(4, 12), "labels": torch.arange(4, 12)}] * 8
+    with pytest.raises(
+        tightfit.InputError, match="the loss of its class also predicts the tokens after the next"
+    ) as caught:
+        losses_of({}, model=model, data=data, loss=None)
+    assert "name the task (model.task)" in caught.value.fix
+    assert losses_of({}, model={**model, "task": "seq2seq-lm"}, data=data, loss=None)
 
 
 class Positions(Perceptron):

@@ -328,10 +328,10 @@ def test_sequence_parallel_sends_gathers_and_scatters(estimator: Estimator) -> N
 @pytest.mark.slow
 def test_a_search_shards_sequences_too_long_for_a_device() -> None:
     """There is one long sample per pair of devices: nothing else makes a sample's activations
-    smaller."""
+    smaller, which take more than the buffers of further process groups."""
     job = JOB.replace(
-        model={**LLAMA, "max_position_embeddings": 4096},
-        data={"synthetic": "tokens", "sequence_length": 4096},
+        model={**LLAMA, "max_position_embeddings": 65536},
+        data={"synthetic": "tokens", "sequence_length": 65536},
         train=tightfit.Train(batch=4, steps=1000),
     )
     machine, pins = Machine.named("a100-80gb:2"), {"compile": "none", "tp": 1, "pp": 1, "precision": "bf16-mixed"}

@@ -290,6 +290,7 @@ ENCODER_DECODERS = [
         encoder_ffn_dim=48,
         decoder_ffn_dim=48,
         decoder_start_token_id=2,
+        task="seq2seq-lm",  # the loss of its class is another one
     ),
 ]
 VISIONS = [

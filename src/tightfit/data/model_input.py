@@ -12,7 +12,7 @@ from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, ModelSpec
 from tightfit.models import model_config, task_of, text_config
 from tightfit.models.pretrained import own_tokenizer, pretrained_folder, read_config
-from tightfit.models.tasks import config_of_function, is_token_classifier, task_of_class
+from tightfit.models.tasks import classes_of, config_of_function, is_token_classifier, task_of_class
 
 
 def model_input(job: Job) -> ModelInput:
@@ -27,6 +27,8 @@ def model_input(job: Job) -> ModelInput:
     text, task = text_config(config), task_of(job.model)
     if task == "classification" and job.loss is None:
         _check_problem(job.model, config)
+    if task is not None and job.loss is None:
+        _check_loss(job.model, config)
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
     if isinstance(job.model, ModelSpec) and job.model.from_ and isinstance(size, int) and channels in MODES:
         processing = pretrained_processing(pretrained_folder(job.model.from_), channels)
@@ -73,6 +75,38 @@ def _check_problem(model: Any, config: Any) -> None:
         f"{choice}{place}; or give the job a loss, such as loss: {{python: 'torch.nn:{losses[problem]}'}}, and a dataset with "
         "such labels (data.python)",
     )
+
+
+# classes of transformers that compute another loss than the cross entropy of their task -> what it is
+_OTHER_LOSSES = {
+    "ProphetNetForConditionalGeneration": "the loss of its class also predicts the tokens after the next one",
+    "ProphetNetForCausalLM": "the loss of its class also predicts the tokens after the next one",
+    "Pix2StructForConditionalGeneration": "its class hides from the decoder what is padding among the labels",
+    "LukeForMaskedLM": "the loss of its class also predicts entities",
+}
+
+
+def _check_loss(model: Any, config: Any) -> None:
+    """Raise InputError for a model of transformers whose class computes another loss than the cross entropy
+    of its task. A job that names the task trains this cross entropy, unless keys of the config ask for more.
+
+    config: the transformers config; None for a model of the user's own function
+    """
+    task = model.task if isinstance(model, ModelSpec) else None
+    if config is None and task is None:
+        config = config_of_function(model)
+    names = () if task else classes_of(model)
+    found = next((_OTHER_LOSSES[name] for name in names if name in _OTHER_LOSSES), None)
+    fix = "name the task (model.task) to train it, or "
+    for key, what in (("output_router_logits", "of the routers"), ("z_loss_coefficient", "of the logits' size")):
+        if getattr(config, key, None):
+            found, fix = f"with the key {key}, its class adds a loss {what}", f"leave out {key}, or "
+    if found is not None:
+        raise InputError(
+            f"job: model: {model}" if isinstance(model, ModelSpec) else "model",
+            f"{found}; without a loss, a job trains the cross entropy alone",
+            f"{fix}give the job a loss of your own (loss: {{python: 'file.py:function'}})",
+        )
 
 
 def _pretrained_classes(model: Any, config: Any) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -116,20 +117,30 @@ def _class_names(task: str, architecture: str) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-_FACTS_OF_FUNCTIONS: WeakKeyDictionary[Any, tuple[str | None, Any, bool]] = WeakKeyDictionary()
-
-
 def _task_of_function(function: Any) -> str | None:
     """Return the task of the model that a function of the user's own returns, found on fake tensors;
     None if it is no model of transformers, or if it cannot be created on them."""
-    return _facts_of_function(function)[0]
+    return _facts_of_function(function).task
 
 
 def config_of_function(model: Any) -> Any:
     """Return the transformers config of the model that a function of the user's own returns: a
     callable, or a ModelSpec with `python`. None if it is no model of transformers, or if it cannot be
     created on fake tensors."""
-    return _facts_of_function(load_python(str(model.python)) if isinstance(model, ModelSpec) else model)[1]
+    return _facts_of_function(load_python(str(model.python)) if isinstance(model, ModelSpec) else model).config
+
+
+def classes_of(model: Any) -> tuple[str, ...]:
+    """Return the names of the transformers classes that a model is of, the most specific one first, as far
+    as its description names them; () for a model that is not of transformers.
+
+    model  a ModelSpec, or a function of the user's own that returns a model
+    """
+    if isinstance(model, ModelSpec) and not model.python:
+        if model.from_:
+            return tuple(map(str, read_config(model.from_).get("architectures") or ()))
+        return tuple(_class_names(task_of(model) or "", architecture_of(model)))
+    return _facts_of_function(load_python(str(model.python)) if isinstance(model, ModelSpec) else model).classes
 
 
 def is_token_classifier(model: Any) -> bool:
@@ -138,12 +149,28 @@ def is_token_classifier(model: Any) -> bool:
 
     model  the function: a callable, or a ModelSpec with `python`
     """
-    return _facts_of_function(load_python(str(model.python)) if isinstance(model, ModelSpec) else model)[2]
+    return any(name.endswith("ForTokenClassification") for name in classes_of(model))
 
 
-def _facts_of_function(function: Any) -> tuple[str | None, Any, bool]:
-    """Return (the task, the config, whether it is a token classifier) of the model that a function
-    returns. It is called once."""
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of the model that a function returns.
+
+    task     its task; None if it is no model of transformers, or if its class does not say it
+    config   its transformers config
+    classes  the names of its class and of the classes that this is derived from
+    """
+
+    task: str | None = None
+    config: Any = None
+    classes: tuple[str, ...] = ()
+
+
+_FACTS_OF_FUNCTIONS: WeakKeyDictionary[Any, _Facts] = WeakKeyDictionary()
+
+
+def _facts_of_function(function: Any) -> _Facts:
+    """Return what is known of the model that a function returns. The function is called once."""
     try:
         if function in _FACTS_OF_FUNCTIONS:
             return _FACTS_OF_FUNCTIONS[function]
@@ -152,18 +179,18 @@ def _facts_of_function(function: Any) -> tuple[str | None, Any, bool]:
     return _FACTS_OF_FUNCTIONS.setdefault(function, _facts_of_made(function))
 
 
-def _facts_of_made(function: Any) -> tuple[str | None, Any, bool]:
+def _facts_of_made(function: Any) -> _Facts:
     made: Any = made_of_fakes(function)
     if made is None or not is_transformers_model(made):
-        return None, None, False
-    kinds = [kind.__name__ for kind in type(made).__mro__]
+        return _Facts()
+    kinds = tuple(kind.__name__ for kind in type(made).__mro__)
     found = next((task for task in map(task_of_class, kinds) if task is not None), None)
     config: Any = made.config
     if found is None and made.can_generate() and config.is_encoder_decoder:  # T5ForConditionalGeneration
-        return "seq2seq-lm", config, False
+        return _Facts("seq2seq-lm", config, kinds)
     if found == "causal-lm" and not _shifts_labels(type(made)):
         found = None
-    return found, config, any(kind.endswith("ForTokenClassification") for kind in kinds)
+    return _Facts(found, config, kinds)
 
 
 def _shifts_labels(kind: type) -> bool:
