@@ -23,6 +23,7 @@ def naming_failures(plan: Plan) -> Iterator[None]:
 
 # parts of torch's messages about shapes that do not match
 _SHAPES = ("must match", "shape", "size", "same reduction dim", "dimension")
+_OTHERS = ("memory", "gloo", "nccl", "collective", "connection")  # and of other failures
 
 
 @contextmanager
@@ -34,7 +35,8 @@ def _naming_divided_layers(plan: Plan) -> Iterator[None]:
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         line = innermost_model_line(error)
-        if plan.tp == 1 or line is None or not any(word in said for word in _SHAPES) or "memory" in said:
+        others = any(word in said.lower() for word in _OTHERS)
+        if plan.tp == 1 or line is None or others or not any(word in said for word in _SHAPES):
             raise
         raise InputError(
             f"plan: tp={plan.tp}",
