@@ -119,6 +119,19 @@ def train_command(
     surroundings: LaunchOptions | None = None,
     machine_name: str | None = None,
 ) -> None:
+    """Run `tightfit train`: choose a plan, train with it in the folder `out`, and print the prediction, the
+    progress and the record. With `nproc` above 1 this process only starts the others, which run this function
+    again; rank 0 chooses the plan for all.
+
+    path          the job file
+    plan          a plan file, or "reference"; None: the fastest plan that fits
+    out           the folder of the run; None: runs/ and the name of the job file
+    resume        whether to continue from the last checkpoint in `out`, with its plan
+    changes       changes of the job or plan, such as "train.steps=20"
+    nproc         number of processes on this host
+    surroundings  how the processes find each other
+    machine_name  predict for this machine; None: this one
+    """
     quiet_libraries()
     here, world = read_launcher()
     out, around = out or Path("runs") / path.stem, surroundings or LaunchOptions()
@@ -233,6 +246,19 @@ def explain_command(
     timeline: Path | None = None,
     price: float | None = None,
 ) -> None:
+    """Run `tightfit explain`: print the fastest plan that fits, or the given one, with its memory and time.
+
+    path          the job file
+    plan          a plan file, or "reference"; None: search for one
+    machine_name  predict for this machine; None: this one
+    memory        the device memory that a plan may use, such as "16GiB"; None: all
+    top           how many plans to list
+    analyze       whether to train some steps here and print what was measured beside it
+    picture, timeline  files to draw the memory of a step and a pipeline's schedule to; None: neither
+    changes       changes of the job or plan, such as "train.steps=20"
+    as_json       whether to print JSON
+    price         price of one device per hour; None: no cost
+    """
     quiet_libraries()
     limit = [] if memory is None else [f"limits.memory={_bytes_of('--memory', memory)}"]
     job, pins = read_job(path, plan, [*changes, *limit])
@@ -467,6 +493,8 @@ def verify_command(
     nproc: int = 1,
     surroundings: LaunchOptions | None = None,
 ) -> None:
+    """Run `tightfit verify`: train `steps` steps with the plan and without, print how far losses, gradients
+    and weights are apart, and exit with 1 if it is too far. Other arguments: see `train_command`."""
     quiet_libraries()
     here, world = read_launcher()
     around = surroundings or LaunchOptions()
