@@ -248,7 +248,7 @@ def test_only_scripts_defining_the_dataset_need_a_main_guard(tmp_path: Path) -> 
     mine = "main(Mine(torch.zeros(20, 3), torch.zeros(20).long()), VIT)\n"
     assert run("main(TOKENS, {'architecture': 'gpt2'})\n").stdout == "2\n"
     assert run(f"if __name__ == '__main__':\n    {mine}").stdout == "2\n"
-    assert "must start under if __name__ == '__main__'" in run(mine).stderr
+    assert "start training under if __name__ == '__main__'" in run(mine).stderr
 
 
 def test_workers_read_text_without_a_tokenizer(tmp_path: Path) -> None:

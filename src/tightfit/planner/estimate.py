@@ -728,10 +728,10 @@ def _estimated_ranks(ranks: int) -> list[int]:
 
 def check_possible(plan: Plan, job: Job, machine: Machine) -> None:
     """Raise InputError if the job does not permit `plan`, if it breaks a rule, or if the machine has
-    fewer devices."""
+    fewer GPUs. On CPUs any number of processes can train."""
     check(plan, job, machine.device)
     count = machine.devices_per_node * machine.nodes
-    if plan.devices > count:
+    if plan.devices > count and machine.device != "cpu":
         raise InputError(
             f"plan: {plan}",
             f"is for {plan.devices} devices, and the machine has {count}",
