@@ -156,7 +156,7 @@ def test_a_schedule_may_be_a_function_of_the_step() -> None:
 @pytest.mark.parametrize(
     "make_scheduler",
     [
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=8),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, 8, cycle_momentum=False),
         lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4, eta_min=0.1),
         lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
             optimizer,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from tightfit.data.cache import cached_folder, stamps
@@ -26,7 +27,7 @@ from tightfit.data.datasets_library import DatasetRows, dataset_rows
 from tightfit.data.image_processing import MODES, ImageProcessing, default_processing, pretrained_processing
 from tightfit.data.order import Integers, split_ranges
 from tightfit.data.samples import DamagePolicy, ModelInput, one_sample
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import DataSpec
 from tightfit.job_sections.paths import expand_path
 from tightfit.models.pretrained import pretrained_folder
@@ -80,7 +81,7 @@ class ImageFiles:
         with Image.open(self.files[index]) as image:
             image.draft(None, (size, size))
             image.load()
-            return image
+            return ImageOps.exif_transpose(image)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class ImageSamples(SingleImages):
         """Return image `index` of the source, resized: pixels of shape (H, W, C), from 0 to 255.
         Raises InputError if the image is damaged."""
         try:
-            image = self.images.image(index, self.processing.resized).convert(MODES[self.channels])
+            image = _of_8_bits(self.images.image(index, self.processing.resized)).convert(MODES[self.channels])
         except _BROKEN as error:
             raise _not_readable(self.images.location(index), error) from None
         return self.processing.square(image)
@@ -259,7 +260,12 @@ def class_folders(folder: Path) -> tuple[list[Path], Integers, list[str]]:
     files: list[Path] = []
     labels: list[int] = []
     for label, location in enumerate(classes):
-        inside = sorted(file for file in location.iterdir() if file.suffix.lower() in _ENDINGS)
+        inside = sorted(file for file in location.iterdir() if file.suffix.lower() in _ENDINGS and file.is_file())
+        deeper = next((path for path in location.iterdir() if path.is_dir() and not path.name.startswith(".")), None)
+        if deeper is not None and inside:
+            warnings.warn(
+                f"{deeper}: images in a folder within a class's folder are left out", TightfitWarning, stacklevel=2
+            )
         if not inside:
             raise InputError(
                 str(location),
@@ -381,6 +387,18 @@ def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[in
         except _BROKEN as error:
             found[index] = str(error) or type(error).__name__
     return found
+
+
+def _of_8_bits(image: Image.Image) -> Image.Image:
+    """Return the image with values from 0 to 255: those of 16 bits are scaled, which PIL would cut off.
+    Raises ValueError for numbers of 32 bits, whose range is not known."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its values have 32 bits (mode {image.mode}), of which the range is not known; write them in 8 bits"
+        )
+    return image
 
 
 def _not_readable(location: str, error: Exception) -> InputError:

@@ -17,8 +17,26 @@ from tightfit.plan import Plan
 def naming_failures(plan: Plan) -> Iterator[None]:
     """A context for a forward and a backward, which turns some errors of torch into an InputError that
     says what is wrong with the plan, the model or the data. Other errors are not changed."""
-    with _naming_divided_layers(plan), naming_compiler_failures(plan), naming_sharded_use(plan):
+    with _naming_divided_layers(plan), _naming_single_samples(plan):
+        with naming_compiler_failures(plan), naming_sharded_use(plan):
+            yield
+
+
+@contextmanager
+def _naming_single_samples(plan: Plan) -> Iterator[None]:
+    """A context that explains a batch norm that gets a single sample, because the plan divides the batch."""
+    try:
         yield
+    except ValueError as error:
+        if "Expected more than 1 value per channel" not in str(error) or (
+            plan.micro_batch is None and plan.devices == 1
+        ):
+            raise
+        raise InputError(
+            f"plan: micro_batch={plan.micro_batch}",
+            "a batch norm gets a single sample, of which it has no statistics",
+            "use a micro_batch that divides the samples of a device, or a larger one",
+        ) from error
 
 
 # parts of torch's messages about shapes that do not match

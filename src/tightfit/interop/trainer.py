@@ -152,7 +152,7 @@ def for_trainer(
         model=_shapes_of(model),
         data=_samples(model, args, dataset, data_collator),
         loss=_objective(model),
-        train=Train.parse({**imported.job.get("train", {}), "checkpoint_every": "never"}, WHERE),
+        train=Train.parse({**_without_checkpoints(imported.job.get("train", {})), "checkpoint_every": "never"}, WHERE),
         allow=sorted({*(["bf16"] if allow is None else allow), *needed}),
     )
     estimator = Estimator(job, machine)
@@ -219,6 +219,13 @@ def _without_adapters(model: Any) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def _without_checkpoints(train: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `train` without those that need checkpoints or evaluations, which estimates do
+    not consider."""
+    left_out = ("keep_best", "early_stopping", "evaluate_every", "evaluate_samples")
+    return {name: value for name, value in train.items() if name not in left_out}
+
+
 def _objective(model: nn.Module) -> Objective:
     """Return the loss that the Trainer trains: the cross entropy of the model's task, if its class
     has a usual one, or else the `loss` of its output."""
@@ -258,8 +265,12 @@ class _Samples:
         sample = self.dataset[index]
         if self.kept is not None and isinstance(sample, Mapping):
             sample = {name: value for name, value in sample.items() if name in self.kept}
-        if self.collator is None:
+        if self.collator is None and not isinstance(sample, Mapping):
             return sample
+        if self.collator is None:
+            from transformers import default_data_collator
+
+            return {name: value[0] for name, value in default_data_collator([sample]).items()}
         return {name: value[0] for name, value in self.collator([sample]).items()}
 
 

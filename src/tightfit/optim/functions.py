@@ -196,13 +196,15 @@ def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
            schedulers; or a PythonSpec that names one of these functions in a file
     full   the full learning rate
 
-    Raises InputError if `given` is neither kind of function, or if the scheduler needs a metric
-    (ReduceLROnPlateau). The returned function raises InputError if the user's function fails at a
+    Raises InputError if `given` is neither kind of function, if the scheduler needs a metric
+    (ReduceLROnPlateau), or if it changes more than the learning rate, as OneCycleLR does with the
+    momentum. The returned function raises InputError if the user's function fails at a
     step or returns a factor that is negative or not finite.
     """
     function = function_of(given)
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=full)
+    before = _options(optimizer)[0]
     try:
         made = function(optimizer)
     except Exception:  # it is a function of the step, or wrong: the call below tells
@@ -214,7 +216,7 @@ def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
             "use schedule: constant, and change lr of run.optimizer.param_groups in your loop",
         )
     if isinstance(made, LRScheduler):
-        return _SchedulerRates(optimizer, made)
+        return _SchedulerRates(optimizer, made, before)
 
     def rate(step: int) -> float:
         return full * factor(step)
@@ -238,16 +240,29 @@ class _SchedulerRates:
     scheduler state to restore.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
-        self._rates = [float(optimizer.param_groups[0]["lr"])]
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, before: dict[str, Any]) -> None:
+        self._optimizer, self._scheduler, self._before = optimizer, scheduler, before
+        self._rates = [self._rate()]
+
+    def _rate(self) -> float:
+        group = self._optimizer.param_groups[0]
+        changed = [key for key, value in self._before.items() if key != "lr" and group[key] != value]
+        if changed:
+            raise InputError(
+                SCHEDULE,
+                f"{type(self._scheduler).__name__} also changes {changed[0]}, and a schedule is one of the learning rate",
+                "use cycle_momentum=False"
+                if changed[0] == "momentum"
+                else "use a scheduler of the learning rate alone",
+            )
+        return float(group["lr"])
 
     def __call__(self, step: int) -> float:
         while len(self._rates) <= step:
             self._optimizer.step()  # without a gradient; a scheduler warns if it is not called
             with as_input_error(f"{SCHEDULE} (step {step})", "let the scheduler cover all steps of the training"):
                 self._scheduler.step()
-            self._rates.append(float(self._optimizer.param_groups[0]["lr"]))
+            self._rates.append(self._rate())
         return self._rates[step]
 
 

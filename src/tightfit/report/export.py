@@ -185,8 +185,9 @@ def generate(
                  user
     seed         seed for drawing tokens
 
-    Raises InputError for a run without a tokenizer, for a model that does not generate text, and
-    for `chat` if the tokenizer has no chat template.
+    Raises InputError for a run without a tokenizer, for a model that does not generate text, for
+    `chat` if the tokenizer has no chat template, for a prompt without tokens, and for more tokens than
+    the model has positions.
     """
     trained = load_trained(run)
     model: Any = merge_adapters(trained.model.float()) if has_adapters(trained.model) else trained.model
@@ -204,6 +205,7 @@ def generate(
         said = [{"role": "user", "content": prompt}]
         prompt = trained.tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     inputs = _prompt_tokens(trained.tokenizer, prompt, chat, model.config.is_encoder_decoder)
+    _check_length(model.config, inputs["input_ids"].shape[1], tokens)
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     end = trained.tokenizer.eos_token_id
@@ -213,6 +215,21 @@ def generate(
     new = made if model.config.is_encoder_decoder else made[inputs["input_ids"].shape[1] :]
     text: str = trained.tokenizer.decode(new, skip_special_tokens=True)
     return text
+
+
+def _check_length(config: Any, given: int, new: int) -> None:
+    """Raise InputError if a prompt of `given` tokens is empty, or too long to be continued by `new`."""
+    if given == 0:
+        raise InputError("the prompt", "has no tokens", "give some text to continue")
+    positions = getattr(config, "max_position_embeddings", None)
+    longest = max(given, new) if config.is_encoder_decoder else given + new
+    if isinstance(positions, int) and longest > positions:
+        room = positions - (0 if config.is_encoder_decoder else given)
+        raise InputError(
+            f"--tokens {new}",
+            f"the model has {positions} positions, and the prompt takes {given}",
+            f"use --tokens {room}" if room > 0 and given <= positions else "use a shorter prompt",
+        )
 
 
 def _prompt_tokens(tokenizer: Any, prompt: str, chat: bool, whole: bool) -> dict[str, torch.Tensor]:
