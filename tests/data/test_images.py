@@ -15,7 +15,7 @@ from PIL import Image
 
 from tests.data.conftest import MODELS, make_job
 from tightfit.data import open_samples
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 
 
 @pytest.fixture
@@ -151,3 +151,36 @@ def test_damage_in_a_saved_dataset_is_reported_with_its_row(tmp_path: Path, fold
             at(open_samples(make_job("images", data)), [row])
     samples = open_samples(make_job("images", data | {"skip_damaged": True}))
     assert (len(samples), samples.damaged) == (1, 2)  # type: ignore[arg-type, union-attr]
+
+
+def test_images_of_16_bits_are_scaled_and_wider_ones_refused(tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "grey"
+    place.mkdir(parents=True)
+    Image.fromarray(np.full((12, 12), 20000, dtype=np.uint16)).save(place / "a.png")
+    Image.fromarray(np.full((12, 12), 128, dtype=np.uint8)).save(place / "b.png")
+    found = at(images(tmp_path / "deep"), [0, 1])["pixel_values"]
+    assert found[0].mean().item() == pytest.approx(2 * 20000 / 65535 - 1, abs=0.01)
+    assert found[1].mean().item() == pytest.approx(2 * 128 / 255 - 1, abs=0.01)
+    Image.fromarray(np.full((12, 12), 0.5, dtype=np.float32)).save(place / "c.tif")
+    with pytest.raises(InputError, match=r"c.tif: not a readable image \(its values have 32 bits"):
+        at(images(tmp_path / "deep"), [2])
+
+
+def test_photographs_are_turned_as_their_orientation_says(tmp_path: Path) -> None:
+    place = tmp_path / "all" / "one"
+    place.mkdir(parents=True)
+    pixels = np.zeros((16, 16), dtype=np.uint8)
+    pixels[:, 8:] = 255
+    orientation = Image.Exif()
+    orientation[0x0112] = 6  # to be turned by a quarter to the right
+    Image.fromarray(pixels).save(place / "a.jpg", exif=orientation, quality=95)
+    found = at(images(tmp_path / "all"), [0])["pixel_values"][0, 0]
+    assert found[0].mean() < -0.9  # the left half is at the top now
+    assert found[-1].mean() > 0.9
+
+
+def test_links_to_nothing_and_folders_within_classes_are_left_out(folder: Path) -> None:
+    (folder / "cats" / "gone.png").symlink_to("nowhere.png")
+    (folder / "dogs" / "more").mkdir()
+    with pytest.warns(TightfitWarning, match="more: images in a folder within a class's folder are left out"):
+        assert len(images(folder)) == 6

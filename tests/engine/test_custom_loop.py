@@ -389,3 +389,25 @@ def test_a_prepared_model_refuses_an_unfrozen_parameter() -> None:
     model.head.bias.requires_grad_(True)
     with pytest.raises(InputError, match=r"head\.bias\.requires_grad: was set to True after the run was built"):
         net.step()
+
+
+def test_a_resume_restores_all_options_of_the_groups(tmp_path: Path) -> None:
+    """Schedulers and loops change more than the rate."""
+
+    def prepared() -> Any:
+        return tightfit.prepare(lambda: nn.Linear(3, 2), lambda parameters: torch.optim.AdamW(parameters, lr=0.05))
+
+    net, changed = prepared(), {"lr": 0.075, "betas": (0.6, 0.8), "weight_decay": 0.3}
+    net.backward(net(torch.ones(4, 3)).sum())
+    net.optimizer.param_groups[0].update(changed)
+    net.step()
+    net.save(tmp_path)
+    again = prepared()
+    assert again.resume(tmp_path) == 1
+    found = again.optimizer.param_groups[0]
+    assert {name: found[name] for name in changed} == changed
+    for one in (net, again):
+        one.zero_grad()
+        one.backward(one(torch.ones(4, 3)).sum())
+        one.step()
+    assert torch.equal(net.run.model.weight, again.run.model.weight)

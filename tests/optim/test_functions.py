@@ -14,7 +14,7 @@ import tightfit
 from tests.contract import cases
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
-from tightfit.optim.functions import kind_of_update
+from tightfit.optim.functions import kind_of_update, rate_by_function
 from tightfit.optim.schedule import learning_rate
 from tightfit.plan import Plan
 
@@ -283,3 +283,16 @@ def test_verify_compares_an_own_optimizer_with_the_reference() -> None:
     result = tightfit.verify(make(groups=True).job, Plan(micro_batch=2, recompute="full"))
     assert result.passed
     assert result.weights < 1e-5
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, 8),
+        lambda optimizer: torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.5),
+    ],
+)
+def test_a_scheduler_that_moves_the_momentum_is_refused(make_scheduler: Any) -> None:
+    with pytest.raises(InputError, match="also changes momentum") as caught:
+        rate_by_function(make_scheduler, 0.5)
+    assert caught.value.fix == "use cycle_momentum=False"

@@ -254,6 +254,34 @@ def restore_changed_rates(optimizer: Optimizer, factors: dict[str, float]) -> No
         _set_base(group, group["base_lr"])
 
 
+_NOT_OPTIONS = ("params", "name", "match", "base_lr", "lr_factor")  # keys of a group that are no option
+
+
+def group_options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Return the options of each parameter group that JSON can hold, such as lr, betas and weight_decay: name
+    of the group -> option -> value."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        group["name"]: {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in group.items()
+            if key not in _NOT_OPTIONS and all(isinstance(one, plain) for one in _items(value))
+        }
+        for group in optimizer.param_groups
+    }
+
+
+def restore_group_options(optimizer: Optimizer, saved: dict[str, dict[str, Any]]) -> None:
+    """Set the options that `group_options` returned, of those groups that the optimizer still has."""
+    for group in optimizer.param_groups:
+        for key, value in saved.get(group["name"], {}).items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
 def base_learning_rates(optimizer: Optimizer) -> list[float]:
     """Return, for each parameter group in order, the learning rate that the schedule set last,
     without the user's own changes."""

@@ -25,7 +25,7 @@ from tightfit.engine.rng import seed_all, set_random_states
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, Train
 from tightfit.optim.gradient_dtype import gradient_dtype
-from tightfit.optim.groups import restore_changed_rates
+from tightfit.optim.groups import restore_changed_rates, restore_group_options
 from tightfit.optim.per_parameter import MASTER, dequantize_state
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole_parameters import has_parameter_shape
@@ -65,6 +65,8 @@ def resume(run: Run, folder: str | Path) -> int:
     if run.loss_scale is not None and state["loss_scale"] is not None:
         run.loss_scale.load_state_dict(state["loss_scale"])
     restore_changed_rates(run.optimizer, state.get("changed_rates", {}))
+    if run.job.train.uses_function("optimizer"):  # others follow the job's schedule
+        restore_group_options(run.optimizer, state.get("group_options", {}))
     _set_random_states(run, state)
     step: int = state["step"]
     _warn_of_another_rate(run, state, step)
@@ -108,7 +110,7 @@ def _begin(run: Run, folder: str | Path) -> tuple[Path, dict[str, Any], list[str
         path, {STATE: known.get(STATE, ""), **{name: sum for name, sum in known.items() if name.endswith(INDEX)}}
     )
     state = json.loads((path / STATE).read_text())
-    _same_job(state["job"], run.job, path)
+    _same_job(state["job"], run.job, path, run.own_loop)
     _same_count(state.get("dataset_samples"), run, path)
     names = {*run.model.state_dict().keys(), *(name for name, _ in names_of(run))}
     needed: set[str] = set()
@@ -324,24 +326,29 @@ def _same_count(saved: int | None, run: Run, where: Path) -> None:
         )
 
 
-def _same_job(saved: dict[str, Any], job: Job, where: Path) -> None:
+def _same_job(saved: dict[str, Any], job: Job, where: Path, own_loop: bool) -> None:
     """Raise InputError if `job` differs from the checkpoint's job in a field that changes the
     mathematics of the training. Other fields of the job, such as the number of steps, may differ.
 
-    saved  the checkpoint's job as JSON values: section -> field -> value
-    where  the checkpoint's folder, for the error message
+    saved     the checkpoint's job as JSON values: section -> field -> value
+    where     the checkpoint's folder, for the error message
+    own_loop  whether the user's loop trains. It may have moved to another file, so the names of its
+              functions are not compared
     """
     asked = json.loads(job.to_json())
     # a field that did not exist yet when the checkpoint was written had its default
     saved = {**saved, "train": {**json.loads(Train().to_json()), **saved.get("train", {})}}
-    for section in ("model", "data", "loss", "train"):
+    for section in ("train",) if own_loop else ("model", "data", "loss", "train"):
         before, now = saved.get(section) or {}, asked.get(section) or {}
         for name in sorted(set(before) | set(now)):
+            if own_loop and isinstance(before.get(name), dict) and "python" in before[name]:
+                continue
             if before.get(name) != now.get(name) and not (section == "train" and name in _MAY_CHANGE):
                 raise InputError(
                     f"resume from {where}",
                     f"{section}.{name} was {before.get(name)!r} and is now {now.get(name)!r}",
-                    f"set {section}.{name} to its old value, or start afresh with another --out",
+                    f"set {section}.{name} to its old value, or "
+                    + ("resume from another folder" if own_loop else "start afresh with another --out"),
                 )
 
 
