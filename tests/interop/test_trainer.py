@@ -9,7 +9,15 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import tightfit
 from tightfit.errors import DoesNotFit, InputError
@@ -128,6 +136,28 @@ def test_the_models_own_loss_is_taken_if_its_task_is_unknown(tmp_path: Path) -> 
     rows = [{"inputs": torch.ones(8), "labels": torch.ones(1)} for _ in range(16)]
     advice = for_trainer(Own(), arguments(tmp_path), rows, machine="rtx-4090")
     assert advice.estimate.fits
+
+
+def classifier(labels: int) -> BertForSequenceClassification:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=labels, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("labels", "sample"),
+    [(3, {"label": 1}), (1, {"labels": 0.5}), (3, {"labels": torch.tensor([1.0, 0.0, 0.0])})],
+    ids=["label", "regression", "several-labels"],
+)
+def test_what_the_trainer_makes_of_labels_is_made_here(tmp_path: Path, labels: int, sample: dict[str, Any]) -> None:
+    rows = [{"input_ids": torch.arange(8), **sample} for _ in range(8)]
+    best = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1}
+    given = arguments(tmp_path, load_best_model_at_end=True, **best)
+    assert for_trainer(classifier(labels), given, rows, machine="rtx-4090").estimate.fits
+
+
+def test_other_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="got a TrainingArguments and a BertForSequenceClassification"):
+        for_trainer(arguments(tmp_path), classifier(2), [])  # type: ignore[arg-type]
 
 
 def test_every_plan_field_is_either_said_or_described() -> None:

@@ -84,6 +84,12 @@ def test_the_commands_export_and_generate(tmp_path: Path) -> None:
         done = run(app, ["generate", str(tmp_path / "run"), "The", "--tokens", "3", *options])
         assert done.exit_code == 0, done.output
 
+    with pytest.raises(InputError, match="the prompt: has no tokens"):
+        generate(tmp_path / "run", "")
+    with pytest.raises(InputError, match=r"--tokens 100000: the model has \d+ positions") as caught:
+        generate(tmp_path / "run", "The", tokens=100_000)
+    assert caught.value.fix.startswith("use --tokens ")
+
     for folder, asked in ((tmp_path / "run", tmp_path / "out"), (tmp_path, tmp_path / "new")):
         with pytest.raises(InputError):
             export(folder, asked)

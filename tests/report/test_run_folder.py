@@ -397,3 +397,15 @@ def test_out_of_memory_is_exit_code_3_with_remedies(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     for change in ("micro_batch: 256", "chunked_loss", "recompute: full", "bf16-mixed"):
         assert change in done.stderr
+
+
+def test_a_resumed_plan_that_does_not_work_is_said_to_be_the_run_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, out = tiny.write(tmp_path, checkpoint_every=3), tmp_path / "out"
+    assert run_train(monkeypatch, job, out, "--plan", "reference") == 0
+    plan = yaml.safe_load((out / "plan.yaml").read_text())
+    (out / "plan.yaml").write_text(yaml.safe_dump({**plan, "pp": 2, "split": [1, 1]}))
+    assert run_train(monkeypatch, job, out, "--resume", "--set", "train.steps=9") == 2
+    assert "out/plan.yaml that --set does not change" in "".join(capsys.readouterr().err.split("\n"))
+    assert run_train(monkeypatch, job, out, "--resume", "--set", "train.steps=9", "--set", "plan.pp=1") == 0

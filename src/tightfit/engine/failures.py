@@ -17,7 +17,12 @@ from tightfit.plan import Plan
 def naming_failures(plan: Plan) -> Iterator[None]:
     """A context for a forward and a backward, which turns some errors of torch into an InputError that
     says what is wrong with the plan, the model or the data. Other errors are not changed."""
-    with _naming_divided_layers(plan), _naming_single_samples(plan), naming_compiler_failures(plan), naming_sharded_use(plan):
+    with (
+        _naming_divided_layers(plan),
+        _naming_single_samples(plan),
+        naming_compiler_failures(plan),
+        naming_sharded_use(plan),
+    ):
         yield
 
 

@@ -143,6 +143,14 @@ def for_trainer(
     be traced. Raises DoesNotFit if no arguments make the job fit; if a plan of tightfit fits, the
     error names it.
     """
+    import torch
+
+    if not isinstance(model, torch.nn.Module) or not hasattr(args, "to_dict"):
+        raise InputError(
+            "for_trainer",
+            f"got a {type(model).__name__} and a {type(args).__name__}",
+            "give the model and its TrainingArguments, in this order",
+        )
     machine = machine_of(machine)
     devices = machine.devices_per_node * machine.nodes
     imported = import_content(IMPORTER, IMPORTER.prepare(args.to_dict(), Path.cwd()), WHERE, devices)
@@ -151,7 +159,7 @@ def for_trainer(
     job = Job(
         model=_shapes_of(model),
         data=_samples(model, args, dataset, data_collator),
-        loss=_objective(model),
+        loss=_objective(model, dataset),
         train=Train.parse({**_without_checkpoints(imported.job.get("train", {})), "checkpoint_every": "never"}, WHERE),
         allow=sorted({*(["bf16"] if allow is None else allow), *needed}),
     )
@@ -226,12 +234,14 @@ def _without_checkpoints(train: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in train.items() if name not in left_out}
 
 
-def _objective(model: nn.Module) -> Objective:
+def _objective(model: nn.Module, dataset: Any) -> Objective:
     """Return the loss that the Trainer trains: the cross entropy of the model's task, if its class
-    has a usual one, or else the `loss` of its output."""
+    has a usual one, or else the `loss` of its output, as of a regression or of several labels."""
     inner = _without_adapters(model)
-    task = task_of_class(type(inner).__name__)
-    if task is not None and getattr(getattr(inner, "config", None), "problem_type", None) is None:
+    task, config = task_of_class(type(inner).__name__), getattr(inner, "config", None)
+    if task == "classification" and (getattr(config, "num_labels", None) == 1 or _has_real_labels(dataset)):
+        task = None
+    if task is not None and getattr(config, "problem_type", None) is None:
         return TASKS[task]
 
     def total(model: nn.Module, batch: Batch) -> Tensor:
@@ -246,6 +256,16 @@ def _objective(model: nn.Module) -> Objective:
         return loss * sample_count(batch)
 
     return Objective(total, sample_count)
+
+
+def _has_real_labels(dataset: Any) -> bool:
+    """Return whether the labels of the first sample are real numbers, so that transformers takes them for a
+    regression or for several labels."""
+    import torch
+
+    sample = dataset[0] if hasattr(dataset, "__len__") and len(dataset) else None
+    labels = (sample.get("labels", sample.get("label")),) if isinstance(sample, Mapping) else ()
+    return any(torch.as_tensor(one).is_floating_point() for one in labels if one is not None)
 
 
 class _Samples:

@@ -69,6 +69,8 @@ def explain_loop(
     refuses the plan.
     """
     plan = plan_of(plan)
+    if isinstance(inputs, Tensor):
+        raise InputError("explain_loop: inputs", "is a tensor", "give a list of the step's arguments, such as [tensor]")
     with fake_process_group(plan.devices), FakeTensorMode() as mode, FakeValues(), emulate_device(device):
         fakes = [mode.from_tensor(one) for one in inputs]
         with untraceable_errors():

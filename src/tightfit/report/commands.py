@@ -156,8 +156,14 @@ def train_command(
 
             find_checkpoint(out)
         saved = out / "plan.yaml"
-        kept = {**read_pins(saved), **pins} if resume and plan is None and saved.exists() else pins
-        found = choose_and_announce(job, machine, kept, say)
+        keeps = resume and plan is None and saved.exists()
+        try:
+            found = choose_and_announce(job, machine, _resumed(read_pins(saved), pins) if keeps else pins, say)
+        except InputError as error:
+            if not keeps:
+                raise
+            found_in = f"{error.found}. --resume keeps the fields of {saved} that --set does not change"
+            raise InputError(error.asked, found_in, error.fix) from error
         held.enter_context(folder_held(out))
         return found
 
@@ -194,6 +200,16 @@ def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, acceler
     name, text = script(kinds[0], path, nodes, nproc, accelerator, changes)
     Path(name).write_text(text, encoding="utf-8")
     print(name)
+
+
+def _resumed(saved: dict[str, Any], pins: dict[str, Any]) -> dict[str, Any]:
+    """Return the plan fields of a resumed run: those `saved` in its folder, and in their place the user's
+    `pins`. Without a pipeline, the fields that divide one are left out."""
+    fields = {**saved, **pins}
+    if pins.get("pp") == 1:
+        for name in {"split", "schedule", "virtual_stages"} - set(pins):
+            fields.pop(name, None)
+    return fields
 
 
 def choose_and_announce(
