@@ -411,3 +411,8 @@ def test_a_resume_restores_all_options_of_the_groups(tmp_path: Path) -> None:
         one.backward(one(torch.ones(4, 3)).sum())
         one.step()
     assert torch.equal(net.run.model.weight, again.run.model.weight)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(InputError, match="prepare: model: is of type NoneType"):
+        tightfit.prepare(None, tightfit.Train())  # type: ignore[arg-type]

@@ -282,6 +282,10 @@ def prepare(
     loop of the user, such as a pipeline.
     """
     plan = plan_of(plan)
+    if not isinstance(model, nn.Module) and not callable(model):
+        raise InputError(
+            "prepare: model", f"is of type {type(model).__name__}", "give a module, or a function that creates one"
+        )
     for does, field, reason, fix in _REFUSED:
         if does(plan):
             raise InputError(f"plan: {field}", f"cannot be used in a loop of your own: {reason}", fix)

@@ -156,10 +156,14 @@ def for_trainer(
     imported = import_content(IMPORTER, IMPORTER.prepare(args.to_dict(), Path.cwd()), WHERE, devices)
     current = _complete(Plan.parse(imported.plan, WHERE), model, machine)
     needed = needed_permissions(current)
+    data, objective = _samples(model, args, dataset, data_collator), _objective(model, dataset)
+    first = data[0] if hasattr(data, "__len__") and len(data) else None
+    if objective in TASKS.values() and isinstance(first, Mapping) and "labels" not in first:
+        raise _no_labels()
     job = Job(
         model=_shapes_of(model),
-        data=_samples(model, args, dataset, data_collator),
-        loss=_objective(model, dataset),
+        data=data,
+        loss=objective,
         train=Train.parse({**_without_checkpoints(imported.job.get("train", {})), "checkpoint_every": "never"}, WHERE),
         allow=sorted({*(["bf16"] if allow is None else allow), *needed}),
     )
@@ -248,14 +252,18 @@ def _objective(model: nn.Module, dataset: Any) -> Objective:
         output = model(**batch)
         loss = output["loss"] if isinstance(output, Mapping) else output[0]
         if loss is None:
-            raise InputError(
-                "for_trainer: dataset",
-                "the model returns no loss for its samples",
-                "add the field 'labels', or give the data_collator that adds it",
-            )
+            raise _no_labels()
         return loss * sample_count(batch)
 
     return Objective(total, sample_count)
+
+
+def _no_labels() -> InputError:
+    return InputError(
+        "for_trainer: dataset",
+        "the model returns no loss for its samples",
+        "add the field 'labels', or give the data_collator that adds it",
+    )
 
 
 def _has_real_labels(dataset: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tightfit._torch.fake import FakeTensorMode
 from tightfit.engine.custom_loop import WATCHED, Prepared
-from tightfit.errors import InputError
+from tightfit.errors import InputError, Untraceable
 from tightfit.plan import Plan, plan_of
 from tightfit.planner.dry_run import without_device_options
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
@@ -73,8 +73,12 @@ def explain_loop(
         raise InputError("explain_loop: inputs", "is a tensor", "give a list of the step's arguments, such as [tensor]")
     with fake_process_group(plan.devices), FakeTensorMode() as mode, FakeValues(), emulate_device(device):
         fakes = [mode.from_tensor(one) for one in inputs]
-        with untraceable_errors():
-            peak = _watched(setup, without_device_options(plan), fakes)
+        try:
+            with untraceable_errors():
+                peak = _watched(setup, without_device_options(plan), fakes)
+        except Untraceable as error:
+            fix = "correct what it names, or run the loop and measure it (tightfit.measure_loop)"
+            raise Untraceable("the loop", error.found, fix) from error
     return LoopPeak(peak, plan)
 
 
