@@ -52,6 +52,7 @@ def test_every_part_completes_and_leaves_at_most_8_files(
     assert all(name in done.stdout for name in ORDER)
 
 
+@pytest.mark.slow
 def test_what_each_part_records(record: dict[str, Any]) -> None:
     found = {name: part["result"] for name, part in record["parts"].items()}
     assert found["machine"]["machine"]["device"] == "cpu"
@@ -86,6 +87,7 @@ def test_what_each_part_records(record: dict[str, Any]) -> None:
     assert len(found["kernels"]["tables"]) == 2
 
 
+@pytest.mark.slow
 def test_the_readme_table_is_generated_from_the_record(record: dict[str, Any]) -> None:
     lines = gpu.readme(record).splitlines()
     assert len(lines) > 8

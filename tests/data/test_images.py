@@ -179,7 +179,7 @@ def test_photographs_are_turned_as_their_orientation_says(tmp_path: Path) -> Non
     assert found[-1].mean() > 0.9
 
 
-def test_links_to_nothing_and_folders_within_classes_are_left_out(folder: Path) -> None:
+def test_dead_links_and_folders_within_classes_are_left_out(folder: Path) -> None:
     (folder / "cats" / "gone.png").symlink_to("nowhere.png")
     (folder / "dogs" / "more").mkdir()
     with pytest.warns(TightfitWarning, match="more: images in a folder within a class's folder are left out"):

@@ -129,6 +129,7 @@ def test_gathered_logits_cost_more_than_sharded_ones() -> None:
     assert sent[1] - sent[0] > 0.4 * logits
 
 
+@pytest.mark.slow
 def test_split_none_is_balanced_by_predicted_time() -> None:
     """The last stage has a large output head. All other fields are pinned, as in a complete plan file."""
     job = JOB.replace(model={**LLAMA, "vocab_size": 32768})

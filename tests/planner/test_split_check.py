@@ -123,6 +123,7 @@ def test_large_models_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loss_depends_on_split(estimator_of(Tower, contrast))
 
 
+@pytest.mark.slow
 def test_a_search_keeps_such_a_batch_whole() -> None:
     pins = {"compile": "none", "recompute": "none"}
     whole = estimator_of(Tower, contrast).estimate(tightfit.Plan())

@@ -399,7 +399,7 @@ def test_out_of_memory_is_exit_code_3_with_remedies(tmp_path: Path) -> None:
         assert change in done.stderr
 
 
-def test_a_resumed_plan_that_does_not_work_is_said_to_be_the_run_s(
+def test_a_resumed_plan_that_fails_is_named_as_the_run_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job, out = tiny.write(tmp_path, checkpoint_every=3), tmp_path / "out"

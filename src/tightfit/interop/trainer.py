@@ -145,13 +145,13 @@ def for_trainer(
     """
     import torch
 
+    machine = machine_of(machine)
     if not isinstance(model, torch.nn.Module) or not hasattr(args, "to_dict"):
         raise InputError(
             "for_trainer",
             f"got a {type(model).__name__} and a {type(args).__name__}",
             "give the model and its TrainingArguments, in this order",
         )
-    machine = machine_of(machine)
     devices = machine.devices_per_node * machine.nodes
     imported = import_content(IMPORTER, IMPORTER.prepare(args.to_dict(), Path.cwd()), WHERE, devices)
     current = _complete(Plan.parse(imported.plan, WHERE), model, machine)

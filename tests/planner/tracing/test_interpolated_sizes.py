@@ -27,7 +27,7 @@ def _traces_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiler, "cached", lambda key, make: make())
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recompute", ["full", "selective", *(pytest.param(value, marks=pytest.mark.slow) for value in ("every-2", "sqrt"))]
 )
