@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,13 @@ def test_dead_links_and_folders_within_classes_are_left_out(folder: Path) -> Non
     (folder / "dogs" / "more").mkdir()
     with pytest.warns(TightfitWarning, match="more: images in a folder within a class's folder are left out"):
         assert len(images(folder)) == 6
+
+
+def test_unreadable_exif_data_leave_a_photograph_as_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = at(images(folder), [1])["pixel_values"]
+
+    def fail(image: Image.Image) -> None:
+        raise struct.error("unpack requires a buffer of 4 bytes")
+
+    monkeypatch.setattr("PIL.ImageOps.exif_transpose", fail)
+    assert torch.equal(at(images(folder), [1])["pixel_values"], expected)

@@ -155,6 +155,17 @@ def test_what_the_trainer_makes_of_labels_is_made_here(tmp_path: Path, labels: i
     assert for_trainer(classifier(labels), given, rows, machine="rtx-4090").estimate.fits
 
 
+def test_labels_of_text_are_left_to_the_collator(tmp_path: Path) -> None:
+    rows = [{"input_ids": torch.arange(8), "label": name} for name in ("cat", "dog") * 4]
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        labels = torch.tensor([["cat", "dog"].index(row["label"]) for row in rows])
+        return {"input_ids": torch.stack([row["input_ids"] for row in rows]), "labels": labels}
+
+    given = arguments(tmp_path)
+    assert for_trainer(classifier(2), given, rows, data_collator=collate, machine="rtx-4090").estimate.fits
+
+
 def test_other_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="got a TrainingArguments and a BertForSequenceClassification"):
         for_trainer(arguments(tmp_path), classifier(2), [])  # type: ignore[arg-type]

@@ -231,9 +231,8 @@ class Message:
 
     @property
     def has_activations(self) -> bool:
-        """Whether it sends activations and their gradients, as tensor and context parallelism and their
-        offloading do. Its bytes then grow with the samples, and each forward and backward has a part of
-        it."""
+        """Whether it sends activations or their gradients: for tensor and context parallelism, or to
+        offload them. Its bytes grow with the samples."""
         return self.name == "activations"
 
     def times(self, share: float) -> Message:

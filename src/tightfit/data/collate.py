@@ -93,7 +93,7 @@ def warn_unshifted(sample: Any, model: ModelInput) -> None:
     A sample is taken for one of a causal language model if it has input_ids and labels of the same
     shape. Jobs with their own loss get no warning, nor do token classifiers of transformers.
     """
-    if model.task is not None or model.own_loss or model.labels_tokens or not isinstance(sample, dict):
+    if model.task is not None or model.own_loss or model.is_token_classifier or not isinstance(sample, dict):
         return
     ids, labels = sample.get("input_ids"), sample.get("labels")
     if isinstance(ids, Tensor) and isinstance(labels, Tensor) and ids.dim() and ids.shape == labels.shape:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ class ImageFiles:
         with Image.open(self.files[index]) as image:
             image.draft(None, (size, size))
             image.load()
-            return ImageOps.exif_transpose(image)
+            return _turned(image)
 
 
 @dataclass(frozen=True)
@@ -387,6 +388,15 @@ def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[in
         except _BROKEN as error:
             found[index] = str(error) or type(error).__name__
     return found
+
+
+def _turned(image: Image.Image) -> Image.Image:
+    """Return the image as its EXIF orientation says. One whose EXIF data cannot be read is returned as it
+    is."""
+    try:
+        return ImageOps.exif_transpose(image)
+    except (*_BROKEN, struct.error, TypeError, LookupError, ArithmeticError, AttributeError):
+        return image
 
 
 def _of_8_bits(image: Image.Image) -> Image.Image:

@@ -36,7 +36,7 @@ def model_input(job: Job) -> ModelInput:
     return ModelInput(
         task=task,
         own_loss=job.loss is not None,
-        labels_tokens=task is None and is_token_classifier(job.model),
+        is_token_classifier=task is None and is_token_classifier(job.model),
         vocabulary=getattr(text, "vocab_size", None),
         positions=getattr(text, "max_position_embeddings", None),
         labels=getattr(config, "num_labels", None),

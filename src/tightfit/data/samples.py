@@ -60,7 +60,7 @@ class ModelInput:
 
     task         causal-lm, masked-lm, seq2seq-lm or classification
     own_loss     whether the job has its own loss, which then decides what fields a sample needs
-    labels_tokens  whether the model is a token classifier of transformers: labels are those of the same tokens
+    is_token_classifier  whether it is one of transformers, whose labels are those of the same tokens
     vocabulary   the size of the vocabulary: token ids must be below this number
     positions    the most tokens that a sequence can have
     labels       the number of classes: class labels must be below this number
@@ -75,7 +75,7 @@ class ModelInput:
 
     task: str | None
     own_loss: bool = False
-    labels_tokens: bool = False
+    is_token_classifier: bool = False
     vocabulary: int | None = None
     positions: int | None = None
     labels: int | None = None

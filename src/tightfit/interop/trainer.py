@@ -272,8 +272,11 @@ def _has_real_labels(dataset: Any) -> bool:
     import torch
 
     sample = dataset[0] if hasattr(dataset, "__len__") and len(dataset) else None
-    labels = (sample.get("labels", sample.get("label")),) if isinstance(sample, Mapping) else ()
-    return any(torch.as_tensor(one).is_floating_point() for one in labels if one is not None)
+    label = sample.get("labels", sample.get("label")) if isinstance(sample, Mapping) else None
+    try:
+        return label is not None and torch.as_tensor(label).is_floating_point()
+    except (TypeError, ValueError, RuntimeError):  # such as a text, of which the collator makes a number
+        return False
 
 
 class _Samples:

@@ -37,7 +37,7 @@ from tightfit.planner.parallel_plans import context_parallelism_may_fit, estimat
 from tightfit.planner.parallelism import balanced_split, limited_to_batch, with_sequence_parallel
 from tightfit.planner.refusal import describe_shortages, does_not_fit
 from tightfit.planner.split_check import loss_depends_on_split, splits_batch
-from tightfit.planner.variants import by_time, estimate_candidates, estimate_candidates_or_leaner, fitting_s
+from tightfit.planner.variants import by_time, estimate_candidates, estimate_candidates_and_leaner_kernels, fitting_s
 from tightfit.units import format_bytes, format_seconds
 
 GC_THRESHOLDS = (100_000, 50, 100)  # of Python's cyclic garbage collector, during a search
@@ -198,7 +198,7 @@ def _estimate_possible_plans(
     if start.pp > 1:
         start = start.replace(**balanced_split(estimator, start, pins, start.pp))
     lean = start.replace(**leaner)
-    found = estimate_candidates_or_leaner(estimator, start, pins, leaner) if supplied is machine else []
+    found = estimate_candidates_and_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
     if machine.devices_per_node * machine.nodes > 1:
         found += estimate_parallelism(estimator, lean, pins, found)
     if not found:

@@ -301,13 +301,13 @@ class CostModel:
                 with_host[message.during][message.way] += seconds
             elif message.at_start:
                 forward_s = work_s / 3 / ledger.micro_batches
-                exposed_s += seconds * message.at_start + _beside(seconds * (1 - message.at_start), forward_s)
+                exposed_s += seconds * message.at_start + _overlap_cost_s(seconds * (1 - message.at_start), forward_s)
             elif message.name == "parameters":
-                exposed_s += _beside(seconds, hiding_s, seconds / 2 / (ledger.blocks + 1))
+                exposed_s += _overlap_cost_s(seconds, hiding_s, seconds / 2 / (ledger.blocks + 1))
                 hiding_s = max(hiding_s - seconds, 0.0)
             else:
                 backward_s = hiding_s * 2 / 3 * message.micro_batches / ledger.micro_batches
-                exposed_s += _beside(seconds, backward_s, seconds / (ledger.blocks + 1))
+                exposed_s += _overlap_cost_s(seconds, backward_s, seconds / (ledger.blocks + 1))
                 hiding_s = max(hiding_s - seconds, 0.0)
         lasts = _work_s(time)
         for during, ways in with_host.items():  # both directions run at the same time
@@ -564,7 +564,7 @@ class CostModel:
         )
 
 
-def _beside(message_s: float, work_s: float, edge_s: float = 0.0) -> float:
+def _overlap_cost_s(message_s: float, work_s: float, edge_s: float = 0.0) -> float:
     """Return the seconds that a step takes longer because a message overlaps with computation.
 
     message_s  seconds of the message if nothing overlaps with it

@@ -348,7 +348,7 @@ def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
     return time.step_s + longer * time.bubble_s - time.launch_s - (sum(within) + sum(others)) / 2 - products
 
 
-def estimate_candidates_or_leaner(
+def estimate_candidates_and_leaner_kernels(
     estimator: Estimator, start: Plan, pins: dict[str, Any], leaner: dict[str, Any]
 ) -> list[Estimate]:
     """Return estimates of the variants of `start` that may be the fastest. If the fastest of them
@@ -366,7 +366,7 @@ def estimate_candidates_or_leaner(
             other = estimator.estimate(fastest.plan.replace(**fields))
             if other.fits and not saves(fastest, other, least):
                 rest = {name: value for name, value in leaner.items() if name not in fields}
-                return estimate_candidates_or_leaner(estimator, start.replace(**fields), pins, rest)
+                return estimate_candidates_and_leaner_kernels(estimator, start.replace(**fields), pins, rest)
     if leaner and not (found and estimator.include_allocator(min(found, key=by_time)).fits):
         found += estimate_candidates(estimator, start.replace(**leaner), pins)
     return found
@@ -385,4 +385,4 @@ def _kernels_to_reconsider(
     return found
 
 
-__all__ = ["by_time", "estimate_candidates", "estimate_candidates_or_leaner", "fitting_s"]
+__all__ = ["by_time", "estimate_candidates", "estimate_candidates_and_leaner_kernels", "fitting_s"]

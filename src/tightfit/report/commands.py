@@ -162,8 +162,8 @@ def train_command(
         except InputError as error:
             if not keeps:
                 raise
-            found_in = f"{error.found}. --resume keeps the fields of {saved} that --set does not change"
-            raise InputError(error.asked, found_in, error.fix) from error
+            explained = f"{error.found}. --resume keeps the fields of {saved} that --set does not change"
+            raise InputError(error.asked, explained, error.fix) from error
         held.enter_context(folder_held(out))
         return found
 
