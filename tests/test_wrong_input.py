@@ -13,6 +13,7 @@ import yaml
 
 from tests import tiny
 from tightfit.__main__ import main
+from tightfit.report import commands
 
 GOOD: dict[str, Any] = {
     "model": tiny.LLAMA,
@@ -239,3 +240,46 @@ def test_a_mistake_exits_with_code_2_and_a_remedy(
 def test_at_least_forty_mistakes_are_tested() -> None:
     assert len(MISTAKES) >= 40
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
+
+
+@pytest.mark.parametrize("command", ["train", "verify"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"data": {"text": "nowhere.txt", "sequence_length": 8}},
+        {"data": {"jsonl": ["nowhere.jsonl"], "sequence_length": 8}},
+        {"data": {"dataset": "./nowhere", "sequence_length": 8}},
+        {"data": {"text": "job.yaml", "tokenizer": "nowhere.json", "sequence_length": 8}},
+        {"model": VIT, "data": {"images": "nowhere"}},
+        {"model": {"from": "./nowhere"}},
+        {"evaluate": {"data": {"parquet": "nowhere"}}},
+    ],
+    ids=str,
+)
+def test_missing_inputs_are_found_before_a_plan_is_chosen(
+    command: str,
+    change: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(changed({**change, "plan": DROP})))
+    monkeypatch.setattr(sys, "argv", ["tightfit", command, "job.yaml"])
+    monkeypatch.setattr(commands, "this_machine", lambda say: pytest.fail("the machine is measured first"))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_explain_says_that_data_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(changed({"data": {"text": "nowhere.txt", "sequence_length": 8}})))
+    monkeypatch.setattr(sys, "argv", ["tightfit", "explain", "job.yaml", "--machine", "a100-80gb"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert "nowhere.txt: no such file or folder; explained without it" in capsys.readouterr().out

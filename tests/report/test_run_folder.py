@@ -52,6 +52,27 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
+UNLABELLED = """
+import torch
+
+def data(samples=16):
+    ids = torch.arange(samples * 8).view(samples, 8) % 300
+    return [{"input_ids": row, "labels": torch.full_like(row, -100)} for row in ids]
+"""
+
+
+def test_steps_whose_labels_do_not_count_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unlabelled.py").write_text(UNLABELLED)
+    content = tiny.content(steps=2, checkpoint_every="never")
+    content["data"] = {"python": f"{tmp_path / 'unlabelled.py'}:data"}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(content))
+    assert run_train(monkeypatch, tmp_path / "job.yaml", tmp_path / "out", "--plan", "reference") == 0
+    assert capsys.readouterr().out.count("none of its labels counts (all are -100)") == 1
+    assert losses(tmp_path / "out") == [0, 0]
+
+
 def test_a_run_writes_its_files_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,15 +177,9 @@ def file_stream(asked: str, kind: str, files: list[str]) -> DatasetStream:
 def _load_named(asked: str, name: str, subset: str | None, split: str | None, streaming: bool) -> Any:
     """Load a folder of data files, or a data set of the Hub. Without a network, its snapshot in the
     cache of the Hub is loaded."""
-    folder = expand_path(name)
+    folder = check_folder(asked, name)
     if folder.is_dir():
         return _load(asked, str(folder), subset, split, streaming)
-    if folder.exists():
-        raise InputError(
-            asked, "is a file, not a folder", f"name it with data.jsonl, data.parquet or data.text: {name}"
-        )
-    if not is_hub_id(name):
-        raise InputError(asked, "no such folder", "name a folder, or a data set of the Hub such as org/name")
     refuse_mistyped_folder("data.dataset", name, Path())
     try:
         return _load(asked, name, subset, split, streaming)
@@ -194,6 +188,19 @@ def _load_named(asked: str, name: str, subset: str | None, split: str | None, st
         if snapshot is None:
             raise
     return _load(asked, str(snapshot), subset, split, streaming)
+
+
+def check_folder(asked: str, name: str) -> Path:
+    """Return `name` as the path of a folder. Raise InputError if there is no such folder, and `name` cannot be a
+    data set of the Hub either."""
+    folder = expand_path(name)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(
+            asked, "is a file, not a folder", f"name it with data.jsonl, data.parquet or data.text: {name}"
+        )
+    if not folder.exists() and not is_hub_id(name):
+        raise InputError(asked, "no such folder", "name a folder, or a data set of the Hub such as org/name")
+    return folder
 
 
 def _snapshot(name: str) -> Path | None:

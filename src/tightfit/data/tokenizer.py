@@ -74,8 +74,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     asked, place = f"data: tokenizer={path}", pretrained_folder(path, field="data.tokenizer")
-    if not place.exists():
-        raise InputError(asked, "no such file or folder", "name a tokenizer.json, or a folder that has one")
+    check_path(path, place)
     try:
         described = (place / "tokenizer_config.json").exists() or not (place / "tokenizer.json").exists()
         if place.is_dir() and described:
@@ -87,6 +86,14 @@ def load_tokenizer(path: str) -> Any:
         raise InputError(
             asked, f"not a tokenizer ({error})", "write one with tokenizer.save_pretrained(folder)"
         ) from None
+
+
+def check_path(tokenizer: str, place: Path) -> None:
+    """Raise InputError if `place`, the path of the tokenizer that the job names `tokenizer`, does not exist."""
+    if not place.exists():
+        raise InputError(
+            f"data: tokenizer={tokenizer}", "no such file or folder", "name a tokenizer.json, or a folder that has one"
+        )
 
 
 def _with_roles(backend: Any) -> Any:

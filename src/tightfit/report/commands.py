@@ -22,7 +22,7 @@ from rich.table import Table
 from tightfit._torch.loggers import PYTREE, WRAPPED_OPERATIONS
 from tightfit.engine.launch import enter_environment, read_launcher, start_processes
 from tightfit.errors import DoesNotFit, InputError, TightfitWarning
-from tightfit.job import Job, apply_change
+from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
 from tightfit.machines.gpus import unused
 from tightfit.optional_packages import import_optional
@@ -141,9 +141,12 @@ def train_command(
         figures = None if machine_name is None else figures_for_training(machine_name)
     if nproc > 1 and world == 1:
         check_out(out, resume)  # before processes are started, so that it is printed once
+        check_inputs(job)
         this_machine(print)
         sys.exit(start_processes(nproc))
     enter_environment(Plan(allocator=pins.get("allocator", ALLOCATOR)), Machine.detect().device)
+    if world == 1:
+        check_inputs(job)
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     machine = figures or (this_machine(say) if world == 1 else Machine.detect())
@@ -222,8 +225,8 @@ def choose_and_announce(
 
     Returns (the plan's prediction or None, the plan). Errors: see `planner.choose.choose_plan`.
     """
+    check_inputs(job)
     say(f"job      {job!r}\nmachine  {machine!r}")
-    quiet_transformers(job)
     with never_silent(say, "predicting plans"):
         from tightfit.planner.choose import choose_plan
 
@@ -284,10 +287,14 @@ def explain_command(
     console = Console(stderr=True, soft_wrap=True) if as_json else Console()
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     _check_explain_options(machine_name, analyze, picture, timeline)
+    check_model(job)
+    from tightfit.data.missing_files import missing_files
+
+    if (missing := missing_files(job)) is not None:
+        say(f"warning  {missing.asked}: {missing.found}; explained without it")
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
     if analyze:  # it runs in this process, on one device
         machine = machine.per_process(1)
-    quiet_transformers(job)
     from tightfit.planner.estimate import Estimator
     from tightfit.planner.refusal import describe_shortages
     from tightfit.planner.search import search_or_estimate
@@ -382,6 +389,25 @@ def figures_for_training(name: str) -> Machine:
             f"--machine {name}", f"training runs on this machine, which is {here.name}", "leave out --machine"
         )
     return here.with_figures_of(named)
+
+
+def check_inputs(job: Job) -> None:
+    """Raise InputError if the job's model, or a local file of its data, is not there or is wrong. This takes
+    a moment, and is done before the machine is measured and plans are searched."""
+    check_model(job)
+    from tightfit.data.missing_files import missing_files
+
+    if (missing := missing_files(job)) is not None:
+        raise missing
+
+
+def check_model(job: Job) -> None:
+    """Raise InputError if the job's model is one of transformers, and its folder or its config is wrong."""
+    if isinstance(job.model, ModelSpec):
+        quiet_transformers(job)
+        from tightfit.models import model_config
+
+        model_config(job.model)
 
 
 def this_machine(say: Callable[[str], None]) -> Machine:
@@ -517,6 +543,8 @@ def verify_command(
     with errors_printed_once(world, around):
         job, pins = read_job(path, plan, changes)
         check_start(nproc, world, around)
+    if world == 1:
+        check_inputs(job)
     if nproc > 1 and world == 1:
         this_machine(partial(print, file=sys.stderr))
         sys.exit(start_processes(nproc))

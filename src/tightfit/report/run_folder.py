@@ -44,6 +44,7 @@ from tightfit.job_sections.selection import LOSS
 from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
 from tightfit.measure.observer import Observer
+from tightfit.models.objective import IGNORED
 from tightfit.plan import Plan
 from tightfit.record import BestCheckpoint, Record
 from tightfit.report.heartbeat import never_silent
@@ -278,6 +279,7 @@ class _StepReport:
     trackers, metrics  the open trackers and the open file metrics.jsonl; None except on rank 0
     overflows          number of steps in a row, up to the latest, whose update was skipped because
                        fp16 overflowed
+    told_unlabelled    whether it was said that a step has no label that counts
     evaluations        (step, {metric: value}) of each evaluation since the start
     is_best            whether the evaluation after the latest step was the best one so far by
                        train.keep_best
@@ -298,12 +300,14 @@ class _StepReport:
         self.trackers, self.metrics = trackers, metrics
         self.selection, self.callbacks = selection, callbacks
         self.overflows = 0
+        self.told_unlabelled = False
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.is_best = False
 
     def add(self, result: Step) -> None:
         number, observer = result.step + 1, self.observer
         self.overflows = self.overflows + 1 if result.skipped else 0
+        self._note_unlabelled(result)
         observer.add(result)
         line = metrics_line(result, observer)
         found = self._evaluate(number) if math.isfinite(result.loss) else {}
@@ -318,6 +322,15 @@ class _StepReport:
         self.callbacks.on_step(result)
         if found:
             self.callbacks.on_evaluation(found)
+
+    def _note_unlabelled(self, result: Step) -> None:
+        """Say it when the first step comes in which no label counts: its loss is shown as 0."""
+        if result.items == 0 and not self.told_unlabelled:
+            self.told_unlabelled = True
+            self.view.say(
+                f"step {result.step + 1}: none of its labels counts (all are {IGNORED}), so its loss is shown as 0 and its "
+                "gradients are zero; look at the labels of the data"
+            )
 
     def _evaluate(self, number: int) -> dict[str, float]:
         """Evaluate the model if an evaluation is due after step `number`, and return {metric:
