@@ -160,5 +160,5 @@ def test_explain_names_the_groups() -> None:
     from tightfit.machine import Machine
 
     case = cases.make_case("llama", **TRAIN)
-    text = tightfit.explain(case.job, Machine.named("l4"), Plan())
+    text = tightfit.explain(case.job, Plan(), Machine.named("l4"))
     assert "groups   model.embed_tokens.*: 1 parameter of 5.12k elements, learning rate 0.002, weight decay 0" in text

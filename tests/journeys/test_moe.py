@@ -110,7 +110,7 @@ def test_its_peak_is_predicted(fields: dict[str, Any], implementation: str) -> N
 
 def test_explain_states_how_tokens_are_spread() -> None:
     machine, skewed = tightfit.Machine.named("rtx-4090"), tightfit.Train(**SETTINGS, expert_imbalance=1.5)
-    said = tightfit.explain(job(), machine, tightfit.Plan())
+    said = tightfit.explain(job(), tightfit.Plan(), machine)
     assert "experts  2 of 4 for each token; predicted for tokens that are spread evenly" in said
-    said = tightfit.explain(job().replace(train=skewed), machine, tightfit.Plan())
+    said = tightfit.explain(job().replace(train=skewed), tightfit.Plan(), machine)
     assert "spread with 1.5 times the mean for the busiest expert" in said

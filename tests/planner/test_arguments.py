@@ -49,8 +49,8 @@ def test_search_adds_its_pins_to_those_of_the_job() -> None:
 def test_estimates_and_explanations_keep_the_job_s_pins() -> None:
     pinned = job({"micro_batch": 4, "precision": "fp32"})
     assert tightfit.estimate(pinned, machine="l4").plan == tightfit.Plan(micro_batch=4)
-    assert "micro_batch=4" in tightfit.explain(pinned, "l4").splitlines()[0]
-    assert tightfit.explain(pinned, "l4", {"micro_batch": 2}).startswith("plan     micro_batch=2\n")
+    assert "micro_batch=4" in tightfit.explain(pinned, machine="l4").splitlines()[0]
+    assert tightfit.explain(pinned, {"micro_batch": 2}, "l4").startswith("plan     micro_batch=2\n")
 
 
 @pytest.mark.parametrize("name", ["build", "search", "explain", "estimate", "verify", "profile", "dry_run"])
@@ -82,7 +82,7 @@ def test_a_mapping_is_read_as_a_plan() -> None:
         lambda plan: tightfit.build(job(), plan),
         lambda plan: tightfit.prepare(lambda: nn.Linear(8, 3), tightfit.Train(), plan),
         lambda plan: tightfit.estimate(job(), plan),
-        lambda plan: tightfit.explain(job(), None, plan),
+        lambda plan: tightfit.explain(job(), plan),
         lambda plan: tightfit.verify(job(), plan),
         lambda plan: tightfit.dry_run(job(), plan),
         lambda plan: tightfit.profile(job(), plan),
@@ -103,7 +103,7 @@ def test_an_argument_that_is_no_plan_is_refused(call: Callable[[Any], Any]) -> N
         lambda machine: tightfit.prepare(lambda: nn.Linear(8, 3), tightfit.Train(), machine=machine),
         lambda machine: tightfit.search(job(), machine),
         lambda machine: tightfit.estimate(job(), machine=machine),
-        lambda machine: tightfit.explain(job(), machine),
+        lambda machine: tightfit.explain(job(), machine=machine),
         lambda machine: tightfit.verify(job(), machine=machine),
         lambda machine: tightfit.complete(job(), machine, {}),
         lambda machine: tightfit.for_trainer(nn.Linear(8, 3), None, [], machine=machine),
@@ -132,9 +132,9 @@ def test_pins_that_are_no_mapping_are_refused() -> None:
 )
 def test_only_what_can_be_trained_is_predicted(plan: dict[str, Any], found: str) -> None:
     strict = job().replace(allow=[])
-    for predict in (tightfit.explain, lambda job, machine, plan: tightfit.estimate(job, plan, machine)):
+    for predict in (tightfit.explain, tightfit.estimate):
         with pytest.raises(InputError, match=found):
-            predict(strict, "l4", plan)
+            predict(strict, plan, "l4")
     if "micro_batch" not in plan:
         return
     with pytest.raises(InputError, match=found):

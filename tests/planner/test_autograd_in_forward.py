@@ -80,4 +80,4 @@ def test_train_and_explain_show_a_prediction_of_forces() -> None:
     assert predicted["memory"]["peak"] > 0
     assert predicted["mfu"] > 0
     assert plan.recompute == "none"
-    assert tightfit.explain(job, Machine.named("a100-80gb"))
+    assert tightfit.explain(job, machine=Machine.named("a100-80gb"))

@@ -232,6 +232,6 @@ def test_each_micro_batch_in_flight_keeps_its_activations(estimator: Estimator, 
 
 def test_a_host_that_is_too_small_is_named() -> None:
     job = cases.job("llama").replace(limits=tightfit.Limits(host_memory=2**20))
-    line = next(line for line in tightfit.explain(job, GPU, ADAM).splitlines() if line.startswith("memory"))
+    line = next(line for line in tightfit.explain(job, ADAM, GPU).splitlines() if line.startswith("memory"))
     assert "of host memory, 1 MiB are available" in line
     assert "does not fit" not in line

@@ -143,7 +143,7 @@ def test_split_none_is_balanced_by_predicted_time() -> None:
     assert found[None].plan.split is not None
     assert found[None].plan.split[0] > found[None].plan.split[1]
     assert found[None].time.step_s < 0.95 * found[3, 3].time.step_s
-    assert f"split={found[None].plan.split}" in tightfit.explain(job, machine, tightfit.Plan(pp=2, micro_batch=4))
+    assert f"split={found[None].plan.split}" in tightfit.explain(job, tightfit.Plan(pp=2, micro_batch=4), machine)
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])

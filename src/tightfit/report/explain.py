@@ -37,16 +37,16 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 def explain(
     job: Job,
-    machine: Machine | str | None = None,
     plan: Plan | Mapping[str, Any] | None = None,
+    machine: Machine | str | None = None,
     price: float | None = None,
 ) -> str:
     """Return the text that `tightfit explain` prints for a job.
 
-    machine  the machine to predict for, or its name, such as "h100-sxm:8"; None: this machine
     plan     the plan to explain, or a mapping of its fields, in which fields that are left out have
              the values of the reference plan `Plan()`. None: the fastest plan that fits the machine
              and has the fields that the job's `plan` sets
+    machine  the machine to predict for, or its name, such as "h100-sxm:8"; None: this machine
     price    price of one device per hour; with it, the text has the cost of the whole training
 
     Raises DoesNotFit if no plan fits, and InputError if the model cannot be traced.
