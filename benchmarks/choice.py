@@ -108,7 +108,7 @@ def choose(name: str) -> dict[str, Any]:
     """The limit, the plan that search chooses, and the predictions for all plans."""
     from tightfit.machine import Machine
     from tightfit.plan import Plan
-    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.estimator import Estimator
     from tightfit.planner.search import search
 
     machine = Machine.detect()

@@ -84,7 +84,7 @@ def answer(number: int) -> dict[str, Any]:
     from tightfit.errors import DoesNotFit, TightfitError
     from tightfit.machine import Machine
     from tightfit.models import model_config
-    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.estimator import Estimator
     from tightfit.planner.search import search
     from tightfit.planner.waterfall import waterfall
     from tightfit.report.explain import explained

@@ -43,7 +43,8 @@ from tightfit.measure.calibrate import calibrate, quick_calibrate
 from tightfit.measure.observer import Observer
 from tightfit.measure.verify import compare, observe, observe_settled
 from tightfit.methods import METHODS, materialize
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.record import code_version
 from tightfit.rules import needed_permissions
 

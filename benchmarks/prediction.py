@@ -140,7 +140,7 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     from tightfit.measure.clock_drift import control_s
     from tightfit.measure.observer import SAMPLED, Observer
     from tightfit.planner.dry_run import dry_run
-    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.estimator import Estimator
 
     model, data, batch = MODELS[pair["model"]]
     job = tightfit.Job(

@@ -54,7 +54,8 @@ from tightfit.models.objective import IGNORED, Objective, next_token_targets
 from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
-from tightfit.planner.estimate import Estimate, Estimator, estimated_ledger
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator, estimated_ledger
 from tightfit.planner.time_model import CONTENTION, CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check

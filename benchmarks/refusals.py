@@ -30,7 +30,8 @@ from tightfit.plan import Plan
 from tightfit.planner.candidates import data_parallel_layouts, is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
 from tightfit.report.commands import quiet_libraries
 from tightfit.units import format_bytes

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from tightfit.plan import Plan
     from tightfit.planner.defaults import complete
     from tightfit.planner.dry_run import dry_run
-    from tightfit.planner.estimate import Estimate, estimate
+    from tightfit.planner.estimate import Estimate
+    from tightfit.planner.estimator import estimate
     from tightfit.planner.loop_dry_run import LoopPeak, explain_loop, measure_loop
     from tightfit.planner.search import search
     from tightfit.planner.tracing.profiler import profile
@@ -63,7 +64,7 @@ _MODULES = {
     "build": "engine.build",
     "complete": "planner.defaults",
     "dry_run": "planner.dry_run",
-    "estimate": "planner.estimate",
+    "estimate": "planner.estimator",
     "evaluate": "engine.evaluation",
     "evaluate_metrics": "engine.evaluation",
     "explain": "report.explain",

@@ -19,7 +19,8 @@ from tightfit.distributed.collectives import all_reduced
 from tightfit.machine import Machine
 from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing import profiler
 

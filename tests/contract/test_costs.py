@@ -16,7 +16,7 @@ from tests.planner import cases as planned
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
 

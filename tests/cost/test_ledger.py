@@ -18,7 +18,7 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.planner.tracing.recorder import Recorder

@@ -8,7 +8,7 @@ import tightfit
 from tests.planner import cases
 from tightfit.distributed.nccl import communicator_bytes
 from tightfit.machine import Figure, Machine
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 CPUS = Machine(
     name="two processes",

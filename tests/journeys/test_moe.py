@@ -17,7 +17,7 @@ from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import estimate
+from tightfit.planner.estimator import estimate
 
 HERE = "tests.journeys.test_moe:"
 MIXTRAL: dict[str, Any] = {

@@ -16,7 +16,7 @@ from tests.pool import together
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.measure.memory import sample_step
-from tightfit.planner.estimate import estimate
+from tightfit.planner.estimator import estimate
 
 HERE = "tests.journeys.test_unet:"
 SIZE, BATCH, STEPS, HELD_OUT = 32, 4, 3, 7

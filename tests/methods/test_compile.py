@@ -18,7 +18,7 @@ from tests.planner import cases
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods import compile as compile_method
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.rules import check
 
 BLOCKS = tiny.MODEL["num_hidden_layers"]

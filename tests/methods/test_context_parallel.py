@@ -17,7 +17,7 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.models.objective import IGNORED
 from tightfit.parallel.context import ring_attention, sequence_chunks
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 HERE = "tests.methods.test_context_parallel:"
 

@@ -28,7 +28,7 @@ from tightfit.methods import float8
 from tightfit.parallel.fsdp.planning import split_by_autocast
 from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.kernels import in_float8
 from tightfit.report.explain import _layers_in_float8
 from tightfit.rules import needed_permissions

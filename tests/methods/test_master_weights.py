@@ -23,7 +23,7 @@ from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.in_batches import MultiTensor
 from tightfit.planner.candidates import candidates
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.runtime.method import SearchFacts
 from tightfit.tensor_files import Reader
 

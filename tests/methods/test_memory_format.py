@@ -11,7 +11,7 @@ import tightfit
 from tightfit.cost.recorded_step import CHANNELS_LAST
 from tightfit.machine import Machine
 from tightfit.methods.memory_format import PointwiseConv2d, use_channels_last
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
 
 CONVOLUTIONS = ("convolution", "convolution backward")

@@ -21,7 +21,7 @@ from tightfit.methods import METHODS, loader
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.waterfall import waterfall
 from tightfit.report import method_docs
 from tightfit.rules import needed_permissions

@@ -15,7 +15,7 @@ from tightfit.errors import TightfitWarning
 from tightfit.machine import Machine
 from tightfit.methods.microbatch import correct_batch_norm
 from tightfit.models.objective import sample_count
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 
 @pytest.mark.parametrize(

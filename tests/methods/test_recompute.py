@@ -18,7 +18,7 @@ from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.recompute import recomputed_blocks
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
 from tightfit.planner.tracing.live_storages import track_peak
 from tightfit.planner.variants import estimate_candidates

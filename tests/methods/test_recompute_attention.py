@@ -20,7 +20,7 @@ from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.runtime.attention_core import Found, recompute_attention
 
 WIDTH, HEADS, LENGTH, BATCH = 32, 4, 16, 3

@@ -17,7 +17,7 @@ from tightfit.errors import Untraceable
 from tightfit.machine import Machine
 from tightfit.models.expert_routing import RoutedExperts
 from tightfit.models.fake_kernels import grouped_mm_flops, grouped_mm_sizes
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 ROWS, DEPTH, COLUMNS, GROUPS = 32, 16, 32, 2  # bf16 takes multiples of 8 in each group
 

@@ -25,7 +25,7 @@ from tightfit.measure.memory import sample_step
 from tightfit.measure.verify import verify
 from tightfit.models import model_factory
 from tightfit.models.lora import ADAPTER_FILE
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.report.explain import logical_rows
 from tightfit.rules import check as check_rules
 

@@ -21,7 +21,7 @@ from tightfit.methods import zero
 from tightfit.parallel import gradient_buckets
 from tightfit.planner.candidates import candidates
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 HERE = "tests.parallel.test_gradient_sync:"
 WIDTH, STEPS = 8, 3

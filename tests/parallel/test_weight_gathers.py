@@ -22,7 +22,7 @@ from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops
 from tightfit.methods import compile
 from tightfit.parallel import gradient_buckets, weight_gathers
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 HERE = "tests.parallel.test_weight_gathers:"
 PLANS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,8 @@ from tightfit.errors import InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import with_fewer_blocks
-from tightfit.planner.estimate import Estimate, estimate
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import estimate
 from tightfit.planner.tracing.repeated_blocks import FEW_BLOCKS
 
 GPU = Machine.named("a100-80gb")

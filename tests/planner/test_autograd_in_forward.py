@@ -11,7 +11,8 @@ from tightfit.errors import Untraceable
 from tightfit.machine import Machine
 from tightfit.planner.choose import choose_plan
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.variants import estimate_candidates
 
 WIDTH = 64

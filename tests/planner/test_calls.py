@@ -16,7 +16,7 @@ from tightfit.engine.step import take_step
 from tightfit.machine import Machine
 from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 WIDTH, SAMPLES, DEPTH = 32, 256, 6

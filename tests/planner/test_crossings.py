@@ -16,7 +16,7 @@ from tests.pool import together
 from tightfit.engine.build import build
 from tightfit.engine.step import take_step
 from tightfit.machine import Machine
-from tightfit.planner.estimate import Estimator, estimated_ledger
+from tightfit.planner.estimator import Estimator, estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 WIDTH, LENGTH, BATCH = 16, 24, 8

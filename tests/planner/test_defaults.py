@@ -14,7 +14,8 @@ from tests.planner import cases
 from tightfit.capabilities import can_compile, missing_for_compile
 from tightfit.machine import Figure, Machine
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimator, workspace_bytes
+from tightfit.planner.estimate import workspace_bytes
+from tightfit.planner.estimator import Estimator
 
 TABLE = Machine.named("l4")
 HERE = TABLE.replace(memory_bytes=Figure(value=2**34, source="system"))

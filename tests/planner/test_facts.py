@@ -10,7 +10,7 @@ import tightfit
 from tightfit.cost.ledger import Ledger
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
-from tightfit.planner.estimate import Estimator, estimated_ledger
+from tightfit.planner.estimator import Estimator, estimated_ledger
 from tightfit.planner.search import search
 from tightfit.planner.tracing.profiler import Profiler
 

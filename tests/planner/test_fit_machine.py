@@ -15,7 +15,7 @@ from tests.report.test_run_folder import command
 from tightfit.cost.entries import Message
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Figure, Machine
-from tightfit.planner.estimate import Estimator, estimated_ledger
+from tightfit.planner.estimator import Estimator, estimated_ledger
 from tightfit.planner.fit_machine import TimedRun, fit_efficiencies, fit_machine
 from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing import fake_inputs

@@ -20,7 +20,7 @@ from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
 from tightfit.methods.materialize import SLACK_BYTES
-from tightfit.planner.estimate import HOST_PROCESS_BYTES, Estimator
+from tightfit.planner.estimator import HOST_PROCESS_BYTES, Estimator
 from tightfit.planner.search import search
 from tightfit.planner.time_model import EXPOSED_SHARE, CostModel
 

@@ -13,7 +13,7 @@ from benchmarks import intervals as derive
 from tests.planner import cases
 from tightfit.machine import Figure, Machine
 from tightfit.planner import intervals
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.intervals import Interval, classes, interval_of, knowledge_of
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.explain import explained, show

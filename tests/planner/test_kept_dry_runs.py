@@ -17,7 +17,7 @@ from tightfit.machine import Machine
 from tightfit.planner import certainty
 from tightfit.planner import dry_run as dry_runs
 from tightfit.planner.dry_run import dry_run, dry_run_bytes
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.tracing.shared_work import shared_work
 
 JOB = cases.job("llama")

@@ -16,7 +16,7 @@ from tightfit.machine import Machine
 from tightfit.measure import rung
 from tightfit.methods import METHODS, microbatch, optimizer_states, precision, recompute
 from tightfit.planner import ladder
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.runtime.method import name_of
 
 L4 = Machine.named("l4")

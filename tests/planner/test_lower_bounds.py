@@ -14,7 +14,7 @@ from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
 from tightfit.planner import parallel_plans
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import surely_exceeds_memory
 from tightfit.planner.micro_batches import search_micro_batch
 from tightfit.planner.search import search

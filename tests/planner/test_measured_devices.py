@@ -16,7 +16,7 @@ from tightfit.engine.build import build
 from tightfit.engine.step import drain, take_step
 from tightfit.machine import Machine
 from tightfit.measure.memory import MemorySample
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,8 @@ import pytest
 import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.micro_batches import MemoryBounds, largest_safe_micro_batch, search_micro_batch
 
 BATCH = 32

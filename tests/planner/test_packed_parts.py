@@ -13,7 +13,7 @@ import tightfit
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler
 
 

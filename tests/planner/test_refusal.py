@@ -20,7 +20,8 @@ from tightfit.planner import finalists
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run, dry_run_bytes
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
 from tightfit.report.commands import explain_command

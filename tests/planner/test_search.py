@@ -27,7 +27,7 @@ from tightfit.planner import search as searching
 from tightfit.planner.candidates import candidates
 from tightfit.planner.defaults import FEW_BLOCKS, complete
 from tightfit.planner.dry_run import dry_run, dry_run_bytes
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
 from tightfit.planner.time_model import CostModel

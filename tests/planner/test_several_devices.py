@@ -17,7 +17,7 @@ from tightfit.machine import Machine
 from tightfit.parallel.gradient_buckets import BUCKET_BYTES, MIN_BYTES_PER_DEVICE, bucket_bytes
 from tightfit.planner.candidates import candidates
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimator, estimated_ledger
+from tightfit.planner.estimator import Estimator, estimated_ledger
 from tightfit.planner.search import search, search_or_estimate
 from tightfit.planner.variants import estimate_candidates
 

@@ -16,7 +16,7 @@ from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
 from tightfit.planner import split_check
 from tightfit.planner.choose import choose_plan
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
 from tightfit.planner.split_check import loss_depends_on_split
 

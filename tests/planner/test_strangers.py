@@ -17,7 +17,7 @@ from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import estimate
+from tightfit.planner.estimator import estimate
 
 
 def job(name: str) -> tightfit.Job:

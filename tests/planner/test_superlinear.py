@@ -12,7 +12,7 @@ from torch.nn import functional
 import tightfit
 from tightfit.machine import Machine
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.micro_batches import shrink_micro_batch
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.planner.variants import by_time, estimate_candidates, fitting_s
@@ -103,7 +103,7 @@ def test_a_large_batch_of_pairs_says_nothing_of_a_small_one() -> None:
 
 def test_the_largest_size_with_room_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator takes 60 % more than the tensors, so the largest micro-batch of tensors does not fit."""
-    monkeypatch.setattr("tightfit.planner.estimate.reserved_bytes", lambda ledger, **_: 1.6 * ledger.peak().total)
+    monkeypatch.setattr("tightfit.planner.estimator.reserved_bytes", lambda ledger, **_: 1.6 * ledger.peak().total)
     start, pins = tightfit.Plan(), {"precision": "fp32", "states": "fp32"}
     peak = estimator_of(Rows).estimate(start.replace(micro_batch=1024)).peak_bytes
     estimator = estimator_of(Rows, 1.1 * peak)  # room for the tensors of 1,024 samples
@@ -114,7 +114,7 @@ def test_the_largest_size_with_room_for_the_allocator(monkeypatch: pytest.Monkey
 
 
 def test_no_size_is_tried_that_the_allocator_rules_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.planner.estimate.reserved_bytes", lambda ledger, **_: ledger.peak().total + 2**30)
+    monkeypatch.setattr("tightfit.planner.estimator.reserved_bytes", lambda ledger, **_: ledger.peak().total + 2**30)
     estimator = estimator_of(Rows, 2**29)
     plans = [tightfit.Plan(micro_batch=BATCH // 2**power) for power in range(12)]
     assert len(shrink_micro_batch(estimator, plans, float("inf"))) == 2

@@ -13,7 +13,7 @@ from tests import tiny
 from tests.planner import cases
 from tests.report.test_run_folder import command
 from tightfit.methods.compile import pays_to_compile
-from tightfit.planner.estimate import estimate
+from tightfit.planner.estimator import estimate
 from tightfit.planner.whole_run import format_cost, whole_run
 from tightfit.runtime.run_length import DEFAULT_STEPS, Length, length_of
 

@@ -15,7 +15,8 @@ from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import Plan
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.report import sweep
 
 OVER = ("--over", "train.batch=4,8", "--over", "machine=l4,t4")

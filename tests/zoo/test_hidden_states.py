@@ -17,7 +17,7 @@ from tests.zoo.entry import CLASSES, Entry
 from tests.zoo.plain import make_job
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 WEIGHTED = {**others.HEARING, "use_weighted_layer_sum": True, "num_hidden_layers": 4}
 WHISPER = {**others.WHISPER, "encoder_layers": 4, "use_weighted_layer_sum": True, "num_labels": CLASSES}

@@ -29,7 +29,8 @@ from tightfit.models.objective import TASKS, Batch, Objective, sample_count
 from tightfit.models.tasks import task_of_class
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.kernels import max_compile_saving_s
 from tightfit.planner.search import search
 from tightfit.rules import needed_permissions

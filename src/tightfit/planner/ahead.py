@@ -16,7 +16,7 @@ from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest, offloads
 from tightfit.planner.parallel_plans import estimate_degrees
 from tightfit.planner.parallelism import by_lower_bound, limited_to_batch

@@ -14,7 +14,7 @@ from tightfit.machine import Machine
 from tightfit.methods import METHODS, zero
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.time_model import ATTENTION, KIND
 from tightfit.rules import RULES, needed_permissions
 from tightfit.runtime.method import SearchFacts

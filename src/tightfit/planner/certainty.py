@@ -7,7 +7,8 @@ A plan fits surely if the upper end of its memory's interval is within the devic
 from __future__ import annotations
 
 from tightfit.planner.candidates import is_legal
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.finalists import DryRunResults, first_that_fits
 from tightfit.planner.variants import by_time
 

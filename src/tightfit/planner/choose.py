@@ -9,7 +9,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.plan import Plan
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search_or_estimate
 
 

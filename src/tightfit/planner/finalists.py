@@ -15,7 +15,8 @@ from tightfit.methods import recompute
 from tightfit.models import model_config, with_fewer_blocks
 from tightfit.plan import Plan
 from tightfit.planner.dry_run import dry_run_bytes
-from tightfit.planner.estimate import MARGIN, Estimate, Estimator
+from tightfit.planner.estimate import MARGIN, Estimate
+from tightfit.planner.estimator import Estimator
 
 MAX_DRY_RUN_BLOCKS = 24  # on several devices, a deeper model gets no dry run
 FEW_BLOCKS = 6  # on one device, a deep model is dry-run with only this many blocks

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Figure, Machine
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.time_model import EFFICIENCIES, CostModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.record import Record

@@ -11,7 +11,8 @@ from tightfit.methods import float8, microbatch
 from tightfit.methods.compile import COMPILE_S
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 
 # shares of a step's time that an option must be predicted to save, because it costs memory (another
 # loss), or because a smaller predicted saving was not found when measured (compile)

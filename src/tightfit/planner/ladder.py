@@ -22,7 +22,8 @@ from tightfit.methods import METHODS, float8
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import offloads
 from tightfit.rules import RULES, needed_permissions
 from tightfit.runtime.method import SearchFacts, name_of

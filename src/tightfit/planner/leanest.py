@@ -21,7 +21,8 @@ from tightfit.methods.offload import combinations
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.candidates import data_parallel_layouts, is_legal
-from tightfit.planner.estimate import MARGIN, Estimate, Estimator
+from tightfit.planner.estimate import MARGIN, Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.runtime.method import SearchFacts, traced_fields
 from tightfit.runtime.method import leanest as leanest_values
 

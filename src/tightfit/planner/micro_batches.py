@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from tightfit.errors import InputError
 from tightfit.plan import Plan
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.finalists import MAX_OVERESTIMATE
 
 ALLOCATOR_FACTOR = 1.15  # an allocator may reserve up to this many times the bytes of the tensors

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 from tightfit.errors import InputError
 from tightfit.plan import Plan
 from tightfit.planner.candidates import data_parallel_layouts, is_legal
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.finalists import MAX_OVERESTIMATE
 from tightfit.planner.leanest import leanest_with_parallelism, surely_exceeds_memory
 from tightfit.planner.parallelism import by_lower_bound, parallelism_fields, schedules, with_sequence_parallel

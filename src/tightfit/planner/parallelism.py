@@ -14,7 +14,7 @@ from tightfit.machine import Machine
 from tightfit.methods.pipeline import SCHEDULES
 from tightfit.plan import Plan
 from tightfit.planner.defaults import data_parallel_degrees
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 SIMILAR = 1.05  # if lower bounds differ by less than this factor, fewer kinds of parallelism come first
 WITHOUT_BUBBLE = ("pipedream", "zero-bubble")  # schedules with hardly any bubble

@@ -19,7 +19,8 @@ from tightfit.machine import Machine, devices
 from tightfit.models.lora import quantizes
 from tightfit.plan import Plan
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import MARGIN, Estimate, Estimator
+from tightfit.planner.estimate import MARGIN, Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.units import format_bytes
 

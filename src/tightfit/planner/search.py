@@ -29,7 +29,8 @@ from tightfit.planner.ahead import tracing_ahead
 from tightfit.planner.candidates import is_legal
 from tightfit.planner.certainty import dry_run_fastest
 from tightfit.planner.defaults import complete
-from tightfit.planner.estimate import Estimate, Estimator, check_possible
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator, check_possible
 from tightfit.planner.finalists import DryRunResults, first_that_nearly_fits
 from tightfit.planner.kernels import with_best_kernels
 from tightfit.planner.leanest import leanest, offloads

@@ -24,7 +24,8 @@ from tightfit.methods.materialize import create_on_host
 from tightfit.models.dropout import switch_off_dropout
 from tightfit.models.objective import IGNORED, Batch, map_tensors
 from tightfit.plan import Plan
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 
 SAMPLES = 4
 TOLERANCE = 1e-4  # relative difference of two losses from which on they are different; rounding changes 1e-6

@@ -13,7 +13,8 @@ from tightfit.errors import InputError, Untraceable
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
 from tightfit.planner.candidates import candidates
-from tightfit.planner.estimate import Estimate, Estimator
+from tightfit.planner.estimate import Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.kernels import MIN_COMPILE_SAVING, MIN_KERNEL_SAVING, saves
 from tightfit.planner.micro_batches import (
     MemoryBounds,

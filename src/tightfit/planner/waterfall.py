@@ -8,7 +8,7 @@ from types import ModuleType
 
 from tightfit.methods import METHODS
 from tightfit.plan import Plan
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.runtime.method import name_of
 
 

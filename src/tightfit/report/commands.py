@@ -295,7 +295,7 @@ def explain_command(
     machine = this_machine(say) if machine_name is None else Machine.named(machine_name)
     if analyze:  # it runs in this process, on one device
         machine = machine.per_process(1)
-    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.estimator import Estimator
     from tightfit.planner.refusal import describe_shortages
     from tightfit.planner.search import search_or_estimate
     from tightfit.planner.waterfall import waterfall

@@ -20,7 +20,8 @@ from tightfit.models.lora import lora_of
 from tightfit.models.nf4 import element_count
 from tightfit.optim.groups import first_match, full_rate
 from tightfit.plan import Plan, plan_of, read_pins
-from tightfit.planner.estimate import MARGIN, Estimate, Estimator
+from tightfit.planner.estimate import MARGIN, Estimate
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.refusal import describe_shortages
 from tightfit.planner.search import search_or_estimate
 from tightfit.planner.waterfall import WaterfallRow, waterfall

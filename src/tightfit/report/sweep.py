@@ -240,7 +240,7 @@ def explain_one(one: Combination, profilers: dict[str, Any], price: float | None
                function uses them and adds its own
     price      price of one device per hour; None: no cost
     """
-    from tightfit.planner.estimate import Estimator
+    from tightfit.planner.estimator import Estimator
     from tightfit.planner.refusal import describe_shortages
     from tightfit.planner.search import search_or_estimate
 

@@ -14,7 +14,7 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
 
 HERE = "tests.parallel.fsdp.test_fully_shard:"

@@ -8,7 +8,7 @@ import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
 from tightfit.planner.allocators.cuda import CachingAllocator, Pool, reserved_bytes
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 MB = 2**20
 

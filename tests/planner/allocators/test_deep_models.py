@@ -13,7 +13,7 @@ from tightfit.machine import Machine
 from tightfit.planner.allocators import deep_models
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.glibc import peak_heap_bytes
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 SMALL: dict[str, dict[str, Any]] = {
     "qwen2": {

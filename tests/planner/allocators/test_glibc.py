@@ -13,7 +13,7 @@ from tightfit.cost.recorded_step import Segment, Timeline
 from tightfit.machine import Machine
 from tightfit.planner.allocators.glibc import SIMULATED_STEPS, GlibcHeap, page_fault_bytes, peak_heap_bytes
 from tightfit.planner.allocators.simulate import simulate
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 MB = 2**20
 

@@ -12,7 +12,7 @@ from tests.sweeps import part
 from tightfit.machine import Machine
 from tightfit.optim import in_batches
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 
 GPU = Machine.named("a100-80gb")
 PLANS: list[dict[str, Any]] = [

@@ -20,7 +20,7 @@ from tests.planner import cases
 from tests.sweeps import part
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Machine
-from tightfit.planner.estimate import apply_costs
+from tightfit.planner.estimator import apply_costs
 from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.cache import VERSION, read
 from tightfit.planner.tracing.profiler import Profiler, profile

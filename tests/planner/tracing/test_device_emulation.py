@@ -15,7 +15,7 @@ import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.tracing.device_emulation import emulate_device
 from tightfit.planner.tracing.profiler import Profiler
 

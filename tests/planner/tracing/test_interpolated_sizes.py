@@ -8,7 +8,7 @@ import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.tracing import profiler
 
 GPU = Machine.named("a100-80gb")

@@ -9,7 +9,7 @@ import pytest
 import tightfit
 from tests.planner import cases
 from tightfit.machine import Machine
-from tightfit.planner.estimate import estimated_ledger
+from tightfit.planner.estimator import estimated_ledger
 from tightfit.planner.tracing.profiler import Profiler, profile
 
 GEMMA: dict[str, Any] = {

@@ -17,7 +17,7 @@ from tightfit.job import ModelSpec
 from tightfit.machine import Machine
 from tightfit.models import find_blocks, model_factory, with_fewer_blocks
 from tightfit.planner.dry_run import dry_run
-from tightfit.planner.estimate import Estimator
+from tightfit.planner.estimator import Estimator
 from tightfit.planner.tracing import profiler as profile
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, remove_repeated_blocks
