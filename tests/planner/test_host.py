@@ -34,7 +34,7 @@ def estimator() -> Estimator:
 
 
 def parameters(estimator: Estimator) -> int:
-    return sum(parameter.bytes for parameter in estimator.profiler.parameters(PLAIN))
+    return sum(parameter.bytes for parameter in estimator.profiler.model.parameters(PLAIN))
 
 
 def test_every_process_on_a_host_counts() -> None:

@@ -50,7 +50,7 @@ def test_a_step_needs_at_least_the_bound(estimator: Estimator, fields: dict[str,
     plan = tightfit.Plan(**{"zero": 3, "dp_shard": 8, "micro_batch": 1, "recompute": "full", **fields})
     one = estimator.estimate(plan)
     bound = estimator.memory_lower_bound(plan)
-    parameters = estimator.profiler.parameters(plan)
+    parameters = estimator.profiler.model.parameters(plan)
     if plan.master_weights:
         parameters = with_fp32_gradients(parameters)
     sharded = sum(parameter.bytes for parameter in parameters) * (1 - 1 / plan.shards)

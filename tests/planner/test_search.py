@@ -31,7 +31,7 @@ from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
 from tightfit.planner.time_model import CostModel
-from tightfit.planner.tracing import fake_inputs, profiler
+from tightfit.planner.tracing import fake_inputs, fake_model
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
 from tightfit.report.explain import show
@@ -561,7 +561,7 @@ def test_a_dry_run_follows_the_rules_of_the_target_device(device: str) -> None:
 
 def test_a_refused_plan_keeps_what_was_compiled(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     forgotten: list[object] = []
-    monkeypatch.setattr(profiler, "forget_compilations", forgotten.append)
+    monkeypatch.setattr(fake_model, "forget_compilations", forgotten.append)
     estimator = Estimator(cases.job("llama"), Machine.named("h100-sxm:8"))
     with pytest.raises(InputError, match="num_attention_heads"):
         estimator.estimate(tightfit.Plan(tp=8, compile="block"))

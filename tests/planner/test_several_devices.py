@@ -149,7 +149,7 @@ def test_split_none_is_balanced_by_predicted_time() -> None:
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_bytes_sent_match_ring_collectives(estimator: Estimator, devices: int) -> None:
     """Ring all-reduce sends 2 (n-1)/n of the gradients, ZeRO 1 and 2 as much, ZeRO 3 half as much again."""
-    parameters = sum(p.bytes for p in estimator.profiler.parameters(tightfit.Plan()) if p.trainable)
+    parameters = sum(p.bytes for p in estimator.profiler.model.parameters(tightfit.Plan()) if p.trainable)
     once = (devices - 1) / devices * parameters
     for fields, times in (
         ({"dp_replicate": devices}, 2),
@@ -217,7 +217,7 @@ def test_a_search_offloads_if_nothing_else_fits() -> None:
 def test_a_search_offloads_even_the_parameters_of_a_gpu() -> None:
     """A limit below the weights alone."""
     machine = Machine.named("a100-80gb")
-    weights = sum(p.bytes for p in Estimator(JOB, machine).profiler.parameters(tightfit.Plan()))
+    weights = sum(p.bytes for p in Estimator(JOB, machine).profiler.model.parameters(tightfit.Plan()))
     limit = int(Estimator(JOB, machine).runtime_bytes + 0.97 * weights)
     job = JOB.replace(limits=tightfit.Limits(memory=limit), allow=["offload"])
     chosen = search(job, machine, {"compile": "none", "update_in_backward": False})[0]

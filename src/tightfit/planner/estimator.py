@@ -298,8 +298,8 @@ class Estimator:
         entire model. Both are 0 if the job saves no checkpoints."""
         if self.job.train.checkpoint_every == "never":
             return 0.0, 0.0
-        parameters = sum(parameter.bytes for parameter in self.profiler.parameters(plan)) * plan.tp
-        return parameters, sum(update.state_bytes for update in self.profiler.updates(plan).values()) * plan.tp
+        parameters = sum(parameter.bytes for parameter in self.profiler.model.parameters(plan)) * plan.tp
+        return parameters, sum(update.state_bytes for update in self.profiler.model.updates(plan).values()) * plan.tp
 
     def _checkpoint_buffer_bytes(self, plan: Plan) -> float:
         """Return the bytes of host memory that a process needs, while it saves a checkpoint, for
@@ -323,7 +323,7 @@ class Estimator:
         largest block computes.
         """
         after = plan.replace(update_in_backward=False)  # has the same optimizer states, and shares their trace
-        updates, parameters = self.profiler.updates(after), self.profiler.parameters(plan)
+        updates, parameters = self.profiler.model.updates(after), self.profiler.model.parameters(plan)
         if plan.master_weights:
             parameters = with_fp32_gradients(parameters)
         size, gradients, largest = _sizes_of(parameters)

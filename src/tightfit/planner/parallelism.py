@@ -83,7 +83,7 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     sample_s = estimator.bound_model.segments_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
     bounds = []
-    has_experts = any("experts" in one.name.split(".") for one in estimator.profiler.parameters(start))
+    has_experts = any("experts" in one.name.split(".") for one in estimator.profiler.model.parameters(start))
     for sizes in parallelism_candidates(machine, pins):
         if has_experts and "tp" in sizes:
             continue

@@ -50,7 +50,7 @@ def loss_depends_on_split(estimator: Estimator) -> str:
     job = estimator.job
     if (job.of_transformers and job.loss is None) or not _is_small(estimator):
         return ""
-    batch, objective = _unevenly_labelled(estimator.profiler.batch, job), estimator.profiler.objective()
+    batch, objective = _unevenly_labelled(estimator.profiler.batch, job), estimator.profiler.model.objective()
     try:
         with generators_restored():
             seed_generators(job.train.seed)

@@ -18,7 +18,7 @@ from tightfit.machine import Machine
 from tightfit.models import find_blocks, model_factory, with_fewer_blocks
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimator import Estimator
-from tightfit.planner.tracing import profiler as profile
+from tightfit.planner.tracing import fake_model
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks, remove_repeated_blocks
 
@@ -65,9 +65,9 @@ def seen(name: str, plan: tightfit.Plan) -> list[Any]:
         told(inference.segments),
         training.parameters,
         training.blocks,
-        profiler.parameters(plan),
-        list(profiler.updates(plan).items()),
-        profiler.clipping(plan),
+        profiler.model.parameters(plan),
+        list(profiler.model.updates(plan).items()),
+        profiler.model.clipping(plan),
     ]
 
 
@@ -86,12 +86,12 @@ def test_a_reduced_model_is_traced_like_the_whole_one(
         taken.append(len(depth.removed))
         return model, depth
 
-    monkeypatch.setattr(profile, "create_without_repeated_blocks", noted)
+    monkeypatch.setattr(fake_model, "create_without_repeated_blocks", noted)
     thin = seen(name, tightfit.Plan(**fields))
     assert taken
     assert min(taken) >= 3
     monkeypatch.setattr(
-        profile,
+        fake_model,
         "create_without_repeated_blocks",
         lambda spec, create, whole: create_without_repeated_blocks(spec, create, True),
     )
