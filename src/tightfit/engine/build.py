@@ -21,10 +21,10 @@ from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine, machine_of
-from tightfit.methods import METHODS, loader, materialize, microbatch
+from tightfit.methods import METHODS, loader, materialize, microbatch, precision
 from tightfit.models import load_python, task_of
 from tightfit.models.masks import without_mask_checks
-from tightfit.models.objective import Objective, forward_parameters, objective_of
+from tightfit.models.objective import Batch, Objective, forward_parameters, objective_of
 from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan, plan_of
@@ -115,6 +115,14 @@ def begin(
     )
 
 
+def _example(run: Run) -> Batch:
+    """Return an example micro-batch in the types in which training passes it to the model."""
+    batch, dtype = run.data.example(), materialize.weights_dtype(run.plan)
+    if dtype == torch.float32:
+        return batch
+    return precision.in_dtype(dtype, batch, run.model, run.objective.calls_model_itself)
+
+
 def apply_methods(run: Run, keeps_data: bool) -> Run:
     """Apply every method that the plan enables to `run`, which `begin` has returned. Return the
     complete Run.
@@ -133,7 +141,7 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
         if method is loader and not keeps_data:
             loader.check_packing(run.model, run.job)
         if method is loader and plan.pp > 1:  # before any method changes the model
-            run = boundaries.trace_boundaries(run, plan)
+            run = boundaries.trace_boundaries(run, plan, _example(run))
     if run.device.type == "cuda" and plan.compile != "model":  # a compiled model does not check masks
         run = replace(run, loss_sum=without_mask_checks(run.loss_sum, run.model, bool(run.droppable_masks)))
     run.model.train()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tightfit
-from tests.contract.cases import distance
+from tests.contract.cases import distance, make_case
 from tests.pool import together
 from tightfit.engine.checkpoint.save import newest, save
 from tightfit.engine.pipeline_check import compare_split, wants_check
@@ -999,3 +999,10 @@ def test_a_refused_pipedream_ends_in_exit_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "is used by the first and the last device, which update it at different times" in done.stderr
     assert "terminate called" not in done.stderr
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
+def test_boundaries_are_traced_in_the_type_of_the_weights(precision: str) -> None:
+    """The inputs of this model are numbers in fp32, which training casts to the type of the weights."""
+    plan = tightfit.Plan(pp=2, micro_batch=2, precision=precision)
+    assert tightfit.dry_run(make_case("batchnorm").job, plan, "cuda").total > 0

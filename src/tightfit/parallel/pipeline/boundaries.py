@@ -47,6 +47,7 @@ from tightfit.models.dataflow import (
     TensorId,
     describe_line,
 )
+from tightfit.models.objective import Batch
 from tightfit.models.tracing import trace_dataflow
 from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
 from tightfit.plan import Plan
@@ -61,9 +62,11 @@ CHECKED_FIELDS = ("pp", "virtual_stages", "split", "schedule", "materialize")  #
 Places = dict[str, tuple[int, ...]]
 
 
-def trace_boundaries(run: Run, plan: Plan) -> Run:
+def trace_boundaries(run: Run, plan: Plan, example: Batch) -> Run:
     """Trace a forward of the model, and return the Run with the trace as its `dataflow`. The model
     must not have been changed by any method yet.
+
+    example  a micro-batch, whose shapes and types are used
 
     Raises InputError if the stages of the plan's pipeline would not compute what the full model
     computes.
@@ -72,7 +75,7 @@ def trace_boundaries(run: Run, plan: Plan) -> Run:
     stages, defined = stage_ranges(plan, len(blocks)), parameter_uses(run.model, blocks)
     refuse_shared_blocks(defined, len(blocks))
     refuse_encoder_decoder(run.model)
-    flow = trace_dataflow(run.model, run.objective.total, run.data.example(), blocks)
+    flow = trace_dataflow(run.model, run.objective.total, example, blocks)
     sizes = {name: parameter.numel() for name, parameter in run.model.named_parameters()}
     check_boundaries(flow, plan, stages, defined, resolve_parameter_uses(defined, flow, len(blocks)), sizes)
     return replace(run, dataflow=flow)
