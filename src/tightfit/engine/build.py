@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from tightfit.distributed.mesh import make_mesh
 from tightfit.distributed.processes import local_device
@@ -21,10 +22,10 @@ from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
 from tightfit.machine import Machine, machine_of
-from tightfit.methods import METHODS, loader, materialize, microbatch, precision
+from tightfit.methods import METHODS, loader, materialize, microbatch
 from tightfit.models import load_python, task_of
 from tightfit.models.masks import without_mask_checks
-from tightfit.models.objective import Batch, Objective, forward_parameters, objective_of
+from tightfit.models.objective import Batch, Objective, forward_parameters, map_inputs, objective_of
 from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan, plan_of
@@ -116,11 +117,17 @@ def begin(
 
 
 def _example(run: Run) -> Batch:
-    """Return an example micro-batch in the types in which training passes it to the model."""
-    batch, dtype = run.data.example(), materialize.weights_dtype(run.plan)
-    if dtype == torch.float32:
-        return batch
-    return precision.in_dtype(dtype, batch, run.model, run.objective.calls_model_itself)
+    """Return a micro-batch of the shapes and types in which training passes one to the model. Its
+    values mean nothing if the plan has 16-bit weights, for which `precision` casts inputs."""
+    dtype = materialize.weights_dtype(run.plan)
+
+    def narrow(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=dtype) if tensor.is_floating_point() else tensor
+
+    example = run.data.example()
+    if not run.plan.has_16_bit_weights:
+        return example
+    return map_inputs(narrow, example, run.model, run.objective.calls_model_itself)
 
 
 def apply_methods(run: Run, keeps_data: bool) -> Run:

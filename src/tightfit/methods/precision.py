@@ -215,20 +215,13 @@ def cast_inputs(
     """
     forward_parameters(model)  # before it is compiled
 
-    def true(batch: Batch) -> Tensor:
-        return loss_sum(in_dtype(dtype, batch, model, calls_model_itself))
-
-    return true
-
-
-def in_dtype(dtype: torch.dtype, batch: Batch, model: nn.Module, calls_model_itself: bool) -> Batch:
-    """Return a batch whose floating-point tensors that the model reads are cast to `dtype`; see
-    `cast_inputs`."""
-
     def narrow(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return map_inputs(narrow, batch, model, calls_model_itself)
+    def true(batch: Batch) -> Tensor:
+        return loss_sum(map_inputs(narrow, batch, model, calls_model_itself))
+
+    return true
 
 
 def warn_of_rounded_buffers(model: nn.Module, dtype: torch.dtype) -> None:
