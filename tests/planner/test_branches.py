@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tightfit
 from tightfit.errors import Untraceable
-from tightfit.models import dataflow
+from tightfit.models import value_reads
+from tightfit.models.value_reads import passing_value
 
 
 class Settling(nn.Module):
@@ -50,11 +53,50 @@ def notes(model: type[nn.Module]) -> tuple[str, ...]:
 
 def test_a_branch_on_values_is_named() -> None:
     (note,) = notes(Settling)
-    assert note.startswith("test_branches.py, line 23 (while (after - before).abs().max() > 1e-2:)")
+    assert note.startswith("test_branches.py, line 26 (while (after - before).abs().max() > 1e-2:)")
     assert notes(Straight) == ()
 
 
 def test_a_loop_that_never_ends_in_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataflow, "MOST_READS", 20)
+    monkeypatch.setattr(value_reads, "MOST_READS", 20)
     with pytest.raises(Untraceable, match=r"repeats test_branches.py, line \d+ .* until the value of a tensor changes"):
         notes(Counting)
+
+
+class Checked(Straight):
+    """Refuses wrong data in several ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 100 or (x.numel() and x.isnan().any()):
+            raise ValueError("wrong data")
+        if not x.isfinite().all():
+            raise ValueError("infinite data")
+        assert not (x > 1e9).any()
+        assert (x < 1e9).all()
+        return super().forward(x)
+
+
+def test_checks_of_the_data_pass_in_a_prediction() -> None:
+    assert notes(Checked) == ()
+
+
+def test_the_value_that_passes_a_check_is_found(tmp_path: Path) -> None:
+    code = """
+if a(): raise ValueError
+if not a():
+    b()
+    raise ValueError
+elif (a() or
+      b()):
+    raise ValueError
+if a() and not b(): raise ValueError
+if a(): b()
+assert not not a()
+assert not a()
+"""
+    (tmp_path / "model.py").write_text(code)
+    found = [passing_value((str(tmp_path / "model.py"), number)) for number in range(2, 13)]
+    assert found == [False, True, None, None, False, False, None, None, None, True, False]
+    (tmp_path / "other.py").write_text("%matplotlib inline\n")
+    assert passing_value((str(tmp_path / "other.py"), 1)) is None
+    assert passing_value(None) is None

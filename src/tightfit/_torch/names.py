@@ -174,6 +174,8 @@ _TABLE = {
             "worth saving under selective recompute",
             _NO_ENTRY,
         ),
+        "_ctc_loss": ("what the CTC loss keeps for backward", "CTC losses are not predicted"),
+        "_ctc_loss_backward": ("its backward", "CTC losses are not predicted"),
         "_cudnn_rnn": ("what recurrent layers run on a GPU, and what they keep", "torch's own rule on fake tensors"),
         "_cudnn_rnn_backward": ("its backward", "torch's own rule on fake tensors"),
     },

@@ -22,6 +22,8 @@ EFFICIENT_ATTENTION_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_bac
 CUDNN_ATTENTION = _ATEN._scaled_dot_product_cudnn_attention
 CUDNN_RNN = _ATEN._cudnn_rnn
 CUDNN_RNN_BACKWARD = _ATEN._cudnn_rnn_backward
+CTC_LOSS = _ATEN._ctc_loss
+CTC_LOSS_BACKWARD = _ATEN._ctc_loss_backward
 MKLDNN_RNN = _ATEN.mkldnn_rnn_layer
 MKLDNN_RNN_BACKWARD = _ATEN.mkldnn_rnn_layer_backward
 MPS_ATTENTION = _ATEN._scaled_dot_product_attention_math_for_mps
@@ -54,6 +56,8 @@ def schema_of(operation: Any) -> torch.FunctionSchema:
 __all__ = [
     "CPU_FLASH_ATTENTION",
     "CPU_FLASH_ATTENTION_BACKWARD",
+    "CTC_LOSS",
+    "CTC_LOSS_BACKWARD",
     "CUDNN_ATTENTION",
     "CUDNN_RNN",
     "CUDNN_RNN_BACKWARD",

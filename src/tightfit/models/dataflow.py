@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tightfit._torch.pytree import TreeSpec
-from tightfit.errors import InputError, Untraceable
+from tightfit.errors import InputError
 from tightfit.models.block_hooks import Hooks
 from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
@@ -35,7 +34,6 @@ PP_FIELD = "plan: pp"
 # The block number of operations before the first block. The block number of operations after the
 # last block is the number of blocks.
 BEFORE_BLOCKS = -1
-MOST_READS = 100_000  # of unknown values, by one line of the model
 # folders of torch and tightfit, whose lines are not the model's own code
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
@@ -244,32 +242,6 @@ def model_line() -> tuple[str, int] | None:
     return None
 
 
-class ValueReads:
-    """Counts how often each line of a model reads a value that is not known, such as the condition of
-    a loop. The loop would never end if the value were always the same."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, int] | None] = Counter()
-
-    def ends_loop(self) -> bool:
-        """Call this when the model reads an unknown bool. Returns whether the line is a `while` that
-        reads it for the second time: then the loop should run no further.
-
-        Raises Untraceable if any other line reads unknown values too often.
-        """
-        line = model_line()
-        self._counts[line] += 1
-        if line is not None and linecache.getline(*line).lstrip().startswith("while "):
-            return self._counts[line] % 2 == 0
-        if self._counts[line] > MOST_READS:
-            raise Untraceable(
-                "job: model",
-                f"repeats {describe_line(line)} until the value of a tensor changes, which is not known before it runs",
-                "run the job without a prediction: tightfit train measures what it cannot predict",
-            )
-        return False
-
-
 def sample_shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
     """Return, for each tensor of a batch, the shape of one sample (all dims but the first)."""
     return tuple(tuple(leaf.shape[1:]) for leaf in tensors_in(batch))
@@ -304,7 +276,6 @@ __all__ = [
     "OutputStructure",
     "PathTo",
     "TensorId",
-    "ValueReads",
     "blocks_out_of_order",
     "describe_line",
     "innermost_model_line",

@@ -36,7 +36,6 @@ from tightfit.models.dataflow import (
     OutputStructure,
     PathTo,
     TensorId,
-    ValueReads,
     blocks_out_of_order,
     model_line,
     path_of,
@@ -45,6 +44,7 @@ from tightfit.models.dataflow import (
 from tightfit.models.fake_kernels import fake_output
 from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
+from tightfit.models.value_reads import ValueReads
 
 _SHAPE_ONLY = frozenset(  # operations that read the shape and type of a tensor, but no values
     {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
@@ -335,11 +335,11 @@ class Recorder(TorchDispatchMode):
     def _value(self, func: Any, args: Any) -> Any:
         """Return the value that `func`, an operation such as .item(), reads from a tensor. If the
         value is not known, because the tensor is fake, return False for a comparison or a bool (True
-        where that ends a loop), and 1 for a number."""
+        where that ends a loop or passes a check), and 1 for a number."""
         tensor = args[0]
         if isinstance(tensor, FakeTensor) and known_value(tensor) is None:
             if func is torch.ops.aten.equal.default or tensor.dtype is torch.bool:
-                return self.reads.ends_loop()
+                return self.reads.value(False)
             return 1.0 if tensor.is_floating_point() else 1
         return func(*args)
 

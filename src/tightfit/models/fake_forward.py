@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import DataDependentOutputException, FakeTensorMode
+from tightfit._torch.operations import LOCAL_SCALAR_DENSE
 from tightfit._torch.tensors import in_backward, storage_id
 from tightfit.models.caches import isolated_model_caches
-from tightfit.models.dataflow import describe_line, innermost_model_line
+from tightfit.models.dataflow import describe_line, innermost_model_line, model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.models.objective import Batch, map_tensors
 from tightfit.models.tensors import tensors_in, written_tensors
+from tightfit.models.value_reads import passing_value
 
 
 @dataclass(frozen=True)
@@ -154,17 +156,29 @@ def _replace_held(model: nn.Module) -> dict[int, str]:
 def branch_on_values(make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> str:
     """Run a forward like `uses_of_parameters`. Return the first line of the model that reads the value of a
     tensor in Python, usually for a branch, such as "net.py, line 12 (if error.max() < 0.1:)"; "" if
-    none does, or if the forward fails for another reason."""
+    none does, or if the forward fails for another reason. Checks that raise an error are passed."""
     with restoring_random_states(), fake_forwards():
         try:
             model = make()
             model.train()
-            total(model, fake_batch(batch))
+            with _PassedChecks():
+                total(model, fake_batch(batch))
         except DataDependentOutputException as error:
             return describe_line(innermost_model_line(error))
         except Exception:
             return ""
     return ""
+
+
+class _PassedChecks(TorchDispatchMode):
+    """A mode in which the model's checks of values pass: see `passing_value`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default):
+            value = passing_value(model_line())
+            if value is not None and (func is torch.ops.aten.equal.default or args[0].dtype is torch.bool):
+                return value
+        return func(*args, **(kwargs or {}))
 
 
 MOST_NESTED = 3  # lists in lists in which parameters are looked for

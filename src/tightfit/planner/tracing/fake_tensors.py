@@ -32,9 +32,11 @@ from tightfit._torch.patches import formatting_as_numbers
 from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
-from tightfit.models.dataflow import ValueReads, innermost_model_line
+from tightfit.models.dataflow import innermost_model_line
 from tightfit.models.expert_routing import ExpertRouting, forget_values
 from tightfit.models.fake_kernels import without_fake_tensor_logs
+from tightfit.models.value_reads import ValueReads
+from tightfit.planner.tracing.ctc import ctc_output
 from tightfit.planner.tracing.recurrent_layers import recurrent_output
 
 _FILLS = frozenset(  # initialisation: changes values only
@@ -52,10 +54,9 @@ class FakeValues(TorchDispatchMode):
     """A dispatch mode that gives a result to operations which read the values of fake tensors.
 
     An unknown value is 1 or True, so a whole step runs without values; a `while` on such a value runs
-    once. Two kinds of values are
-    known: integers that the model writes as constants, and torch.linspace on a CPU. Many image
-    models compute the drop-path rate of each block with linspace, and a block whose rate is 0 is
-    created without drop path.
+    once, and checks of the data pass (`models/value_reads.py`). Two kinds of values are known: integers
+    that the model writes as constants, and torch.linspace on a CPU. Many image models compute the
+    drop-path rate of each block with linspace, and a block whose rate is 0 is created without drop path.
 
     Two frequent operations return at once, because a deep model calls them thousands of times:
     initialisation does nothing, and the device of a tensor is read directly.
@@ -114,8 +115,8 @@ class FakeValues(TorchDispatchMode):
         if func is LOCAL_SCALAR_DENSE.default:
             return func(*args) if known_value(args[0]) is not None else self._unknown(args[0])
         if func is torch.ops.aten.equal.default:
-            return True
-        if (made := recurrent_output(func, args)) is not None:
+            return self.reads.value(True)
+        if (made := recurrent_output(func, args)) is not None or (made := ctc_output(func, args)) is not None:
             return made
         return self.routing.run(func, args, kwargs or {})
 
@@ -123,7 +124,7 @@ class FakeValues(TorchDispatchMode):
         """Return the value that is taken for that of a tensor with one element. A loop that continues
         while it is True runs once."""
         value = self.routing.scalar(tensor)
-        return not self.reads.ends_loop() if value is True else value
+        return self.reads.value(True) if value is True else value
 
 
 def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
