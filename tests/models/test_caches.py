@@ -96,14 +96,15 @@ def test_a_training_works_after_a_trace_and_vice_versa() -> None:
 
 
 def test_dict_caches_are_restored_after_a_trace() -> None:
-    TABLES[3] = real = torch.arange(3)
+    TABLES[3], TABLES[5] = real, other = torch.arange(3), torch.arange(5)
     with isolated_model_caches(), FakeTensorMode():
-        assert not TABLES
+        assert list(TABLES) == [3, 5]
         TABLES[4] = torch.arange(4)
         TABLES[3] = torch.arange(3)
         bounded(5)
-    assert list(TABLES) == [3]
+    assert list(TABLES) == [3, 5]
     assert TABLES[3] is real
+    assert TABLES[5] is other
     assert not isinstance(bounded(5), FakeTensor)
 
 
@@ -121,9 +122,49 @@ RINGS: dict[str, Any] = {}
 def test_a_dict_that_contains_itself_is_restored() -> None:
     RINGS["self"], RINGS["table"] = RINGS, torch.arange(2)
     try:
-        with isolated_model_caches():
-            assert "table" not in RINGS
+        with isolated_model_caches(on_meta=True):
+            assert RINGS["table"].is_meta
         assert RINGS["self"] is RINGS
         assert RINGS["table"].tolist() == [0, 1]
     finally:
         RINGS.clear()
+
+
+OF_THE_USER: dict[str, Any] = {
+    "a": 1,
+    "b": torch.tensor([1.0, 2.0, 1.0, 1.0]),
+    "c": [torch.zeros(1), ("d", torch.ones(2))],
+    "d": {},
+}
+WEIGHTS = torch.tensor([1.0, 2.0, 1.0, 1.0])
+
+
+def test_dicts_of_the_user_stay_as_they_are() -> None:
+    """A program may go through a dict of its own while it plans or trains with an entry."""
+    before, seen = list(OF_THE_USER.items()), []
+    job: Any = tightfit.Job(model=Remembers, data=[(torch.zeros(8), 1)] * 8, train=tightfit.Train(batch=4, steps=1))
+    for name, value in OF_THE_USER.items():
+        seen.append((name, value))
+        tightfit.search(job, "l4")
+        tightfit.build(job, tightfit.Plan())
+        with isolated_model_caches(on_meta=True):
+            assert list(OF_THE_USER) == ["a", "b", "c", "d"]
+            assert OF_THE_USER["b"].is_meta
+            assert OF_THE_USER["c"][1][1].is_meta
+    assert [one[0] for one in seen] == ["a", "b", "c", "d"]
+    assert all(now is then for (_, now), (_, then) in zip(OF_THE_USER.items(), before, strict=True))
+    assert all(now is then for (_, now), (_, then) in zip(seen, before, strict=True))
+
+
+@pytest.mark.parametrize("weights", [lambda: OF_THE_USER["b"], lambda: WEIGHTS], ids=["in a dict", "global"])
+def test_losses_that_read_tensors_of_a_module_are_predicted(weights: Any) -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output, batch[1], weight=weights())
+
+    data = [(torch.zeros(8), number % 4) for number in range(8)]
+    job = tightfit.Job(model=Remembers, data=data, loss=loss, train=tightfit.Train(batch=4, steps=1))
+    assert tightfit.search(job, "l4")[0].fits
+    assert len(list(tightfit.train(tightfit.build(job)))) == 1
+    assert dry_run(job, tightfit.Plan()).total == pytest.approx(
+        dry_run(job.replace(loss=nn.CrossEntropyLoss(reduction="mean")), tightfit.Plan()).total, rel=0.05
+    )

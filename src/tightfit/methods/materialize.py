@@ -205,7 +205,7 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     factory = model_factory(run.job.model)  # which may create models to compare their sizes
     hook = registration.register_module_parameter_registration_hook(see)
     try:
-        with isolated_model_caches(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with isolated_model_caches(on_meta=True), torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = factory()
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         raise InputError(

@@ -1,16 +1,17 @@
-"""Remove tensors from the caches of model code, so that real runs find no fake tensors in them, and
-traces find no real ones.
+"""Keep fake tensors out of the caches of model code, so that real runs find none in them.
 
 Some models cache a tensor that they compute once, such as BEiT's table of relative positions, in an
 lru_cache or in a dict of their module or class. A trace puts fake tensors in such a cache, which a
-training run cannot use. A training run puts real tensors in it, which a trace cannot use.
+training run cannot use. A training run puts real tensors in it; traces compute with their shapes.
+
+A dict of a module may also be the user's own data. So it keeps its entries, and their order.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, lru_cache
 from types import FunctionType, ModuleType
@@ -32,48 +33,70 @@ _Cache = Any  # a function with an lru_cache
 
 
 @contextmanager
-def isolated_model_caches() -> Iterator[None]:
-    """On entry to this context, remove real tensors from the caches of model code.
+def isolated_model_caches(on_meta: bool = False) -> Iterator[None]:
+    """On exit from this context, remove the fake and meta tensors that code in it has put into the caches
+    of model code. Dicts then have the entries that they had before; the entries of an lru_cache are
+    computed again when they are needed.
 
-    On exit, remove fake and meta tensors from the caches, and put the removed entries of dicts
-    back. The removed entries of an lru_cache are computed again when they are needed.
+    on_meta  whether the code runs on the meta device, where it cannot use real tensors: those in caches
+             are on the meta device meanwhile
     """
-    taken = _remove_real_tensors()
+    functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
+    before = [(one, held) for one in dicts if (held := _with_tensors(one, lambda tensor: True))]
+    if on_meta:
+        _clear(functions, _is_real)
+        for one, held in before:
+            one.update({key: _moved_to_meta(value) for key, value in held.items()})
     try:
         yield
     finally:
-        _remove_tensors(lambda tensor: isinstance(tensor, FakeTensor) or tensor.is_meta)
-        for cache, entries in taken:
-            cache.update(entries)
+        functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
+        _clear(functions, _is_unreal)
+        known = {id(one): held for one, held in before}
+        for one in dicts:
+            held = known.get(id(one), {})
+            for key in _with_tensors(one, _is_unreal):
+                if key in held:
+                    one[key] = held[key]
+                else:
+                    del one[key]
+        if on_meta:
+            for one, held in before:
+                one.update(held)
 
 
-def _remove_real_tensors() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Remove real tensors from all caches of model code. Return what was removed from dicts, as
-    pairs (the dict, a dict of its removed entries)."""
-    return _remove_tensors(lambda tensor: not isinstance(tensor, FakeTensor))
+def _with_tensors(one: dict[Any, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
+    """Return the entries of a dict that contain a tensor for which wanted(tensor) is True."""
+    # most dicts of a module are tables of names: the check of the type spares a call for each name
+    return {
+        key: value
+        for key, value in list(one.items())
+        if isinstance(value, Tensor | list | tuple | dict) and any(map(wanted, _tensors(value)))
+    }
 
 
-def _remove_tensors(unwanted: Any) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-    """Remove the tensors for which unwanted(tensor) is True from all caches of model code. An
-    lru_cache that contains such a tensor is cleared; a dict loses the entries that contain one.
+def _is_unreal(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
 
-    Return what was removed from dicts, as pairs (the dict, a dict of its removed entries).
+
+def _is_real(tensor: Tensor) -> bool:
+    return not _is_unreal(tensor)
+
+
+def _moved_to_meta(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Return a copy of nested lists, tuples and dicts with their tensors on the meta device.
+
+    inside  the ids of the containers around `value`: one that contains itself is not copied again
     """
-    taken = []
-    functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
-    _clear(functions, unwanted)
-    for one in dicts:
-        # most dicts of a module are tables of names: the check of the type spares a call for each name
-        held = {
-            key: value
-            for key, value in list(one.items())
-            if isinstance(value, Tensor | list | tuple | dict) and any(map(unwanted, _tensors(value)))
-        }
-        for key in held:
-            del one[key]
-        if held:
-            taken.append((one, held))
-    return taken
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if not isinstance(value, list | tuple | dict) or id(value) in inside:
+        return value
+    here = (*inside, id(value))
+    if isinstance(value, dict):
+        return {key: _moved_to_meta(one, here) for key, one in value.items()}
+    moved = [_moved_to_meta(one, here) for one in value]
+    return moved if isinstance(value, list) else type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
 
 
 def clear_tensor_caches() -> None:

@@ -117,7 +117,9 @@ class ExpertRouting:
             return self._use(values[0], Tensor.item)
         if choices and func is _ATEN.masked_select.default and values[1] is not None:
             return args[0].new_empty(self._use(values[1], lambda mask: int(mask.sum())))
-        if func is _ATEN.masked_select.default and not args[0].is_floating_point():  # such as labels: none is masked out
+        if (
+            func is _ATEN.masked_select.default and not args[0].is_floating_point()
+        ):  # such as labels: none is masked out
             return args[0].new_empty(math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape)))
         known = bool(given) and (all(value is not None for value in values) or (func in _PRODUCTS and bool(choices)))
         computed = _Value(partial(_compute, func, *_without_tensors((args, kwargs))), choices) if known else None

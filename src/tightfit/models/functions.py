@@ -55,7 +55,7 @@ def made_of_fakes(model: Any) -> nn.Module | None:
     from tightfit.models.caches import isolated_model_caches
 
     try:
-        with isolated_model_caches(), FakeTensorMode():
+        with isolated_model_caches(), FakeTensorMode(allow_non_fake_inputs=True):
             return function_factory(model)()
     except InputError:
         return None

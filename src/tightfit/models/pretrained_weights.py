@@ -34,7 +34,7 @@ def check_sizes(spec: ModelSpec, kind: Any, own: Any, config: Any) -> None:
     from tightfit._torch.fake import unset_fake_temporarily
     from tightfit.models.caches import isolated_model_caches
 
-    with isolated_model_caches(), unset_fake_temporarily(), torch.device("meta"):
+    with isolated_model_caches(on_meta=True), unset_fake_temporarily(), torch.device("meta"):
         before, after = (kind.from_config(one, dtype=torch.float32) for one in (own, config))
         old, new = (_shapes(model) for model in (before, after))
     changed = {name: (old[name], new[name]) for name in old.keys() & new.keys() if old[name] != new[name]}

@@ -165,7 +165,12 @@ def dry_run(
         pipeline_rank * plan.devices // plan.pp + plan.servers
     )  # the first global rank with these pipeline stages; parameter servers have the lowest ranks
     gathers = planning.uses_fully_shard(plan, device)
-    with fake_process_group(plan.devices, first, gathers), FakeTensorMode(), values, emulate_device(device):
+    with (
+        fake_process_group(plan.devices, first, gathers),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        values,
+        emulate_device(device),
+    ):
         run = build(job, plan, DRY_RUN_MACHINE, shapes)
         if optimizer_states.uses_foreach(plan, device):
             enable_foreach(run.optimizer)

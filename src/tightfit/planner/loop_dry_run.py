@@ -71,7 +71,12 @@ def explain_loop(
     plan = plan_of(plan)
     if isinstance(inputs, Tensor):
         raise InputError("explain_loop: inputs", "is a tensor", "give a list of the step's arguments, such as [tensor]")
-    with fake_process_group(plan.devices), FakeTensorMode() as mode, FakeValues(), emulate_device(device):
+    with (
+        fake_process_group(plan.devices),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        FakeValues(),
+        emulate_device(device),
+    ):
         fakes = [mode.from_tensor(one) for one in inputs]
         try:
             with untraceable_errors():
