@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tightfit
 from tests.contract import cases
 from tests.pool import together
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 
 WIDTH, HERE = 8, "tests.engine.test_unusual_models:"
 
@@ -529,3 +529,24 @@ def test_caches_of_keys_are_not_recomputed() -> None:
     run = tightfit.build(job("Net").replace(model=Cached), {"recompute": "full"})
     with pytest.raises(InputError, match="gets a cache of keys and values"):
         next(iter(tightfit.train(run)))
+
+
+class Averaging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layer(x)
+        self.average.lerp_(made.detach().mean(0), 0.1)
+        return made - self.average
+
+
+def test_micro_batches_that_repeat_what_a_forward_changes_are_warned_of() -> None:
+    data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
+    job = tightfit.Job(model=Averaging, data=data, loss=nn.MSELoss(), train=tightfit.Train(batch=4, steps=1))
+    tightfit.build(job, tightfit.Plan())
+    tightfit.build(job, tightfit.Plan(micro_batch=4))
+    with pytest.warns(TightfitWarning, match="the forward changes average, and with plan.micro_batch=2"):
+        tightfit.build(job, tightfit.Plan(micro_batch=2))

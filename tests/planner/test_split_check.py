@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import tightfit
 from tests import tiny
 from tightfit.errors import DoesNotFit
 from tightfit.machine import Machine
+from tightfit.planner import search as search_module
 from tightfit.planner import split_check
 from tightfit.planner.choose import choose_plan
+from tightfit.planner.equal_draws import EqualDraws
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
 from tightfit.planner.split_check import loss_depends_on_split
@@ -39,6 +42,13 @@ class Noisy(Tower):
         return super().forward(x + torch.rand_like(x))
 
 
+class Restless(Tower):
+    """Draws numbers that no generator repeats."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + int.from_bytes(os.urandom(4), "little") / 2**32
+
+
 class Centred(Tower):
     def forward(self, x: Tensor) -> Tensor:
         found = super().forward(x)
@@ -55,6 +65,31 @@ class Counting(Tower):
     def forward(self, x: Tensor) -> Tensor:
         self.forwards += 1
         return super().forward(x) * self.forwards / 10
+
+
+class Teacher(Tower):
+    """Its forward moves the weights of a teacher towards its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(8, WIDTH).requires_grad_(requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.first.weight, 0.1)
+        return super().forward(x) + 0.1 * self.teacher(x)
+
+
+class Hooked(Tower):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+
+
+def spectral() -> nn.Module:
+    made = Tower()
+    made.first = nn.utils.parametrizations.spectral_norm(made.first)
+    return made
 
 
 class Pairs:
@@ -93,7 +128,9 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
         (Tower, nn.MSELoss(), False),
         (lambda: Tower(nn.Dropout(0.5)), apart, False),
         (lambda: Tower(nn.BatchNorm1d(WIDTH)), apart, False),  # its users know
-        (Noisy, contrast, False),  # it cannot be told from noise
+        (Noisy, contrast, True),
+        (Noisy, apart, False),
+        (Restless, contrast, False),  # it cannot be told from its own noise
         (Tower, lambda output, batch: output.missing, False),  # building the run says why it fails
     ],
     ids=[
@@ -106,6 +143,8 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
         "dropout",
         "BatchNorm",
         "random",
+        "random, own",
+        "random in another way",
         "fails",
     ],
 )
@@ -135,10 +174,78 @@ def test_a_search_keeps_such_a_batch_whole() -> None:
     with pytest.raises(DoesNotFit, match="the loss depends on how a batch is split: 4 samples have a loss of"):
         search(compared.job, GPU, pins, compared)
     (note,) = search(compared.job, GPU, {**pins, "micro_batch": 256}, compared)[0].notes
-    assert "This plan splits it, so it trains another loss" in note
+    assert "This plan splits the batch, so it trains another loss" in note
     enough = estimator_of(Tower, contrast, limits={"memory": int(1.5 * whole.peak_bytes)})
     chosen = search(enough.job, GPU, pins, enough)[0]
     assert (chosen.plan.micro_batch, chosen.notes) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(Teacher, "teacher.weight"), (spectral, "first.parametrizations.weight.0._"), (Counting, "forwards")],
+    ids=["teacher", "spectral norm", "counter"],
+)
+def test_a_search_does_not_repeat_what_a_forward_changes(
+    model: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of a first step does not show it: the copy of a teacher equals its model at first."""
+    monkeypatch.setattr(search_module, "loss_depends_on_split", lambda estimator: "")
+    pins = {"compile": "none", "recompute": "none", "fused_optimizer": True}
+    whole = estimator_of(model, apart).estimate(tightfit.Plan(**pins))
+    tight = estimator_of(model, apart, limits={"memory": int(whole.peak_bytes - 0.4 * whole.peak.rows["activations"])})
+    with pytest.raises(DoesNotFit, match=f"the forward changes {name}.*, which micro-batches do several times a step"):
+        search(tight.job, GPU, pins, tight)
+    (note,) = search(tight.job, GPU, {**pins, "micro_batch": 256}, tight)[0].notes
+    assert "This plan splits the batch" in note
+    two = Machine.named("l4:2")
+    enough = estimator_of(model, apart, two)
+    chosen = search(enough.job, two, {**pins, "dp_replicate": 2, "micro_batch": None}, enough)[0]
+    assert not any("the forward changes" in note for note in chosen.notes)
+
+
+def test_hooks_that_get_parts_of_a_gradient_are_told() -> None:
+    estimator = estimator_of(Hooked, apart)
+    pins = {"compile": "none", "recompute": "none", "micro_batch": 256}
+    (note,) = search(estimator.job, GPU, pins, estimator)[0].notes
+    assert note == "the hook of first.weight gets the gradient of each part of a batch, not that of the whole batch"
+
+
+def test_each_sample_gets_the_same_random_numbers() -> None:
+    def draw(samples: int) -> list[Tensor]:
+        probabilities = torch.full((samples, 5), 0.4)
+        return [
+            torch.rand(samples, 5),
+            torch.randn(samples, 3, 4),
+            torch.randn_like(probabilities),
+            torch.empty(samples, 5).uniform_(-2, 2),
+            torch.empty(samples, 5).normal_(3, 0.1),
+            torch.normal(probabilities, 0.1),
+            torch.randint(3, 9, (samples, 5)),
+            torch.randint(7, (samples,)),
+            torch.randint_like(probabilities, 2, 4),
+            torch.bernoulli(probabilities),
+            torch.empty(samples, 5).bernoulli_(0.5),
+            torch.bernoulli(probabilities, 0.7),
+            nn.functional.dropout(probabilities, 0.5),
+            torch.empty(samples, 4, dtype=torch.int64).random_(5, 8),
+        ]
+
+    with EqualDraws():
+        two, four, places = draw(2), draw(4), torch.randperm(6)
+    assert places.tolist() == list(range(6))
+    for small, large in zip(two, four, strict=True):
+        assert torch.equal(torch.cat([small, small]), large)
+    uniform, normal, integers, chances = four[0], four[1], four[6], four[9]
+    assert 0 < uniform.min() < uniform.max() < 1
+    assert len(set(uniform[0].tolist())) == 5
+    assert abs(float(normal.mean())) < 0.3
+    assert 0.6 < float(normal.std()) < 1.4
+    assert set(integers.unique().tolist()) <= set(range(3, 9))
+    assert integers.unique().numel() > 2
+    assert 0 < chances.mean() < 1
+    assert -2 < four[3].min() < 0 < four[3].max() < 2
+    assert four[4].mean() == pytest.approx(3, abs=0.1)
+    assert set(four[13].unique().tolist()) <= {5, 6, 7}
 
 
 def test_dividing_such_a_batch_over_devices_is_said() -> None:
@@ -146,7 +253,7 @@ def test_dividing_such_a_batch_over_devices_is_said() -> None:
     estimator = estimator_of(Tower, contrast, two)
     chosen = search(estimator.job, two, {"compile": "none", "recompute": "none"}, estimator)[0]
     assert chosen.plan.devices == 2
-    assert "This plan splits it" in chosen.notes[0]
+    assert "This plan splits the batch" in chosen.notes[0]
     assert chosen.notes[0] in chosen.advice
 
 

@@ -48,6 +48,11 @@ def has_accumulation_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_backward_hooks(parameter: Tensor) -> bool:
+    """Return whether hooks get, and may replace, each gradient of `parameter` before it is added to others."""
+    return bool(getattr(parameter, "_backward_hooks", None))
+
+
 def next_sequence_number() -> int:
     """Return the sequence number that autograd gives to the next node of its graph. The numbers
     increase in the order in which the nodes are created."""

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.tensors import has_accumulation_hooks
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.models import model_factory
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
 from tightfit.parallel.fsdp.planning import uses_fully_shard
@@ -33,12 +35,21 @@ def check_modules(run: Run) -> None:
 def check_uses(run: Run) -> None:
     """Raise InputError if the forward of a user's own model changes parameters of the model, or reaches
     them in another way than as parameters, and the plan would lose the change or make copies that differ.
-    The models of transformers do neither. The forward runs on fake tensors."""
-    plan = run.plan
+    Issue a TightfitWarning if a plan with micro-batches repeats the change. The models of transformers do
+    neither. The forward runs on fake tensors."""
+    plan, batch = run.plan, run.job.train.batch
+    accumulates = plan.micro_batch_of(batch) < plan.share_of(batch)
     moves = _keeps_apart(run) or plan.data_parallel > 1 or plan.pp > 1 or "parameters" in plan.offload
-    if run.job.of_transformers or not moves or active_fake_mode() is not None:
+    if run.job.of_transformers or not (moves or accumulates) or active_fake_mode() is not None:
         return
     uses = uses_of_parameters(model_factory(run.job.model), run.objective.total, run.data.example())
+    if accumulates and uses.changed:
+        warnings.warn(
+            f"the forward changes {uses.changed[0]}, and with plan.micro_batch={plan.micro_batch} it does so several times "
+            "a step; without micro-batches it does so once",
+            TightfitWarning,
+            stacklevel=3,
+        )
     if uses.from_batch and plan.data_parallel > 1:
         raise InputError(
             f"plan: {plan.data_parallel} data-parallel devices",

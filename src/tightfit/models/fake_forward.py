@@ -1,7 +1,7 @@
 """Find out, by a forward on fake tensors, three things about a user's own model:
 
-- which of its own parameters its forward changes, such as weights that it normalises or the weights of a
-  teacher that it averages;
+- which of its own parameters and buffers its forward changes, such as weights that it normalises or the
+  weights of a teacher that it averages;
 - which parameters share their memory with others, or are read in another way than as parameters, such as
   from a list of tensors;
 - whether it branches on the values of tensors.
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import DataDependentOutputException, FakeTensorMode
+from tightfit._torch.modules import RunningNorm
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE
-from tightfit._torch.tensors import in_backward, storage_id
+from tightfit._torch.tensors import has_backward_hooks, in_backward, storage_id
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import describe_line, innermost_model_line, model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
@@ -44,6 +45,8 @@ class UsesOfParameters:
     from_batch  those of `in_place` whose new values depend on the batch, as in ActNorm's first forward
     aliases   sentences on parameters that are reached in another way: a buffer or another parameter has the
               same memory, or the forward reads them from an attribute that is no parameter
+    buffers   buffers that the forward changes; those of norms with running statistics are left out
+    hooked    parameters with hooks on their gradients
     differentiates  whether the forward or the loss computes gradients itself, as by torch.autograd.grad
     """
 
@@ -51,7 +54,14 @@ class UsesOfParameters:
     replaced: tuple[str, ...] = ()
     from_batch: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    hooked: tuple[str, ...] = ()
     differentiates: bool = False
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """The parameters and buffers that a forward changes."""
+        return (*self.in_place, *self.replaced, *self.buffers)
 
 
 def uses_of_parameters(
@@ -70,14 +80,14 @@ def uses_of_parameters(
         with restoring_random_states(), fake_forwards():
             model = make()
             model.train()
-            given = dict(model.named_parameters(remove_duplicate=False))
+            given, buffers = dict(model.named_parameters(remove_duplicate=False)), _buffers_of(model)
             places, written = {name: storage_id(one) for name, one in given.items()}, []
             shared, fakes = _sharing_memory(model), fake_batch(batch)
             watch = _WatchedUses(
                 _replace_held(model), {place: name for name, place in places.items()}, tensors_in(fakes)
             )
             try:
-                with WatchedWrites(given, lambda name, _: written.append(name)), watch:
+                with WatchedWrites({**buffers, **given}, lambda name, _: written.append(name)), watch:
                     total(model, fakes)
             except Exception:  # the forward needs values; training runs it on real tensors
                 pass
@@ -85,12 +95,29 @@ def uses_of_parameters(
             replaced = [
                 name for name, one in given.items() if now.get(name) is not one or storage_id(one) != places[name]
             ]
-            aliases = (*shared, *sorted(watch.read))
+            now_buffers = _buffers_of(model)
+            changed = [name for name, one in buffers.items() if name in written or now_buffers.get(name) is not one]
             return UsesOfParameters(
-                tuple(written), tuple(replaced), tuple(watch.from_batch), aliases, watch.differentiates
+                in_place=tuple(name for name in written if name in given),
+                replaced=tuple(replaced),
+                from_batch=tuple(watch.from_batch),
+                aliases=(*shared, *sorted(watch.read)),
+                buffers=tuple(changed),
+                hooked=tuple(name for name, one in given.items() if has_backward_hooks(one)),
+                differentiates=watch.differentiates,
             )
     except Exception:  # the model cannot be created on fake tensors
         return UsesOfParameters()
+
+
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers by their full names, without those of norms with running statistics."""
+    return {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, module in model.named_modules()
+        if not isinstance(module, RunningNorm)
+        for name, buffer in module.named_buffers(recurse=False)
+    }
 
 
 def _sharing_memory(model: nn.Module) -> list[str]:

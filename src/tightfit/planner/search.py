@@ -37,7 +37,7 @@ from tightfit.planner.leanest import leanest, offloads
 from tightfit.planner.parallel_plans import context_parallelism_may_fit, estimate_parallelism, first_supported
 from tightfit.planner.parallelism import balanced_split, limited_to_batch, with_sequence_parallel
 from tightfit.planner.refusal import describe_shortages, does_not_fit
-from tightfit.planner.split_check import loss_depends_on_split, splits_batch
+from tightfit.planner.split_check import accumulates, loss_depends_on_split, model_uses, splits_batch
 from tightfit.planner.variants import by_time, estimate_candidates, estimate_candidates_and_leaner_kernels, fitting_s
 from tightfit.units import format_bytes, format_seconds
 
@@ -104,7 +104,8 @@ def search(
 def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
     """Return the estimates `found` of a search, or, if their first plan has micro-batches that change
     the job, those of a search without micro-batches. The loss of a job may depend on how a batch is
-    split (see `split_check.py`). The first estimate then says so in its notes.
+    split, or a model may change in each forward (see `split_check.py`). The first estimate then says so
+    in its notes.
 
     A plan is returned unchanged if the user pinned its micro-batch, or if it only divides the batch
     over devices, which cannot be avoided: its note says that it trains something else.
@@ -112,18 +113,29 @@ def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Esti
     Raises DoesNotFit if no plan without micro-batches fits.
     """
     chosen = found[0].plan
-    why = loss_depends_on_split(estimator) if splits_batch(estimator, chosen) else ""
+    if not splits_batch(estimator, chosen):
+        return found
+    why, uses, is_split = "", model_uses(estimator), splits_batch
+    if depends := loss_depends_on_split(estimator):
+        why = f"the loss depends on how a batch is split: {depends}"
+    elif uses.changed and accumulates(estimator, chosen):
+        why, is_split = (
+            f"the forward changes {uses.changed[0]}, which micro-batches do several times a step",
+            accumulates,
+        )
+    elif uses.hooked:
+        note = f"the hook of {uses.hooked[0]} gets the gradient of each part of a batch, not that of the whole batch"
+        return [replace(found[0], notes=(*found[0].notes, note)), *found[1:]]
     if not why:
         return found
-    why = f"the loss depends on how a batch is split: {why}"
     if chosen.micro_batch is not None and "micro_batch" not in pins:
         try:
             found = _search(estimator, estimator.job, estimator.machine, {**pins, "micro_batch": None}, None)
         except DoesNotFit as error:
             said = f"{error}\n{why}. So only plans without micro-batches were tried; pin micro_batch to split it all the same"
             raise DoesNotFit(said, error.content) from error
-    if splits_batch(estimator, found[0].plan):
-        note = f"{why}. This plan splits it, so it trains another loss than one device with the whole batch"
+    if is_split(estimator, found[0].plan):
+        note = f"{why}. This plan splits the batch, so it trains another loss than one device with the whole batch"
     else:
         note = f"{why}. So this plan has no micro-batches"
     return [replace(found[0], notes=(*found[0].notes, note)), *found[1:]]

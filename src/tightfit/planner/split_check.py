@@ -6,6 +6,9 @@ compares the samples of a batch with each other, as a contrastive loss does.
 
 Example: CLIP's loss of 4 pairs of image and text is a cross entropy over 4 candidates. The mean of
 the losses of two halves is one over 2 candidates, and that of single samples is always 0.
+
+A plan with micro-batches also runs forward and backward several times a step. A model that changes
+something in each, such as the weights of a teacher, then changes it several times.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ from tightfit._torch.modules import RunningNorm
 from tightfit.data.rng import generators_restored, seed_generators
 from tightfit.job import DataSpec, Job
 from tightfit.methods.materialize import create_on_host
+from tightfit.models import model_factory
 from tightfit.models.dropout import switch_off_dropout
+from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
 from tightfit.models.objective import IGNORED, Batch, map_tensors
 from tightfit.plan import Plan
+from tightfit.planner.equal_draws import EqualDraws
 from tightfit.planner.estimate import Estimate
 from tightfit.planner.estimator import Estimator
 
@@ -42,10 +48,11 @@ def loss_depends_on_split(estimator: Estimator) -> str:
     """Return how the loss of a few samples changes if they are split in halves, as a phrase such as
     "4 samples have a loss of 1.3021, and their halves together 0.6484". Return an empty text if it does not
     change, or if it is not known: the check runs the model on the CPU, so it leaves out large models,
-    and models and losses that draw random numbers or fail.
+    and models and losses that fail.
 
-    Dropout is switched off, and norms with running statistics, such as BatchNorm, use these: that
-    they normalise each micro-batch by itself is no surprise to their users.
+    Each sample gets the same random numbers. Dropout is switched off, and norms with running statistics,
+    such as BatchNorm, use these: that they normalise each micro-batch by itself is no surprise to their
+    users.
     """
     job = estimator.job
     if (job.of_transformers and job.loss is None) or not _is_small(estimator):
@@ -57,9 +64,14 @@ def loss_depends_on_split(estimator: Estimator) -> str:
             model = create_on_host(job.model, torch.device("cpu"), torch.float32)
             _switch_off_randomness(model)
 
+            def loss_of(made: nn.Module, part: Any) -> float:
+                seed_generators(job.train.seed)
+                with EqualDraws():
+                    return float(objective.total(made, part).detach()) / SAMPLES
+
             def losses(parts: list[Any]) -> list[float]:
                 made = copy.deepcopy(model)  # a forward may change buffers, as one that counts its calls does
-                return [float(objective.total(made, part).detach()) / SAMPLES for part in parts]
+                return [loss_of(made, part) for part in parts]
 
             full = [_samples(batch, 0, SAMPLES)]
             (whole,), (again,), halves = losses(full), losses(full), losses(_halves(batch))
@@ -68,6 +80,21 @@ def loss_depends_on_split(estimator: Estimator) -> str:
     if _differ(whole, again) or not _differ(whole, sum(halves)):
         return ""
     return f"{SAMPLES} samples have a loss of {whole:.5g}, and their halves together {sum(halves):.5g}"
+
+
+def accumulates(estimator: Estimator, plan: Plan) -> bool:
+    """Return whether a device of the plan has several micro-batches in a step."""
+    batch = estimator.job.train.batch
+    return plan.micro_batch_of(batch) < plan.share_of(batch)
+
+
+def model_uses(estimator: Estimator) -> UsesOfParameters:
+    """Return which parameters and buffers a forward of the job's model changes, and which of them have
+    hooks. The forward runs on fake tensors. Models of transformers do nothing of the kind."""
+    job, profiler = estimator.job, estimator.profiler
+    if job.of_transformers:
+        return UsesOfParameters()
+    return uses_of_parameters(model_factory(job.model), profiler.model.objective().total, profiler.batch)
 
 
 def _is_small(estimator: Estimator) -> bool:
@@ -118,4 +145,4 @@ def _differ(one: float, other: float) -> bool:
     return abs(one - other) > TOLERANCE * max(abs(one), abs(other), 1e-6)
 
 
-__all__ = ["loss_depends_on_split", "splits_batch"]
+__all__ = ["accumulates", "loss_depends_on_split", "model_uses", "splits_batch"]
