@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -154,7 +155,19 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:
         save_file(tensors, path, metadata={"format": "pt"})
     finally:
         tensors.clear()  # free them before wait() returns
+    sync(path)
     return path.name, checksum(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until the content of a file, or the list of the files in a folder, is on the disk, so that it is
+    there after a failure of power. Some file systems cannot do this for folders."""
+    with suppress(OSError):
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)
 
 
 def checksum(path: Path) -> str:
@@ -263,6 +276,7 @@ __all__ = [
     "file_name",
     "index_name",
     "read_checksums",
+    "sync",
     "write_checksums",
     "write_index",
 ]

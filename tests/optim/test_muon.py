@@ -3,7 +3,10 @@
 import torch
 from torch import nn
 
-from tightfit.optim.muon import MuonWithAdamW, hidden_matrices
+import tightfit
+from tests import tiny
+from tightfit.models import model_factory
+from tightfit.optim.muon import MuonWithAdamW, head_of, hidden_matrices
 
 
 class TinyLM(nn.Module):
@@ -31,9 +34,9 @@ def test_hidden_matrices_exclude_embedding_head_and_vectors() -> None:
     """Frozen matrices are excluded too."""
     for tied in (False, True):
         model = TinyLM(tied)
-        assert names_of(model, hidden_matrices(model)) == {"up.weight", "mix"}
+        assert names_of(model, hidden_matrices(model, head_of(model))) == {"up.weight", "mix"}
     model.mix.requires_grad_(False)
-    assert names_of(model, hidden_matrices(model)) == {"up.weight"}
+    assert names_of(model, hidden_matrices(model, head_of(model))) == {"up.weight"}
 
 
 def test_equals_torchs_two_optimizers_side_by_side() -> None:
@@ -43,7 +46,7 @@ def test_equals_torchs_two_optimizers_side_by_side() -> None:
     tokens = torch.randint(0, 11, (4, 5))
 
     def parts(model: nn.Module) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
-        hidden = hidden_matrices(model)
+        hidden = hidden_matrices(model, head_of(model))
         others = [p for p in model.parameters() if not any(p is h for h in hidden)]
         return torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=0.02)
 
@@ -61,7 +64,7 @@ def test_equals_torchs_two_optimizers_side_by_side() -> None:
 
 def test_learning_rate_and_state_are_those_of_its_own_groups() -> None:
     model = TinyLM(False)
-    hidden = hidden_matrices(model)
+    hidden = hidden_matrices(model, head_of(model))
     others = [p for p in model.parameters() if not any(p is h for h in hidden)]
     optimizer = MuonWithAdamW(torch.optim.Muon(hidden, lr=0.02), torch.optim.AdamW(others, lr=0.02))
     before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -72,3 +75,17 @@ def test_learning_rate_and_state_are_those_of_its_own_groups() -> None:
     assert optimizer.step(lambda: 3.0) == 3.0
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
     assert set(optimizer.state_dict()["state"]) == set(range(len(before)))
+
+
+class Head(nn.Module):
+    def __init__(self, *outer: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(3))
+        self.outer = nn.Sequential(*outer)
+
+
+def test_the_head_is_the_last_linear_layer_outside_of_blocks() -> None:
+    assert head_of(Head(nn.Linear(4, 9))) == {"outer.0.weight", "outer.0.bias"}
+    assert head_of(Head(nn.LayerNorm(4))) == frozenset()
+    assert head_of(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))) == {"2.weight", "2.bias"}
+    assert head_of(model_factory(tightfit.ModelSpec(**tiny.LLAMA))()) == {"lm_head.weight"}

@@ -24,6 +24,7 @@ from tests import tiny
 from tightfit.__main__ import main
 from tightfit.engine.best import Selection
 from tightfit.engine.callbacks import CallbackCalls
+from tightfit.engine.checkpoint.save import save
 from tightfit.engine.step import Step
 from tightfit.errors import InputError
 from tightfit.job import Train
@@ -430,3 +431,19 @@ def test_a_resumed_plan_that_fails_is_named_as_the_run_s(
     assert run_train(monkeypatch, job, out, "--resume", "--set", "train.steps=9") == 2
     assert "out/plan.yaml that --set does not change" in "".join(capsys.readouterr().err.split("\n"))
     assert run_train(monkeypatch, job, out, "--resume", "--set", "train.steps=9", "--set", "plan.pp=1") == 0
+
+
+def test_the_best_step_is_saved_once_if_figures_are_read_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a step is reported after the next one has begun."""
+    saved: list[int] = []
+
+    def spy(run: Any, folder: Path, step: int, kept: frozenset[int] = frozenset()) -> Path:
+        saved.append(step)
+        return save(run, folder, step, kept)
+
+    monkeypatch.setattr(run_folder, "save", spy)
+    monkeypatch.setattr(run_folder, "_reads_late", lambda run: True)
+    job = tiny.write(tmp_path, evaluate_every=3, keep_best={}, checkpoint_every="end")
+    assert run_train(monkeypatch, job, tmp_path / "out", "--plan", "reference") == 0
+    assert saved[0] == 3
+    assert set(saved) <= {3, 6, 8}

@@ -180,6 +180,7 @@ _TABLE = {
         "_cudnn_rnn_backward": ("its backward", "torch's own rule on fake tensors"),
     },
     "torch": {
+        "_assert_async": ("checks class numbers on a GPU without waiting for it", "no check"),
         "_foreach_copy_": ("one launch for the weights of many layers", _LOOP),
         "_foreach_mul_": ("one launch to scale all gradients", _LOOP),
         "_foreach_norm": ("one launch for the norms of all gradients", _LOOP),

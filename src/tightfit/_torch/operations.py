@@ -37,6 +37,8 @@ foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 scaled_mm = torch._scaled_mm
+# (condition, message): the kernel fails if the condition on the device is false; the host does not wait
+assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 attention_by_products: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._scaled_dot_product_attention_math
 
 
@@ -74,6 +76,7 @@ __all__ = [
     "MPS_ATTENTION",
     "SCALED_MM",
     "SOFTMAX",
+    "assert_async",
     "attention_by_products",
     "foreach_copy_",
     "foreach_mul_",

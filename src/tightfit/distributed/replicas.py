@@ -35,15 +35,15 @@ class ReplicatedBuffers:
     such as BatchNorm's running statistics.
 
     Each replica computes these buffers from its own samples. After `average`, all replicas have the
-    mean. BatchNorm's buffers are always averaged. The first call of `average` finds the other
-    buffers that a forward has written.
+    mean. BatchNorm's buffers are always averaged. The first call of `average` in training mode finds the
+    other buffers that a forward has written.
 
     A parameter server runs no forward, so with one, buffers of integers, such as a count of steps,
     are copied from the first worker to all.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh) -> None:
-        self.mesh = mesh
+        self.mesh, self._model = mesh, model
         self._written: list[_BufferRef] = []
         self._candidates: list[tuple[_BufferRef, Tensor, int]] = []
         for module in model.modules():
@@ -88,9 +88,9 @@ class ReplicatedBuffers:
         the buffers that `average` averages.
 
         The replicas all-reduce their findings, so that all of them average the same buffers. Only
-        the first call does anything.
+        the first call in training mode does anything: a forward in evaluation mode may write nothing.
         """
-        if not self._candidates:
+        if not self._candidates or not self._model.training:
             return
         written = [
             own_buffers(module)[name] is not buffer or version_of(buffer) != version

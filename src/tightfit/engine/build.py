@@ -27,6 +27,7 @@ from tightfit.models import load_python, task_of
 from tightfit.models.masks import without_mask_checks
 from tightfit.models.objective import Batch, Objective, forward_parameters, map_inputs, objective_of
 from tightfit.optim.groups import check_matches, names_of_parameters
+from tightfit.optim.muon import head_of
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan, plan_of
 from tightfit.rules import check
@@ -145,6 +146,8 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
             check_modules(run)
             forward_parameters(run.model)
             check_matches(run.job.train, names_of_parameters(run.model).values())
+            if run.job.train.optimizer == "muon":
+                run = replace(run, head=head_of(run.model, run.job.blocks_name))
         if method is loader and not keeps_data:
             loader.check_packing(run.model, run.job)
         if method is loader and plan.pp > 1:  # before any method changes the model

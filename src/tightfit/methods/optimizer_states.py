@@ -32,7 +32,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tightfit.cost.entries import Update
@@ -45,6 +45,7 @@ from tightfit.machine import Machine
 from tightfit.models import has_complex_parameters
 from tightfit.optim import make_optimizer
 from tightfit.optim.functions import kind_of_update
+from tightfit.optim.groups import names_of_parameters
 from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
 from tightfit.optim.norms import mark_shard
 from tightfit.optim.per_parameter import PerParameter
@@ -256,6 +257,7 @@ def optimizer_of(
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
     store: Store | None = None,
     device: str = "cpu",
+    head: frozenset[str] | None = None,
 ) -> Optimizer:
     """Return the job's optimizer with the plan's kernels, format of states and rounding.
 
@@ -263,21 +265,35 @@ def optimizer_of(
              shard of it; None: the parameters themselves are updated
     store    the memory for offloaded data; None: nothing is offloaded
     device   the kind of device that updates: "cpu" or "cuda"
+    head     names of the output head's parameters, for Muon; None: `model` is whole
 
     Raises InputError if the optimizer does not support a parameter (complex numbers, sparse
     gradients), or if it has no fused kernel although the plan asks for one. Also raises it for the
     other reasons that `make_optimizer` lists.
     """
     check_complex(model, train, plan)
-    optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights)
+    optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights, head)
     # squares of gradients underflow in fp16, so its states are fp32
     wide = plan.precision == "fp16-true"
     if _updates_separately(plan, device):
         keep = store if "states" in plan.offload else None
         apart = store if uploads_for_update(plan, device) else None
         kind = MultiTensor if updates_in_batches(plan, train, device) else PerParameter
-        undoes = keeps_undo_copies(plan, device)
-        return kind(optimizer, plan.states, plan.rounding, train.seed, wide, keep, apart, undoes, plan.master_weights)
+        names: dict[Tensor, str] = {
+            (weights or {}).get(one, one): named[0] for one, named in names_of_parameters(model).items()
+        }
+        return kind(
+            optimizer,
+            plan.states,
+            plan.rounding,
+            train.seed,
+            wide,
+            keep,
+            apart,
+            keeps_undo_copies(plan, device),
+            plan.master_weights,
+            names,
+        )
     return optimizer
 
 
@@ -316,7 +332,7 @@ def apply(run: Run, plan: Plan) -> Run:
     kind = kind_of_update(train.optimizer) if train.uses_function("optimizer") else None
     if kind == "together":
         _check_undivided(train, plan)
-    optimizer = optimizer_of(run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device))
+    optimizer = optimizer_of(run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device), run.head)
     if plan.zero or run.tp_shards:
         assert run.mesh is not None
         for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:

@@ -21,7 +21,7 @@ from tightfit.optim.groups import begin_schedule, function_groups, parameter_gro
 from tightfit.optim.lamb import LAMB
 from tightfit.optim.lars import LARS
 from tightfit.optim.lion import Lion
-from tightfit.optim.muon import MuonWithAdamW, hidden_matrices
+from tightfit.optim.muon import MuonWithAdamW, head_of, hidden_matrices
 from tightfit.optim.per_parameter import load_plain
 
 FUSED = ("adamw", "sgd")  # the optimizers for which torch has a fused kernel
@@ -32,6 +32,7 @@ def make_optimizer(
     train: Train,
     fused: bool = False,
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
+    head: frozenset[str] | None = None,
 ) -> Optimizer:
     """Return a new optimizer for the model's trainable parameters, as the job's `train` section
     describes it. A parameter that several modules share is included once.
@@ -41,6 +42,8 @@ def make_optimizer(
     fused    whether to use torch's fused kernel, on any device; False: torch chooses
     weights  maps a parameter to the tensor that the optimizer updates in its place: a view of this
              device's shard of the parameter. None: the optimizer updates the parameters themselves
+    head     names of the parameters of the output head, for Muon; None: `model` is not divided, and the
+             head is looked for
 
     `tightfit.optim.groups` sets the learning rate and weight decay of each parameter. The returned
     optimizer's `load_state_dict` also accepts a state dict that a PerParameter saved (the wrapper
@@ -64,7 +67,7 @@ def make_optimizer(
             f"use fused_optimizer: false with {train.optimizer}",
         )
     if train.optimizer == "muon":
-        optimizer = _make_muon(model, trainable, train)
+        optimizer = _make_muon(model, trainable, train, head_of(model) if head is None else head)
     else:
         optimizer = _make_torch_or_own(train, parameter_groups(model, train, trainable), fused)
     if weights:
@@ -161,8 +164,8 @@ def _begin_late_momenta(optimizer: Optimizer, *arguments: Any) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train) -> Optimizer:
-    hidden = hidden_matrices(model)
+def _make_muon(model: nn.Module, trainable: list[nn.Parameter], train: Train, head: frozenset[str]) -> Optimizer:
+    hidden = hidden_matrices(model, head)
     others = [parameter for parameter in trainable if parameter not in set(hidden)]
     if not hidden or not others:
         found = "no hidden matrix" if not hidden else "hidden matrices only, and no embedding, head, norm or bias"

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tightfit.models import find_blocks
 from tightfit.optim.one_by_one import Closure, loss_of
 
 
@@ -45,12 +46,32 @@ class MuonWithAdamW(Optimizer):
         return loss
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the model's trainable 2-D weights, except those of embeddings and of the last
-    nn.Linear, which is assumed to be the output head."""
-    modules = list(model.modules())
-    outer = {p for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag) for p in module.parameters()}
-    linears = [module for module in modules if isinstance(module, nn.Linear)]
-    if linears:
-        outer.update(linears[-1].parameters())
-    return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and p not in outer]
+def head_of(model: nn.Module, blocks: str | None = None) -> frozenset[str]:
+    """Return the names of the parameters of the output head: of what `get_output_embeddings` of a
+    transformers model returns, else of the last nn.Linear, unless it is part of a repeated block.
+
+    model   the whole model, before a plan divides it
+    blocks  name of the list that holds the blocks, from the job; None to find it
+    """
+    of_transformers = getattr(model, "get_output_embeddings", None)
+    head = of_transformers() if callable(of_transformers) else None
+    if head is None:
+        inner = {module for _, block in find_blocks(model, blocks) for module in block.modules()}
+        linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        head = linears[-1] if linears and linears[-1] not in inner else None
+    own = set(head.parameters()) if isinstance(head, nn.Module) else set()
+    return frozenset(name for name, one in model.named_parameters() if one in own)
+
+
+def hidden_matrices(model: nn.Module, head: frozenset[str]) -> list[nn.Parameter]:
+    """Return the model's trainable 2-D weights, except those of embeddings and of the output head.
+
+    head  the names of the head's parameters, which `head_of` returned for the whole model
+    """
+    tables = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    outer = {parameter for table in tables for parameter in table.parameters()}
+    return [
+        one
+        for name, one in model.named_parameters()
+        if one.requires_grad and one.dim() == 2 and one not in outer and name not in head
+    ]

@@ -17,8 +17,9 @@ Source  Kahan and stochastic rounding of bf16 weights: Zamirai et al. 2020, arXi
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -109,6 +110,8 @@ class PerParameter(Optimizer):
                   tensor carries the rounding error to the next update); or stochastic (bf16 only:
                   up or down, with the probability that keeps the mean)
     seed          the seed of the stochastic rounding
+    names         parameter -> its name, by which the noise of stochastic rounding is drawn: copies of a
+                  parameter on several pipeline ranks are rounded alike. None: its place
     fp32_updates  whether 16-bit weights are updated in fp32 with fp32 states even if `states` is
                   "fp32" and `rounding` is nearest. Any other `states` or `rounding` implies it
     masters       whether fp32 master weights of 16-bit weights are kept among the states. Updates
@@ -138,6 +141,7 @@ class PerParameter(Optimizer):
         weight_store: WeightStore | None = None,
         undoes: bool = False,
         masters: bool = False,
+        names: Mapping[Tensor, str] | None = None,
     ) -> None:
         assert not optimizer.state, "wrap an optimizer before its first step"
         assert rounding == "nearest" or not masters
@@ -155,7 +159,10 @@ class PerParameter(Optimizer):
         self._carried = MASTER if masters else ROUNDING_STATES.get(rounding, "")
         self._blocks = BlockQuantizer(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
-        self._number = {parameter: number for number, parameter in enumerate(self._parameters())}
+        self._number = {
+            parameter: number if names is None else zlib.crc32(names[parameter].encode())
+            for number, parameter in enumerate(self._parameters())
+        }
         if masters:
             widen_gradients(self._parameters())
         # Parameters that backward has updated since the last step().
@@ -531,10 +538,11 @@ def rounding_seed(seed: int, number: int, count: int) -> int:
     """Return the seed of the noise for a parameter's next rounding.
 
     seed    the job's seed
-    number  the parameter's index among the optimizer's parameters
+    number  a number of the parameter, which does not depend on the plan
     count   number of earlier roundings of this parameter
 
-    The noise depends on nothing else, so neither a resume nor the order of the updates changes it.
+    The noise depends on nothing else, so neither a resume nor the order of the updates changes it. Shards
+    of a parameter get the same noise.
     """
     return abs(hash((seed, number, count)))
 

@@ -235,7 +235,7 @@ def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:
             done = result.step + 1
             unread.append(result)
             saves = _is_due(every, done)
-            at_once = saves or done == last or _is_due(run.job.evaluate_every, done) or run.device.type != "cuda"
+            at_once = saves or done == last or _is_due(run.job.evaluate_every, done) or not _reads_late(run)
             while len(unread) > (0 if at_once else 1):
                 report.add(unread.popleft())
             asks = run.executor is None or not run.executor.unsynchronized or done % STOP_POLL_STEPS == 0
@@ -246,6 +246,7 @@ def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:
             if (saves or report.is_best) and done < last:
                 _check_weights(run, out, done)
                 save(run, out / "checkpoints", done, selection.kept_steps)
+                report.is_best = False  # on CUDA, the next step is added only after the one that follows it
         while unread:
             report.add(unread.popleft())
         saved = settings.checkpoint_every != "never"
@@ -259,6 +260,11 @@ def _train(run: Run, start: int, out: Path, report: _StepReport) -> int | None:
             save(run, out / "checkpoints", done, selection.kept_steps)
         callbacks.raise_failure(run)
     return stopped - FAILED if stopped > FAILED else None
+
+
+def _reads_late(run: Run) -> bool:
+    """Return whether the figures of a step are read after the next step has begun."""
+    return run.device.type == "cuda"
 
 
 def _stopper(code: int) -> str:

@@ -253,6 +253,8 @@ class Run:
                        loss; None if the labels have no values
     prefetcher         set by `loader` if each micro-batch is copied to the device while the
                        preceding one is computed
+    head               names of the output head's parameters in the whole model, which Muon does not
+                       update; None for other optimizers
     own_loop           whether the user's code runs forward and backward (see
                        `engine/custom_loop.py`). It may then call `loss_sum` with any number of
                        samples
@@ -285,6 +287,7 @@ class Run:
     prefetcher: BatchPrefetcher | None = None
     droppable_masks: tuple[str, ...] = ()
     frozen: tuple[tuple[str, nn.Parameter], ...] = ()
+    head: frozenset[str] | None = None
     own_loop: bool = False
 
 

@@ -61,6 +61,7 @@ from tightfit.tensor_files import (
     distribute,
     file_bytes,
     file_name,
+    sync,
     write_checksums,
     write_index,
 )
@@ -122,8 +123,11 @@ def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = f
             save_file(extra.tensors, unfinished / FILE, metadata={"format": "pt"})
         (unfinished / STATE).write_text(json.dumps(state) + "\n")
         write_checksums(unfinished, {name: sum for one in written for name, sum in one.items()})
+        for path in (*unfinished.iterdir(), unfinished):
+            sync(path)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(unfinished, final)
+        sync(folder)  # before older checkpoints are deleted
         for old in checkpoints(folder)[: -run.job.train.keep_checkpoints]:
             if old.name not in map(folder_name, kept_steps):
                 shutil.rmtree(old)

@@ -28,9 +28,9 @@ from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import ParameterSharding, rows_of, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
 from tightfit.models.blocks import is_conv1d
-from tightfit.models.objective import Batch, Objective
+from tightfit.models.objective import IGNORED, Batch, Objective
 from tightfit.parallel.tensor.sequence_parallel import SUMS_OUTPUT, SequenceParallel, transform_input
-from tightfit.parallel.tensor.vocab_cross_entropy import vocab_parallel_cross_entropy
+from tightfit.parallel.tensor.vocab_cross_entropy import in_range, vocab_parallel_cross_entropy
 
 GATHER_OUTPUT = "colwise_gather_output"
 SPLIT_INPUT = "rowwise_split_input"
@@ -346,14 +346,17 @@ class Sharder:
                     self._look_up(module, first, last)
         assert objective.logits is not None
         assert objective.targets is not None
-        logits, targets, group = objective.logits, objective.targets, self.group
+        logits, labels, group = objective.logits, objective.targets, self.group
+
+        def targets(batch: Batch) -> Tensor:
+            return in_range(labels(batch), vocabulary, "a label", IGNORED)
 
         def total(model: nn.Module, batch: Batch) -> Tensor:
             return vocab_parallel_cross_entropy(
                 logits(model, batch).flatten(0, -2), targets(batch).flatten(), first, group
             )
 
-        return replace(objective, total=total)
+        return replace(objective, total=total, targets=targets)
 
     def _look_up(self, embedding: nn.Embedding, first: int, last: int) -> None:
         """Make an embedding look up only the tokens of this device's shard, and all-reduce the
@@ -362,12 +365,12 @@ class Sharder:
         first  the first token of this device's shard
         last   the end of the shard, exclusive
         """
-        embedding.num_embeddings = last - first
+        vocabulary, embedding.num_embeddings = embedding.num_embeddings, last - first
         padding, lookup = embedding.padding_idx, embedding.forward
         embedding.padding_idx = padding - first if padding is not None and first <= padding < last else None
 
         def forward(input: Tensor) -> Tensor:
-            here = (input >= first) & (input < last)
+            here = (in_range(input, vocabulary, "a token id") >= first) & (input < last)
             found = lookup(torch.where(here, input - first, 0))
             return _ReduceFromRegion.apply(found * here.unsqueeze(-1).to(found.dtype), self.group)
 

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.operations import assert_async
+from tightfit.errors import InputError
 from tightfit.models.objective import IGNORED
 
 
@@ -70,6 +73,34 @@ def vocab_parallel_cross_entropy_with_gradient(
     losses, probabilities, local, here = _forward(logits, targets, first, group)
     gradient = _logits_gradient(probabilities, local, here)
     return losses.sum(), gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
+
+
+def in_range(numbers: Tensor, count: int, what: str, ignored: int | None = None) -> Tensor:
+    """Return `numbers`, which are class numbers or token ids. Each device looks only for those of its own
+    shard, so a number that no device has would be passed over.
+
+    count    how many classes or tokens there are
+    what     what a number is, for the message
+    ignored  a number that stands for none
+
+    Raises InputError on a CPU if a number is not one of 0 to count - 1. On a GPU, the kernel fails, as
+    torch's do.
+    """
+    if torch.compiler.is_compiling() or active_fake_mode() is not None:
+        return numbers
+    right = (numbers >= 0) & (numbers < count)
+    if ignored is not None:
+        right |= numbers == ignored
+    if numbers.device.type != "cpu":
+        assert_async(right.all(), f"{what} is not one of 0 to {count - 1}")
+    elif not bool(right.all()):
+        wrong = int(numbers[~right][0])
+        raise InputError(
+            "data",
+            f"contains {what} of {wrong}, and the model has {count} classes or tokens",
+            f"use numbers from 0 to {count - 1}",
+        )
+    return numbers
 
 
 def _forward(

@@ -40,6 +40,7 @@ from tightfit.models.objective import (
 from tightfit.models.tracing import trace_dataflow
 from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.groups import check_matches, first_match, names_of_parameters
+from tightfit.optim.muon import head_of
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
@@ -262,7 +263,8 @@ class FakeModel:
             with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
                 model, depth = self.sharded(plan)
                 widen_gradients(model.parameters(), plan.master_weights)
-                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device)
+                head = head_of(model, self.job.blocks_name)
+                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
                 updates = trace_updates(model, optimizer, together)
                 self._updates[key] = self._in_groups(model, depth, updates)
         return self._updates[key]
