@@ -154,6 +154,11 @@ RULES = (
         "use gradient_sync: micro-batch, or leave gradients out of offload",
     ),
     Rule(
+        "PowerSGD adds to each gradient what it did not send before, and in fp16 the scales of both would differ",
+        lambda plan, job, device: plan.compressed_gradients != "powersgd" or not plan.precision.startswith("fp16"),
+        "use precision: bf16-mixed or fp32, or compressed_gradients: bf16 or none",
+    ),
+    Rule(
         "each device needs a sample in every step",
         lambda plan, job, device: plan.data_parallel <= job.train.batch,
         "use at most {train.batch} devices for data parallelism, or a larger train.batch",

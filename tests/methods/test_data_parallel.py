@@ -3,6 +3,9 @@ sent exactly."""
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +16,9 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit.distributed.mesh import make_mesh
 from tightfit.distributed.processes import rank
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.methods.data_parallel import PowerSGD
+from tightfit.rules import check
 
 HERE = "tests.methods.test_data_parallel:"
 STEPS = 5
@@ -72,3 +77,49 @@ def test_compressed_training_learns_like_full_gradients(compressed: str) -> None
     assert found[0] == pytest.approx(whole[0], rel=1e-6)
     assert found[-1] == pytest.approx(whole[-1], rel=0.1)
     assert found[-1] < found[0]
+
+
+def without_gradients() -> tuple[bool, bool]:
+    """(whether a step without a gradient keeps the error and Q, whether gradients of two types are summed)"""
+    mesh = make_mesh(tightfit.Plan(dp_replicate=2), torch.device("cpu"))
+    assert mesh is not None
+    matrix, vector = nn.Parameter(torch.zeros(24, 16)), nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
+    reducer = PowerSGD([matrix, vector, single := nn.Parameter(torch.zeros(3))], mesh.group("dp_replicate"), rank=2)
+    for number in range(3):
+        generator = torch.Generator().manual_seed(2 * number + rank())
+        matrix.grad = torch.randn(24, 16, generator=generator)
+        vector.grad, single.grad = torch.ones_like(vector), torch.ones_like(single)
+        reducer.finish()
+    error, columns = reducer.errors[matrix].clone(), reducer.columns[matrix].clone()
+    matrix.grad = None
+    reducer.finish()
+    kept = torch.equal(reducer.errors[matrix], error) and torch.equal(reducer.columns[matrix], columns)
+    return kept and matrix.grad is None, bool((vector.grad == 4).all() and (single.grad == 4).all())
+
+
+def test_a_step_without_a_gradient_keeps_its_error() -> None:
+    assert together(2, HERE + "without_gradients") == [(True, True), (True, True)]
+
+
+def resumed(folder: str) -> list[str]:
+    case = cases.make_case("llama")
+    plan = tightfit.Plan(dp_replicate=2, compressed_gradients="powersgd", powersgd_rank=8)
+    run = tightfit.build(case.job, plan)
+    next(iter(tightfit.train(run)))
+    tightfit.save(run, folder, 1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", TightfitWarning)
+        tightfit.resume(tightfit.build(case.job, plan), folder)
+    return [str(one.message) for one in found]
+
+
+def test_a_resume_says_that_errors_are_not_saved(tmp_path: Path) -> None:
+    first, other = together(2, HERE + "resumed", str(tmp_path))
+    assert any("what PowerSGD has not sent yet" in said for said in first)
+    assert not any("PowerSGD" in said for said in other)
+
+
+def test_powersgd_is_refused_in_fp16() -> None:
+    plan = tightfit.Plan(dp_replicate=2, compressed_gradients="powersgd", precision="fp16-mixed")
+    with pytest.raises(InputError, match="PowerSGD adds to each gradient what it did not send before"):
+        check(plan, cases.make_case("llama").job, "cuda")

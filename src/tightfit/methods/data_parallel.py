@@ -174,6 +174,8 @@ class PowerSGD:
     On a device where a parameter has no gradient, the gradient counts as zero. If no device has a
     gradient for a parameter, its error and its Q do not change.
 
+    Checkpoints have neither the errors, which differ by device, nor Q.
+
     errors   maps a parameter to its error M - P Q' of the last step
     columns  maps a parameter to its Q of the last step
     """
@@ -188,19 +190,12 @@ class PowerSGD:
 
     @torch.no_grad()
     def finish(self) -> None:
-        before = dict(self.errors), self.columns
-        with gradients_filled(self.parameters, partial(dist.all_reduce, group=self.group)):
-            self._exchange()
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                for kept, was in zip((self.errors, self.columns), before, strict=True):
-                    kept.pop(parameter, None)
-                    if parameter in was:
-                        kept[parameter] = was[parameter]
+        with gradients_filled(self.parameters, partial(dist.all_reduce, group=self.group)) as absent:
+            self._exchange([parameter for parameter in self.parameters if parameter not in absent])
 
-    def _exchange(self) -> None:
-        matrices = [parameter for parameter in self.parameters if self._shrinks(parameter)]
-        self._all_reduce([p.grad for p in self.parameters if not self._shrinks(p) and p.grad is not None])
+    def _exchange(self, parameters: list[nn.Parameter]) -> None:
+        matrices = [parameter for parameter in parameters if self._shrinks(parameter)]
+        self._all_reduce([p.grad for p in parameters if not self._shrinks(p) and p.grad is not None])
         errors = {parameter: self._matrix(parameter) for parameter in matrices}
         rows = {parameter: error @ self._columns(parameter, error) for parameter, error in errors.items()}
         self._all_reduce(list(rows.values()))
@@ -213,7 +208,7 @@ class PowerSGD:
         for parameter in matrices:
             assert parameter.grad is not None
             parameter.grad.copy_((rows[parameter] @ columns[parameter].t()).view(parameter.shape))
-        self.columns = columns
+        self.columns |= columns
 
     def states(self) -> list[Tensor]:
         return [*self.errors.values(), *self.columns.values()]
@@ -240,7 +235,7 @@ class PowerSGD:
         return torch.randn(error.shape[1], self.rank, generator=generator).to(error)
 
     def _all_reduce(self, tensors: list[Tensor]) -> None:
-        for dtype in {tensor.dtype for tensor in tensors}:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # in the same order on all devices
             together = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in together])
             dist.all_reduce(flat, group=self.group)

@@ -494,8 +494,9 @@ def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
 
 
 @contextmanager
-def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], object]) -> Iterator[None]:
-    """Inside this context, each weight has a gradient: zeros if this device has computed none.
+def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], object]) -> Iterator[set[Tensor]]:
+    """Inside this context, each weight has a gradient: zeros if this device has computed none. It yields
+    the weights for which no device has computed one.
 
     After the context, a gradient that no device has computed is None again. All devices must enter
     the context with the same weights in the same order.
@@ -509,9 +510,10 @@ def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], o
         counts[place] = 0.0
         weights[place].grad = empty_gradient(weights[place]).zero_()
     all_reduce(counts)
-    yield
-    for place in missing_everywhere(counts, missed):
-        weights[place].grad = None
+    absent = {weights[place] for place in missing_everywhere(counts, missed)}
+    yield absent
+    for weight in absent:
+        weight.grad = None
 
 
 def _height(parameter: Tensor) -> int:

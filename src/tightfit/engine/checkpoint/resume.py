@@ -43,7 +43,7 @@ def resume(run: Run, folder: str | Path) -> int:
     step to continue from, which is the number of steps that were done.
 
     Every file is checked against its checksum before it is used. All devices must call this
-    function.
+    function. Issues a TightfitWarning with PowerSGD, whose errors are not saved.
 
     Raises InputError on all devices if there is no checkpoint, if it is damaged, or if it belongs
     to another job or does not fit the model. Also raises it if hosts see different checkpoints.
@@ -70,6 +70,13 @@ def resume(run: Run, folder: str | Path) -> int:
     _set_random_states(run, state)
     step: int = state["step"]
     _warn_of_another_rate(run, state, step)
+    if run.plan.compressed_gradients == "powersgd" and is_rank_zero():
+        warnings.warn(
+            "checkpoints do not hold what PowerSGD has not sent yet: the first steps from here on are as inexact as those of "
+            "a new run",
+            TightfitWarning,
+            stacklevel=2,
+        )
     return step
 
 
