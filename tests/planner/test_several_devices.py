@@ -463,3 +463,25 @@ def test_a_search_on_thousands_of_devices_tries_the_usual_plans() -> None:
     ]  # fmt: skip
     assert any(one.fits for one in usual)
     assert chosen.total_s <= 1.1 * min(one.total_s for one in usual if one.fits)
+
+
+def test_shards_of_replicas_are_summed_after_backward() -> None:
+    """With ZeRO 1 and 2, in one flat copy; ZeRO-3 sums them block by block."""
+    estimator = Estimator(JOB, Machine.named("l4:4"))
+    whole = estimator.estimate(tightfit.Plan()).ledger.gradient_bytes()
+    for zero in (1, 2, 3):
+        ledger = estimator.estimate(tightfit.Plan(zero=zero, dp_shard=2, dp_replicate=2)).ledger
+        across = [one for one in ledger.messages if one.name == "gradients"][-1]
+        assert across.overlaps is (zero == 3)
+        assert ledger.summed_bytes == (0 if zero == 3 else whole / 2)
+
+
+def test_a_parameter_server_sends_fp32_whatever_the_weights_have() -> None:
+    job = JOB.replace(allow=["bf16", "nearest-rounding"])
+    estimator = Estimator(job, Machine.named("l4:2"))
+    plans = [tightfit.Plan(parameter_server="sync", dp_replicate=2, precision=one) for one in ("fp32", "bf16-true")]
+    wide, narrow = (estimator.estimate(plan).ledger for plan in plans)
+    assert narrow.gradient_bytes() == wide.gradient_bytes() / 2
+    (sent,), (same,) = ([one for one in ledger.messages if "server" in one.name] for ledger in (wide, narrow))
+    assert sent.bytes == same.bytes
+    assert narrow.phases["server"] > wide.phases["server"] / 2

@@ -41,6 +41,7 @@ from tightfit.parallel.server.processes import (
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
 
+MESSAGE_BYTES = 4  # of an element, whatever its type (8 in fp64): see `ParameterMessages`
 FIELDS = ("parameter_server", "staleness")
 VARIANTS = ({"parameter_server": "sync", "dp_replicate": 2},)
 
@@ -54,18 +55,22 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     states, and with the communication over the server's link, which does not overlap with the
     computation. The memory of the server process is added as a separate peak, "server".
     """
-    size, states = ledger.gradient_bytes(), sum(update.state_bytes for update in ledger.updates.values())
+    size, sent = (
+        ledger.gradient_bytes(),
+        float(sum(MESSAGE_BYTES * one.count for one in ledger.parameters if one.trainable)),
+    )
+    states = sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)
     updates = {name: replace(update, state_bytes=0) for name, update in ledger.updates.items()}
     # each worker sends its gradients and receives the weights, one worker after another
     workers = plan.dp_replicate
     through = replace(
-        message("through the server", 2 * workers * size, plan, machine, ("dp_replicate",), 2 * workers), overlaps=False
+        message("through the server", 2 * workers * sent, plan, machine, ("dp_replicate",), 2 * workers), overlaps=False
     )
     return replace(
         ledger,
         updates=updates,
-        phases={**ledger.phases, "server": float(parameters + 2 * size + states)},
+        phases={**ledger.phases, "server": float(parameters + size + sent + states)},
         messages=(*ledger.messages, through),
     )
 

@@ -99,6 +99,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         across = 2 * (plan.replicas - 1) / plan.replicas * (size / plan.shards)
         calls = ledger.blocks + 1 if plan.zero == 3 else 1
         reduced = message("gradients", across, plan, machine, ("dp_replicate",), calls, rounds=2)
+        if plan.zero < 3:  # one flat copy of the shards' gradients is reduced after backward
+            reduced = replace(reduced, overlaps=False)
+            ledger = replace(ledger, summed_bytes=size / plan.shards)
         ledger = replace(ledger, messages=(*ledger.messages, reduced))
     return _with_shards(ledger, plan)
 
