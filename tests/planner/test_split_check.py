@@ -46,7 +46,7 @@ class Restless(Tower):
     """Draws numbers that no generator repeats."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + int.from_bytes(os.urandom(4), "little") / 2**32
+        return super().forward(x) + int.from_bytes(os.urandom(4), "little") / 2**36
 
 
 class Centred(Tower):

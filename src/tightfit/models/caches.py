@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from tightfit._torch.fake import FakeTensor
+from tightfit.models.loss_state import keeping_losses
 
 _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
     "torch", "torchgen", "numpy", "tightfit", "pydantic", "pydantic_core", "sympy", "rich", "yaml", "tokenizers", "typer", "click",
@@ -36,11 +37,17 @@ _Cache = Any  # a function with an lru_cache
 def isolated_model_caches(on_meta: bool = False) -> Iterator[None]:
     """On exit from this context, remove the fake and meta tensors that code in it has put into the caches
     of model code. Dicts then have the entries that they had before; the entries of an lru_cache are
-    computed again when they are needed.
+    computed again when they are needed. The jobs' losses have the attributes that they had before.
 
     on_meta  whether the code runs on the meta device, where it cannot use real tensors: those in caches
              are on the meta device meanwhile
     """
+    with keeping_losses(), _isolated(on_meta):
+        yield
+
+
+@contextmanager
+def _isolated(on_meta: bool) -> Iterator[None]:
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
     before = [(one, held) for one in dicts if (held := _with_tensors(one, lambda tensor: True))]
     if on_meta:

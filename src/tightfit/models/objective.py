@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from tightfit.errors import InputError
 from tightfit.job_sections.model import Task
+from tightfit.models.loss_state import note_loss
 from tightfit.models.losses import TorchLoss, class_numbers, explain_errors, torch_loss
 
 # One batch as the data yields it: usually dict[str, Tensor], else what torch's default_collate
@@ -314,6 +315,7 @@ def objective_of(loss: Any, task: str | None) -> Objective:
     loss with trainable parameters. The objective's `total` raises InputError if the loss is not a
     scalar tensor or does not require gradients.
     """
+    note_loss(loss.total if isinstance(loss, Objective) else loss)
     if isinstance(loss, Objective):
         return replace(loss, total=partial(_require_graph, loss.total))
     if loss is None:
@@ -344,12 +346,18 @@ def objective_of(loss: Any, task: str | None) -> Objective:
         if not isinstance(value, Tensor) or value.dim() != 0:
             raise InputError(
                 "loss",
-                f"returned {type(value).__name__}{list(getattr(value, 'shape', []))}, not a scalar tensor",
+                f"returned {_kind_of(value)}, not a scalar tensor",
                 "return the mean over the batch's samples, or give a tightfit.Objective",
             )
         return value * sample_count(batch)
 
     return Objective(partial(_require_graph, total), sample_count, "samples", calls_model_itself=False)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _require_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
