@@ -73,3 +73,9 @@ def test_processes_are_not_started_twice() -> None:
         check_start(2, 1, LaunchOptions(interface="eth0"))
     with pytest.raises(InputError, match="4 processes have been started already"):
         check_start(2, 4, LaunchOptions())
+
+
+def test_a_port_of_0_that_torchrun_passes_on_is_refused() -> None:
+    """torchrun's own store has a port then, of which it tells its processes nothing."""
+    with pytest.raises(InputError, match="torchrun --standalone"):
+        rendezvous.join_store({**ONE_HOST, "MASTER_PORT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})

@@ -25,7 +25,7 @@ from tests import tiny
 ENDLESS = "train.steps=100000"
 LIMIT_S = 280  # for a busy machine; what is tested takes seconds
 COMMAND = ("-m", "tightfit")
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "tightfit")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "tightfit")
 
 
 def write(folder: Path, **content: Any) -> Path:

@@ -98,8 +98,16 @@ def join_store(environ: Mapping[str, str] = os.environ) -> dist.Store:
 
     environ  environment variables, among them those that the launcher and `choose_interface` have
              set
+
+    Raises InputError if the launcher hosts the store and gives the port 0.
     """
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    if port == 0 and _launcher_keeps_store(environ):
+        raise InputError(
+            "torchrun --master-port 0",
+            "torchrun listens on a free port and tells its processes 0, so they cannot find it",
+            "use torchrun --standalone on one host, or give a port",
+        )
     if on_one_host(environ) and not _launcher_keeps_store(environ):
         host = "127.0.0.1"
     if hosts_store(environ):
