@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import tightfit
+from tightfit.engine.failures import naming_failures
+from tightfit.errors import InputError
 from tightfit.models.caches import isolated_model_caches
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.tracing.profiler import Profiler
@@ -168,3 +170,42 @@ def test_losses_that_read_tensors_of_a_module_are_predicted(weights: Any) -> Non
     assert dry_run(job, tightfit.Plan()).total == pytest.approx(
         dry_run(job.replace(loss=nn.CrossEntropyLoss(reduction="mean")), tightfit.Plan()).total, rel=0.05
     )
+
+
+HELD: dict[str, nn.Module] = {}
+LATEST: nn.Module | None = None
+
+
+def held_model() -> nn.Module:
+    global LATEST
+    LATEST = HELD["model"] = Remembers()
+    return LATEST
+
+
+def test_a_program_keeps_the_model_that_it_trains() -> None:
+    """A loss may read the weights of the model that the job's function has created last."""
+
+    def penalty(output: Tensor, batch: Any) -> Tensor:
+        weights = sum(weight.square().sum() for weight in HELD["model"].parameters())
+        return nn.functional.cross_entropy(output, batch[1]) + 0.01 * weights
+
+    data = [(torch.zeros(8), number % 4) for number in range(8)]
+    job = tightfit.Job(
+        model=held_model, data=data, loss=penalty, train=tightfit.Train(batch=4, steps=2), allow=["offload"]
+    )
+    run = tightfit.build(job, tightfit.Plan(offload=("parameters",), offload_to="disk"))
+    steps = tightfit.train(run)
+    next(steps)
+    tightfit.estimate(job, {}, "l4")
+    dry_run(job, tightfit.Plan())
+    assert HELD["model"] is run.model
+    assert LATEST is run.model
+    assert next(steps).loss > 0
+
+
+def test_fake_tensors_in_a_training_are_explained() -> None:
+    with (
+        pytest.raises(InputError, match="let the loss read the model that it is given"),
+        naming_failures(tightfit.Plan()),
+    ):
+        FakeTensorMode().from_tensor(torch.ones(1)).item()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tightfit._torch.fake import DataDependentOutputException, DynamicOutputShapeException, active_fake_mode
 from tightfit.errors import InputError
 from tightfit.methods.compile import naming_compiler_failures
 from tightfit.models.dataflow import describe_line, innermost_model_line
@@ -18,12 +19,30 @@ def naming_failures(plan: Plan) -> Iterator[None]:
     """A context for a forward and a backward, which turns some errors of torch into an InputError that
     says what is wrong with the plan, the model or the data. Other errors are not changed."""
     with (
+        _naming_fake_tensors(),
         _naming_divided_layers(plan),
         _naming_single_samples(plan),
         naming_compiler_failures(plan),
         naming_sharded_use(plan),
     ):
         yield
+
+
+@contextmanager
+def _naming_fake_tensors() -> Iterator[None]:
+    """A context that explains a failure on fake tensors in a training: the user's code holds on to a model that
+    was created without values, to find out what it does."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        if active_fake_mode() is not None:
+            raise
+        raise InputError(
+            "job: loss",
+            "computes with tensors without values: it reads a model from a variable of its own, and the model's function was "
+            "called again to find out what the model does",
+            "let the loss read the model that it is given: tightfit.Objective(total, count), with total(model, batch)",
+        ) from error
 
 
 @contextmanager

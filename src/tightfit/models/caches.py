@@ -4,7 +4,9 @@ Some models cache a tensor that they compute once, such as BEiT's table of relat
 lru_cache or in a dict of their module or class. A trace puts fake tensors in such a cache, which a
 training run cannot use. A training run puts real tensors in it; traces compute with their shapes.
 
-A dict of a module may also be the user's own data. So it keeps its entries, and their order.
+A dict of a module may also be the user's own data. So it keeps its entries, and their order. A program
+may also hold on to the model that its function has created, by a global name or in such a dict: a model on
+fake tensors does not take its place.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, lru_cache
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tightfit._torch.fake import FakeTensor
 from tightfit.models.loss_state import keeping_losses
@@ -27,10 +29,13 @@ _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
     "matplotlib", "PIL", "pytest", "_pytest", "psutil", "triton", "hypothesis", "pandas", "pyarrow", "scipy", "torchao",
     "networkx", "regex", "mpmath", "dill", "huggingface_hub", "jinja2", "httpx", "httpcore", "httpx2", "httpcore2", "h11",
     "safetensors", "filelock", "typing_inspection", "typing_extensions", "idna", "packaging", "tqdm", "certifi",
-    "requests", "urllib3", "fsspec", "datasets", "tensorboard",
+    "requests", "urllib3", "fsspec", "datasets", "tensorboard", "accelerate", "anyio", "truststore", "markupsafe", "google",
+    "annotated_types", "pip", "setuptools", "sklearn", "joblib", "xdist", "execnet", "coverage",
 }  # fmt: skip
 
 _Cache = Any  # a function with an lru_cache
+_HOLDERS = (Tensor, list, tuple, dict, nn.Module)
+_PLAIN = frozenset({str, int, float, bool, type(None), type, FunctionType, BuiltinFunctionType, ModuleType})
 
 
 @contextmanager
@@ -74,11 +79,11 @@ def _isolated(on_meta: bool) -> Iterator[None]:
 
 def _with_tensors(one: dict[Any, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
     """Return the entries of a dict that contain a tensor for which wanted(tensor) is True."""
-    # most dicts of a module are tables of names: the check of the type spares a call for each name
+    # most dicts are tables of names: the check of the type spares a call for each name
     return {
         key: value
         for key, value in list(one.items())
-        if isinstance(value, Tensor | list | tuple | dict) and any(map(wanted, _tensors(value)))
+        if type(value) not in _PLAIN and isinstance(value, _HOLDERS) and any(map(wanted, _tensors(value)))
     }
 
 
@@ -126,9 +131,14 @@ def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any
                  of this function's own lru_cache: after a new import, the modules are searched
                  again
     """
-    modules = [module for name, module in list(sys.modules.items()) if _may_define_models(name)]
-    found = [_caches_of(module) for module in modules if isinstance(module, ModuleType)]
-    return [one for functions, _ in found for one in functions], [one for _, dicts in found for one in dicts]
+    modules = {name: module for name, module in list(sys.modules.items()) if _may_define_models(name)}
+    found = [_caches_of(module) for module in modules.values() if isinstance(module, ModuleType)]
+    own = (one for name, one in modules.items() if not name.startswith("transformers"))
+    global_names = [vars(one) for one in own if isinstance(one, ModuleType)]
+    return [one for functions, _ in found for one in functions], [
+        *(one for _, dicts in found for one in dicts),
+        *global_names,
+    ]
 
 
 def _may_define_models(name: str) -> bool:
@@ -184,12 +194,14 @@ def _results(function: _Cache) -> Iterator[Tensor]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples and dicts. A container may contain itself."""
+    """Return the tensors in nested lists, tuples, dicts and modules. A container may contain itself."""
     found, seen, left = [], set(), [value]
     while left:
         one = left.pop()
         if isinstance(one, Tensor):
             found.append(one)
+        elif isinstance(one, nn.Module):
+            found += [*one.parameters(), *one.buffers()]
         elif isinstance(one, list | tuple | dict) and id(one) not in seen:
             seen.add(id(one))
             left += one.values() if isinstance(one, dict) else one
