@@ -543,7 +543,7 @@ class Averaging(nn.Module):
         return made - self.average
 
 
-def test_micro_batches_that_repeat_what_a_forward_changes_are_warned_of() -> None:
+def test_micro_batches_that_repeat_changes_are_warned_of() -> None:
     data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
     job = tightfit.Job(model=Averaging, data=data, loss=nn.MSELoss(), train=tightfit.Train(batch=4, steps=1))
     tightfit.build(job, tightfit.Plan())
