@@ -171,8 +171,11 @@ def test_a_search_keeps_such_a_batch_whole() -> None:
     ordinary = estimator_of(Tower, apart, **tight)
     assert search(ordinary.job, GPU, pins, ordinary)[0].plan.micro_batch is not None
     compared = estimator_of(Tower, contrast, **tight)
-    with pytest.raises(DoesNotFit, match="the loss depends on how a batch is split: 4 samples have a loss of"):
+    with pytest.raises(
+        DoesNotFit, match="the loss depends on how a batch is split: 4 samples have a loss of"
+    ) as refused:
         search(compared.job, GPU, pins, compared)
+    assert "plan.micro_batch: " not in str(refused.value)
     (note,) = search(compared.job, GPU, {**pins, "micro_batch": 256}, compared)[0].notes
     assert "This plan splits the batch, so it trains another loss" in note
     enough = estimator_of(Tower, contrast, limits={"memory": int(1.5 * whole.peak_bytes)})

@@ -24,6 +24,7 @@ import multiprocessing
 import pickle
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,9 +33,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from tightfit._torch.fake import active_fake_mode
 from tightfit.cost.ledger import Ledger
 from tightfit.data import (
     MixedOrder,
@@ -47,11 +50,14 @@ from tightfit.data import (
     order_of,
 )
 from tightfit.data.order import Integers, split_ranges
+from tightfit.data.user_samples import UserStream
+from tightfit.distributed.mesh import DATA
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
 from tightfit.models.masks import PADDING, check_separates_sequences
 from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.tensors import tensors_in
 from tightfit.plan import Plan
 from tightfit.runtime.copy_stream import BatchPrefetcher
 from tightfit.runtime.method import Default
@@ -131,8 +137,29 @@ def apply(run: Run, plan: Plan) -> Run:
     evaluation = open_evaluation(run.job, source)
     part = run.mesh.data_rank_and_size if run.mesh is not None else (0, 1)
     if isinstance(source, SampleStream):
+        if isinstance(source, UserStream):
+            _check_same_samples(run, source)
         return replace(run, data=_streamed(source, evaluation, run.job, plan, part))
     return replace(run, data=_ordered(source, evaluation, run.job, plan, part))
+
+
+def _check_same_samples(run: Run, source: UserStream) -> None:
+    """Raise InputError on all devices if an iterable of the user's does not yield the same first sample on
+    all of them, because it divides its samples by rank itself: each device takes its share of them, so
+    they would be divided twice."""
+    if run.mesh is None or run.plan.data_parallel == 1 or active_fake_mode() is not None:
+        return
+    sum_of = 0
+    for tensor in tensors_in(source.example(1)):
+        sum_of = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes(), sum_of)
+    largest = run.mesh.all_reduce(torch.tensor([sum_of, -sum_of], device=run.device), DATA, dist.ReduceOp.MAX)
+    if largest[0] != -largest[1]:
+        raise InputError(
+            "data",
+            "the iterable yields other samples on each device, and each device takes its share of them, so they would be "
+            "divided twice",
+            "yield the same samples in the same order on every device, without RANK and WORLD_SIZE",
+        )
 
 
 def check_packing(model: nn.Module, job: Job) -> None:

@@ -22,6 +22,7 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import MARGIN, Estimate
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest
+from tightfit.planner.split_check import loss_depends_on_split, model_uses
 from tightfit.units import format_bytes
 
 PERMISSIONS = ("bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding", "offload")
@@ -242,6 +243,8 @@ def _fewer_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> 
     least  the estimate of the leanest plan with all pins
     """
     for name in (name for name in UNPINNABLE if name in pins):
+        if name == "micro_batch" and (loss_depends_on_split(estimator) or model_uses(estimator).changed):
+            continue  # the batch has to stay whole
         open_ = {other: value for other, value in pins.items() if other != name}
         result = _leanest_with_same_kernels(estimator, least, open_)
         if result is not None and getattr(result.plan, name) != pins[name]:
