@@ -287,3 +287,24 @@ def test_a_mean_over_the_tokens_of_padded_text_is_found(tmp_path: Path, packing:
     )
     estimator = Estimator(job, Machine.detect())
     assert bool(loss_depends_on_split(estimator)) == depends
+
+
+class Tabled(Tower):
+    """Computes a table in its first forward, and keeps it in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(0), persistent=False)
+        self.register_buffer("other", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table.numel() < WIDTH:
+            self.table = torch.arange(WIDTH) / WIDTH
+        return super().forward(x) + self.table + self.other
+
+
+@pytest.mark.parametrize(
+    ("model", "changed"), [(Tabled, ()), (Teacher, ("teacher.weight",)), (Counting, ("forwards",)), (Tower, ())]
+)
+def test_what_each_forward_changes_is_found(model: Any, changed: tuple[str, ...]) -> None:
+    assert split_check.model_uses(estimator_of(model, apart)).changed == changed

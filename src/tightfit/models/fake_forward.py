@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,8 @@ class UsesOfParameters:
     from_batch  those of `in_place` whose new values depend on the batch, as in ActNorm's first forward
     aliases   sentences on parameters that are reached in another way: a buffer or another parameter has the
               same memory, or the forward reads them from an attribute that is no parameter
-    buffers   buffers that the forward changes; those of norms with running statistics are left out
+    buffers   buffers that each forward changes. Left out are those of norms with running statistics, and
+              those that only a first forward changes, such as a table that it computes
     hooked    parameters with hooks on their gradients
     differentiates  whether the forward or the loss computes gradients itself, as by torch.autograd.grad
     """
@@ -67,7 +68,7 @@ class UsesOfParameters:
 def uses_of_parameters(
     make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch
 ) -> UsesOfParameters:
-    """Run a forward of a new model and its loss on fake tensors, and return what it does with the
+    """Run two forwards of a new model and its loss on fake tensors, and return what they do with the
     model's parameters. If the forward fails on fake tensors, it is what it did until then.
 
     make   creates the model
@@ -80,25 +81,30 @@ def uses_of_parameters(
         with restoring_random_states(), fake_forwards():
             model = make()
             model.train()
-            given, buffers = dict(model.named_parameters(remove_duplicate=False)), _buffers_of(model)
+            given = dict(model.named_parameters(remove_duplicate=False))
             places, written = {name: storage_id(one) for name, one in given.items()}, []
             shared, fakes = _sharing_memory(model), fake_batch(batch)
             watch = _WatchedUses(
                 _replace_held(model), {place: name for name, place in places.items()}, tensors_in(fakes)
             )
-            try:
-                with WatchedWrites({**buffers, **given}, lambda name, _: written.append(name)), watch:
+
+            def forward() -> None:
+                with suppress(Exception):  # it may need values; training runs it on real tensors
                     total(model, fakes)
-            except Exception:  # the forward needs values; training runs it on real tensors
-                pass
+
+            with WatchedWrites(given, lambda name, _: written.append(name)), watch:
+                forward()
             now = dict(model.named_parameters(remove_duplicate=False))
             replaced = [
                 name for name, one in given.items() if now.get(name) is not one or storage_id(one) != places[name]
             ]
-            now_buffers = _buffers_of(model)
-            changed = [name for name, one in buffers.items() if name in written or now_buffers.get(name) is not one]
+            buffers, rewritten = _buffers_of(model), set[str]()
+            with WatchedWrites(buffers, lambda name, _: rewritten.add(name)):
+                forward()
+            after = _buffers_of(model)
+            changed = [name for name, one in buffers.items() if name in rewritten or after.get(name) is not one]
             return UsesOfParameters(
-                in_place=tuple(name for name in written if name in given),
+                in_place=tuple(written),
                 replaced=tuple(replaced),
                 from_batch=tuple(watch.from_batch),
                 aliases=(*shared, *sorted(watch.read)),
