@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import tightfit
 from tests.pool import together
+from tightfit.errors import InputError
 
 WIDTH, TOKENS, HERE = 16, 32, "tests.parallel.pipeline.test_copies:"
 
@@ -114,3 +115,16 @@ def difference_of_replicas(check_split: str) -> float:
 def test_the_check_of_a_split_does_not_end_the_averaging_of_buffers() -> None:
     """It runs models with dropout in evaluation mode, in which this model writes no buffer."""
     assert together(4, HERE + "difference_of_replicas", "always") == [0.0] * 4
+
+
+def test_a_loss_that_reads_weights_of_blocks_is_named() -> None:
+    def total(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        penalty = sum(weight.square().sum() for weight in model.parameters())
+        return loss(model(batch["input_ids"]), batch) * len(batch["labels"]) + 0.01 * penalty
+
+    ids = torch.arange(8)
+    train = tightfit.Train(batch=4, steps=1)
+    data = [{"input_ids": ids, "labels": ids}] * 8
+    job = tightfit.Job(model=Language, data=data, loss=tightfit.Objective(total, len), train=train)
+    with pytest.raises(InputError, match="a block and outside of the blocks, as by a loss that reads weights"):
+        tightfit.estimate(job, tightfit.Plan(pp=2, micro_batch=2), "l4:2")

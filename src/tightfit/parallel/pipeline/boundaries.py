@@ -217,8 +217,12 @@ def _refuse_misplaced(plan: Plan, stages: list[range], defined: Places, used: Pl
             )
         inside = any(0 <= place < stages[-1].stop for place in defined[name])
         if inside and len(where) > 1:
+            outside = not all(0 <= place < stages[-1].stop for place in places)
+            users = (
+                "a block and outside of the blocks, as by a loss that reads weights" if outside else "several blocks"
+            )
             raise InputError(
-                PP_FIELD, f"{name} is used by several blocks, which a pipeline puts on several devices", "use pp: 1"
+                PP_FIELD, f"{name} is used by {users}, which a pipeline puts on several devices", "use pp: 1"
             )
         elsewhere = plan.materialize == "device" and not where <= stages_of(defined[name])
         if elsewhere and sizes[name] > MAX_REPLICATED_SHARE * whole:  # a rank that uses it lacks it
