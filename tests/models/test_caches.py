@@ -147,7 +147,7 @@ def test_dicts_of_the_user_stay_as_they_are() -> None:
     job: Any = tightfit.Job(model=Remembers, data=[(torch.zeros(8), 1)] * 8, train=tightfit.Train(batch=4, steps=1))
     for name, value in OF_THE_USER.items():
         seen.append((name, value))
-        tightfit.search(job, "l4")
+        tightfit.estimate(job, {}, "l4")
         tightfit.build(job, tightfit.Plan())
         with isolated_model_caches(on_meta=True):
             assert list(OF_THE_USER) == ["a", "b", "c", "d"]

@@ -173,7 +173,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("a loss without a graph", {"loss": lambda output, batch: output.detach().mean()}, r"no graph(.|\n)*\.detach\(\)"),
     ("a loss that is no number", {"loss": lambda output, batch: output}, r"not a scalar tensor"),
-    ("a number", {"loss": lambda output, batch: output.mean().item()}, r"float\[\], not a scalar tensor"),
+    ("a number", {"loss": lambda output, batch: output.mean().item()}, "a value of type float, not a scalar tensor"),
     ("a sum", {"loss": nn.MSELoss(reduction="sum")}, r"use reduction='mean'"),
     (
         "weights of classes",

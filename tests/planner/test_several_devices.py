@@ -476,7 +476,7 @@ def test_shards_of_replicas_are_summed_after_backward() -> None:
         assert ledger.summed_bytes == (0 if zero == 3 else whole / 2)
 
 
-def test_a_parameter_server_sends_fp32_whatever_the_weights_have() -> None:
+def test_a_parameter_server_sends_fp32_always() -> None:
     job = JOB.replace(allow=["bf16", "nearest-rounding"])
     estimator = Estimator(job, Machine.named("l4:2"))
     plans = [tightfit.Plan(parameter_server="sync", dp_replicate=2, precision=one) for one in ("fp32", "bf16-true")]

@@ -11,7 +11,7 @@ from tightfit.machine import Machine
 
 def test_an_explanation_says_where_bytes_and_time_go() -> None:
     job, machine = cases.job("gpt2"), Machine.named("l4")
-    text = tightfit.explain(job, machine, tightfit.Plan(precision="bf16-mixed", micro_batch=4))
+    text = tightfit.explain(job, tightfit.Plan(precision="bf16-mixed", micro_batch=4), machine)
     for word in ("memory", "speed", "+ precision", "+ microbatch", "activations", "at the peak", "bf16: changed"):
         assert word in text, word
 
@@ -33,7 +33,7 @@ def test_mfu_is_shown_only_with_a_published_peak() -> None:
     assert on_processor.mfu is None
     assert {"mfu", "matrix_utilization"} <= on_processor.content().keys()
     for machine, said in ((gpu, True), (here, False)):
-        text = tightfit.explain(job, machine, tightfit.Plan())
+        text = tightfit.explain(job, tightfit.Plan(), machine)
         assert (" MFU" in text) is said
         assert "of the matrix rate" in text
 
@@ -42,4 +42,4 @@ def test_an_explanation_says_that_a_machine_s_speed_is_a_guess() -> None:
     job = cases.job("gpt2")
     here = Machine.detect()
     for machine, guessed in ((here.replace(rates={}, matrix_flops_per_s={}), True), (Machine.named("l4"), False)):
-        assert ("--calibrate" in tightfit.explain(job, machine, tightfit.Plan())) is guessed
+        assert ("--calibrate" in tightfit.explain(job, tightfit.Plan(), machine)) is guessed

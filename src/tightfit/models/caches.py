@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tightfit._torch.fake import FakeTensor
+from tightfit._torch.fake import FakeTensor, unset_fake_temporarily
 from tightfit.models.loss_state import keeping_losses
 
 _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
@@ -57,8 +57,9 @@ def _isolated(on_meta: bool) -> Iterator[None]:
     before = [(one, held) for one in dicts if (held := _with_tensors(one, lambda tensor: True))]
     if on_meta:
         _clear(functions, _is_real)
-        for one, held in before:
-            one.update({key: _moved_to_meta(value) for key, value in held.items()})
+        with unset_fake_temporarily():
+            for one, held in before:
+                one.update({key: _moved_to_meta(value) for key, value in held.items()})
     try:
         yield
     finally:
@@ -96,12 +97,12 @@ def _is_real(tensor: Tensor) -> bool:
 
 
 def _moved_to_meta(value: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Return a copy of nested lists, tuples and dicts with their tensors on the meta device.
+    """Return a copy of nested lists, tuples and dicts with their real tensors on the meta device.
 
     inside  the ids of the containers around `value`: one that contains itself is not copied again
     """
     if isinstance(value, Tensor):
-        return value.to("meta")
+        return value if _is_unreal(value) else value.to("meta")
     if not isinstance(value, list | tuple | dict) or id(value) in inside:
         return value
     here = (*inside, id(value))

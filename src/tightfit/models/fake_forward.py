@@ -46,7 +46,8 @@ class UsesOfParameters:
     aliases   sentences on parameters that are reached in another way: a buffer or another parameter has the
               same memory, or the forward reads them from an attribute that is no parameter
     buffers   buffers that each forward changes. Left out are those of norms with running statistics, and
-              those that only a first forward changes, such as a table that it computes
+              those that only a first forward changes, such as a table that it computes, and those that a
+              forward replaces without having read them
     hooked    parameters with hooks on their gradients
     differentiates  whether the forward or the loss computes gradients itself, as by torch.autograd.grad
     """
@@ -99,10 +100,12 @@ def uses_of_parameters(
                 name for name, one in given.items() if now.get(name) is not one or storage_id(one) != places[name]
             ]
             buffers, rewritten = _buffers_of(model), set[str]()
-            with WatchedWrites(buffers, lambda name, _: rewritten.add(name)):
+            reads = _WatchedUses({storage_id(one): name for name, one in buffers.items()}, {}, [])
+            with WatchedWrites(buffers, lambda name, _: rewritten.add(name)), reads:
                 forward()
             after = _buffers_of(model)
-            changed = [name for name, one in buffers.items() if name in rewritten or after.get(name) is not one]
+            rewritten |= {name for name in reads.read if after.get(name) is not buffers[name]}
+            changed = [name for name in buffers if name in rewritten]
             return UsesOfParameters(
                 in_place=tuple(written),
                 replaced=tuple(replaced),

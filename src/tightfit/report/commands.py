@@ -49,11 +49,12 @@ if TYPE_CHECKING:
 
 def quiet_libraries() -> None:
     """Silence the log messages of other libraries, and print each of tightfit's warnings as one
-    line, on rank 0 only.
+    line, once and on rank 0 only.
 
     This changes the logging and warnings of the whole process, so only commands call it.
     """
     warnings.showwarning = _show_in_a_line
+    _SHOWN.clear()
     # WRAPPED_OPERATIONS warns about in-place writes under selective recomputation, which tightfit
     # checks itself
     for name in ("torchao", PYTREE, "torch.utils.flop_counter", WRAPPED_OPERATIONS):
@@ -61,6 +62,7 @@ def quiet_libraries() -> None:
 
 
 _show = warnings.showwarning
+_SHOWN: set[str] = set()  # tightfit's warnings that this command has printed
 
 
 def _show_in_a_line(
@@ -73,7 +75,8 @@ def _show_in_a_line(
 ) -> None:
     if not issubclass(category, TightfitWarning):
         _show(message, category, filename, lineno, file, line)
-    elif os.environ.get("RANK", "0") == "0":
+    elif os.environ.get("RANK", "0") == "0" and str(message) not in _SHOWN:
+        _SHOWN.add(str(message))
         print(f"warning  {message}", file=sys.stderr)
 
 

@@ -112,7 +112,7 @@ def difference_of_replicas(check_split: str) -> float:
     return float((found[0] - found[1]).abs().max())
 
 
-def test_the_check_of_a_split_does_not_end_the_averaging_of_buffers() -> None:
+def test_the_check_of_a_split_does_not_end_averaging() -> None:
     """It runs models with dropout in evaluation mode, in which this model writes no buffer."""
     assert together(4, HERE + "difference_of_replicas", "always") == [0.0] * 4
 
