@@ -797,6 +797,7 @@ def saved_stage(name: str, fields: dict[str, Any], folder: str) -> None:
     save(run, folder, STEPS)
 
 
+@pytest.mark.filterwarnings("ignore:the forward changes")
 @pytest.mark.parametrize("name", ["NormInStem", "ReplacesBuffer", "ReplacesBufferBehind"])
 def test_a_checkpoint_has_the_statistics_of_the_owning_stage(tmp_path: Path, name: str) -> None:
     """What lies outside of the blocks runs on every stage, and on all but one with values without meaning."""
