@@ -8,6 +8,8 @@ Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon. The step is scale
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -53,8 +55,10 @@ def head_of(model: nn.Module, blocks: str | None = None) -> frozenset[str]:
     model   the whole model, before a plan divides it
     blocks  name of the list that holds the blocks, from the job; None to find it
     """
-    of_transformers = getattr(model, "get_output_embeddings", None)
-    head = of_transformers() if callable(of_transformers) else None
+    head = None
+    if callable(of_transformers := getattr(model, "get_output_embeddings", None)):
+        with suppress(NotImplementedError, AttributeError):  # of classes without a head
+            head = of_transformers()
     if head is None:
         inner = {module for _, block in find_blocks(model, blocks) for module in block.modules()}
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -160,7 +160,7 @@ class PerParameter(Optimizer):
         self._blocks = BlockQuantizer(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
         self._generator, self._seed = torch.Generator(device) if rounding == "stochastic" else None, seed
         self._number = {
-            parameter: number if names is None else zlib.crc32(names[parameter].encode())
+            parameter: zlib.crc32(names[parameter].encode()) if names and parameter in names else number
             for number, parameter in enumerate(self._parameters())
         }
         if masters:

@@ -263,7 +263,7 @@ class FakeModel:
             with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
                 model, depth = self.sharded(plan)
                 widen_gradients(model.parameters(), plan.master_weights)
-                head = head_of(model, self.job.blocks_name)
+                head = head_of(model, self.job.blocks_name) if self.job.train.optimizer == "muon" else None
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
                 updates = trace_updates(model, optimizer, together)
                 self._updates[key] = self._in_groups(model, depth, updates)
