@@ -242,6 +242,7 @@ def test_at_least_forty_mistakes_are_tested() -> None:
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("command", ["train", "verify"])
 @pytest.mark.parametrize(
     "change",

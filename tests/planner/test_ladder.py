@@ -115,6 +115,7 @@ def test_every_method_of_one_device_is_an_option(machine: Machine) -> None:
 
 
 @pytest.mark.usefixtures("few_methods")
+@pytest.mark.slow
 def test_the_command_prints_tables_json_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

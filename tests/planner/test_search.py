@@ -157,6 +157,7 @@ def test_search_starts_from_the_fastest_allowed_precision(device: str, allow: li
     assert complete(cases.job("bert").replace(allow=allow), Machine.named(device), {})[0].precision == precision
 
 
+@pytest.mark.slow
 def test_chunked_loss_is_chosen_for_speed_or_memory() -> None:
     job = cases.job("llama")
     pins = {"recompute": "none", "micro_batch": None, "update_in_backward": False, "states": "fp32"}

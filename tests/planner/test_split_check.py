@@ -183,7 +183,7 @@ def test_a_search_keeps_such_a_batch_whole() -> None:
     assert (chosen.plan.micro_batch, chosen.notes) == (None, ())
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "name"),
     [(Teacher, "teacher.weight"), (spectral, "first.parametrizations.weight.0._"), (Counting, "forwards")],

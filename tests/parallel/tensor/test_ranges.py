@@ -38,6 +38,7 @@ def train_with(wrong_field: str, chunked: int | None) -> str:
     return ""
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("field", "said"),
     [
