@@ -149,10 +149,12 @@ def _check_same_samples(run: Run, source: UserStream) -> None:
     they would be divided twice."""
     if run.mesh is None or run.plan.data_parallel == 1 or active_fake_mode() is not None:
         return
-    sum_of = 0
+    checksum = 0
     for tensor in tensors_in(source.example(1)):
-        sum_of = zlib.crc32(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes(), sum_of)
-    largest = run.mesh.all_reduce(torch.tensor([sum_of, -sum_of], device=run.device), DATA, dist.ReduceOp.MAX)
+        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        values = plain.detach().cpu().contiguous().flatten()
+        checksum = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), checksum)
+    largest = run.mesh.all_reduce(torch.tensor([checksum, -checksum], device=run.device), DATA, dist.ReduceOp.MAX)
     if largest[0] != -largest[1]:
         raise InputError(
             "data",

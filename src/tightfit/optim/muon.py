@@ -8,8 +8,6 @@ Source  Jordan et al. 2024, kellerjordan.github.io/posts/muon. The step is scale
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -57,8 +55,7 @@ def head_of(model: nn.Module, blocks: str | None = None) -> frozenset[str]:
     """
     head = None
     if callable(of_transformers := getattr(model, "get_output_embeddings", None)):
-        with suppress(NotImplementedError, AttributeError):  # of classes without a head
-            head = of_transformers()
+        head = of_transformers()
     if head is None:
         inner = {module for _, block in find_blocks(model, blocks) for module in block.modules()}
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
