@@ -28,17 +28,19 @@ def optimizer_with(*gradients: float) -> torch.optim.Optimizer:
 )
 def test_unscale_divides_and_reports_overflow(gradients: tuple[float, ...], finite: bool) -> None:
     optimizer = optimizer_with(*gradients)
-    assert LossScaler(4.0, dynamic=True).unscale(optimizer.param_groups[0]["params"]) is finite
+    assert LossScaler(4.0, dynamic=True).unscale(optimizer.param_groups[0]["params"]) == (finite, None)
     found = [p.grad for p in optimizer.param_groups[0]["params"] if p.grad is not None]
     if finite:
         assert [float(gradient[0]) for gradient in found] == [gradient / 4 for gradient in gradients]
 
 
-def test_unscale_accepts_fp16_gradients() -> None:
+def test_unscale_leaves_fp16_gradients_to_the_update() -> None:
+    """Divided in fp16, the smallest would be 0."""
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
-    parameter.grad = torch.full((3,), 6e4, dtype=torch.float16)
-    assert LossScaler(2.0**10, dynamic=True).unscale([parameter])
-    assert float(parameter.grad[0]) == pytest.approx(6e4 / 2**10, rel=1e-3)
+    for gradient, finite in ((6e4, True), (float("inf"), False)):
+        parameter.grad = torch.full((3,), gradient, dtype=torch.float16)
+        assert LossScaler(2.0**10, dynamic=True).unscale([parameter]) == (finite, 2.0**-10)
+        assert float(parameter.grad[0]) == torch.tensor(gradient, dtype=torch.float16).item()
 
 
 def test_a_dynamic_scale_doubles_slowly_and_halves_at_once() -> None:

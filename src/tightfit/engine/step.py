@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
-from tightfit._torch.operations import foreach_mul_
+from tightfit._torch.operations import foreach_mul_, foreach_norm
 from tightfit.distributed.mesh import AXES, DATA, Mesh, PendingSum
 from tightfit.engine.delayed_readings import Reading, begin_reading, read_late
 from tightfit.engine.failures import naming_failures
@@ -325,11 +325,12 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
     read it there, so that the host need not wait; otherwise it is a bool.
     """
     finite: bool | torch.Tensor = True
-    norm = None
+    norm, left = None, None
     note_activity("update")
     all_reduce_replicated(run)
     if run.loss_scale is not None:
-        finite = holds_everywhere(run, run.loss_scale.unscale(_weights(run)))
+        finite, left = run.loss_scale.unscale(_weights(run))
+        finite = holds_everywhere(run, finite)
         on_device = (
             isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
         )  # False if the gradients are offloaded
@@ -338,7 +339,10 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
         run.loss_scale.update(finite)
     limit = run.job.train.clip if limit is None else limit
     if limit is not None:
-        norm = clip(run, limit)
+        norm = clip(run, limit, left)
+    if left is not None:
+        assert isinstance(run.optimizer, PerParameter)  # which updates 16-bit weights in fp32
+        run.optimizer.multiply_narrow_gradients(left)
     if isinstance(finite, torch.Tensor):
         _say_what_to_leave_out(run.optimizer, finite)
     if isinstance(finite, torch.Tensor) or finite:
@@ -470,19 +474,22 @@ class StopPoll:
         return int(before()["largest"])
 
 
-def clip(run: Run, limit: float) -> torch.Tensor:
+def clip(run: Run, limit: float, left: float | torch.Tensor | None = None) -> torch.Tensor:
     """Scale the gradients down so that their norm, over all parameters and devices, is at most
     `limit`.
+
+    left  the factor by which 16-bit gradients are multiplied in the update (fp16: 1 / loss scale);
+          their norm is that of the products. None: 1
 
     Returns the norm before scaling, a scalar tensor. Offloaded gradients are scaled later, when
     they are copied to the device for the update.
     """
     weights = [weight for weight in _weights(run) if weight.grad is not None]
     comes = run.store is not None and optimizer_states.uploads_for_update(run.plan, kind_of(run.device))
-    if run.mesh is None and not comes:
+    if run.mesh is None and not comes and left is None:
         return torch.nn.utils.clip_grad_norm_(weights, limit)
     gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients) if run.mesh is None else gradient_norm(run, run.mesh)
+    norm = _total_norm(gradients, left) if run.mesh is None else gradient_norm(run, run.mesh, left)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     if comes:
         assert run.store is not None
@@ -492,9 +499,23 @@ def clip(run: Run, limit: float) -> torch.Tensor:
     return norm
 
 
-def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
+def _total_norm(gradients: list[torch.Tensor], left: float | torch.Tensor | None) -> torch.Tensor:
+    """Return the norm of all gradients, a scalar tensor. Those of 16 bits are first multiplied by
+    `left`, in fp32; None: by 1."""
+    if left is None:
+        return torch.nn.utils.get_total_norm(gradients)
+    narrow = [gradient for gradient in gradients if gradient.dtype.itemsize < 4]
+    wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
+    norms = [norm * left for norm in foreach_norm(narrow, 2.0, torch.float32)]  # in fp16 they may overflow
+    return torch.stack([*norms, torch.nn.utils.get_total_norm(wide)] if wide else norms).norm()
+
+
+def gradient_norm(run: Run, mesh: Mesh, left: float | torch.Tensor | None = None) -> torch.Tensor:
     """Return the norm of the gradient over all parameters and all devices, a scalar tensor. A
-    parameter that several devices have is counted once. All devices must call this function."""
+    parameter that several devices have is counted once. All devices must call this function.
+
+    left  the factor by which 16-bit gradients are multiplied in the update; None: 1
+    """
     elsewhere = set(optimizer_weights_named(run, run.executor.replicated)) if run.executor is not None else set()
     squares = torch.zeros(2, device=run.device)  # of weights sharded over tp, and of all others
     cut = tp_shards_of(run)
@@ -503,9 +524,10 @@ def gradient_norm(run: Run, mesh: Mesh) -> torch.Tensor:
             continue
         gradient = local(weight.grad)
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        squares[int(weight not in cut)] += torch.linalg.vector_norm(
-            real, dtype=torch.promote_types(real.dtype, torch.float32)
-        ).square()
+        norm = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
+        if left is not None and real.dtype.itemsize < 4:
+            norm = norm * left
+        squares[int(weight not in cut)] += norm.square()
     squares[1] /= mesh.size("tp")
     sharded_over = run.reduction.shard_axes if run.reduction is not None else ()
     if run.plan.servers:  # the server has all gradients, and the workers have none

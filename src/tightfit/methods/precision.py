@@ -254,10 +254,11 @@ class LossScaler:
     skipped   number of updates that were skipped so far
 
     The loss is multiplied by `value` before backward, and the gradients are divided by `value`
-    before the update. If a gradient is not finite, the update is skipped. A dynamic `value` is then
-    halved.
+    before the update. fp16 gradients, which fp16-true has, are divided in the fp32 of the update: in
+    fp16, small gradients would become zero after all. If a gradient is not finite, the update is
+    skipped. A dynamic `value` is then halved.
 
-    torch's GradScaler does the same, but it refuses fp16 gradients, which fp16-true has.
+    torch's GradScaler does the same, but it refuses fp16 gradients.
     """
 
     def __init__(self, value: float, dynamic: bool, patience: int = 2000) -> None:
@@ -268,12 +269,12 @@ class LossScaler:
     def factor(self) -> float | Tensor:
         return self.value
 
-    def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
-        gradients = _gradients(parameters)
-        if not gradients:
-            return True
-        foreach_mul_(gradients, 1.0 / self.value)
-        return bool(_are_finite(gradients))
+    def unscale(self, parameters: Iterable[Tensor]) -> tuple[bool | Tensor, float | Tensor | None]:
+        wide, narrow = _gradients(parameters)
+        if wide:
+            foreach_mul_(wide, 1.0 / self.value)
+        finite = bool(_are_finite(wide + narrow)) if wide or narrow else True
+        return finite, 1.0 / self.value if narrow else None
 
     def update(self, finite: bool | Tensor) -> None:
         self.skipped += not finite
@@ -340,15 +341,18 @@ class LossScalerOnDevice(LossScaler):
         return self._numbers[0] if self._fixed is None else self._fixed
 
     @torch.no_grad()
-    def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
-        gradients = _gradients(parameters)
-        if not gradients:
-            return torch.ones((), dtype=torch.bool, device=self._numbers.device)
-        if self._fixed is None and all(gradient.dtype is torch.float32 for gradient in gradients):
-            foreach_mul_(gradients, self._numbers[0].reciprocal().to(gradients[0].device, torch.float32))
-        else:  # a scalar tensor would be rounded to 16 bits, and 1 / value may become zero
-            foreach_mul_(gradients, 1.0 / (self.value if self._fixed is None else self._fixed))
-        return _are_finite(gradients)
+    def unscale(self, parameters: Iterable[Tensor]) -> tuple[bool | Tensor, float | Tensor | None]:
+        wide, narrow = _gradients(parameters)
+        if not wide and not narrow:
+            return torch.ones((), dtype=torch.bool, device=self._numbers.device), None
+        factor: float | Tensor
+        if self._fixed is None:
+            factor = self._numbers[0].reciprocal().to((wide + narrow)[0].device, torch.float32)
+        else:
+            factor = 1.0 / self._fixed
+        if wide:
+            foreach_mul_(wide, factor)
+        return _are_finite(wide + narrow), factor if narrow else None
 
     @torch.no_grad()
     def update(self, finite: bool | Tensor) -> None:
@@ -363,9 +367,14 @@ class LossScalerOnDevice(LossScaler):
         self._numbers = torch.stack([value, skipped, steps])
 
 
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient for gradient in found if gradient.numel()]  # a shard may be empty
+def _gradients(parameters: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of at least 32 bits, and those of 16 bits."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    wide, narrow = list[Tensor](), list[Tensor]()
+    for gradient in gradients:
+        if gradient.numel():  # a shard may be empty
+            (wide if gradient.dtype.itemsize >= 4 else narrow).append(gradient)
+    return wide, narrow
 
 
 def _are_finite(gradients: list[Tensor]) -> Tensor:

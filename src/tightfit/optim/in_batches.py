@@ -146,8 +146,11 @@ class MultiTensor(PerParameter):
         foreach_copy_(weights, here)
         if isinstance(carried[0], Tensor):
             flat.add_(_concatenate(carried))
-        gradients = _views_of(self._empty_flat(here, torch.float32), here)
+        flat_gradients = self._empty_flat(here, torch.float32)
+        gradients = _views_of(flat_gradients, here)
         foreach_copy_(gradients, [one.grad for one in here if one.grad is not None])
+        if self._factor is not None:
+            flat_gradients.mul_(self._factor)
         for weight, one, gradient in zip(weights, here, gradients, strict=True):
             copy_shard_mark(weight, one).grad = gradient
         return flat, weights

@@ -155,6 +155,7 @@ class PerParameter(Optimizer):
         self._state_store, self._weight_store = state_store, weight_store
         self._fp32_updates = fp32_updates or states != "fp32" or rounding != "nearest" or masters
         self._masters = masters
+        self._factor: float | Tensor | None = None  # by which 16-bit gradients are multiplied in the next step
         # The name of the state that belongs to the weight and not to the wrapped optimizer.
         self._carried = MASTER if masters else ROUNDING_STATES.get(rounding, "")
         self._blocks = BlockQuantizer(cast(Bits, int(states[0])), device) if states in ("8-bit", "4-bit") else None
@@ -205,11 +206,16 @@ class PerParameter(Optimizer):
             self._update_batch(parameters, group)
         self._end_updates()
         self._updated.clear()
-        self._skip_step = None
+        self._skip_step = self._factor = None
         # Other code reads offloaded weights in the store, so the host waits for the copies.
         if self._weight_store is not None:
             self._weight_store.settle()
         return loss
+
+    def multiply_narrow_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the 16-bit gradients of the next step by `factor`, a number or a scalar fp32
+        tensor on the device, when they are widened to fp32."""
+        self._factor = factor
 
     def can_leave_out(self) -> bool:
         """Return whether `leave_out`, which skips the next step, may be called now.
@@ -359,6 +365,8 @@ class PerParameter(Optimizer):
         wide = carried if self._masters and isinstance(carried, Tensor) else parameter.detach().float()
         weight = copy_shard_mark(wide, parameter)
         weight.grad = parameter.grad.float()
+        if self._factor is not None and parameter.grad.dtype.itemsize < 4:
+            weight.grad.mul_(self._factor)
         return weight.add_(carried) if isinstance(carried, Tensor) and not self._masters else weight
 
     def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, backup: dict[str, Any]) -> None:

@@ -87,9 +87,14 @@ class LossScale(Protocol):
     @property
     def factor(self) -> float | Tensor: ...
 
-    def unscale(self, parameters: Iterable[Tensor]) -> bool | Tensor:
-        """Divide the gradients of `parameters` by the scale. Return whether all gradients are
-        finite: a scalar bool tensor if the scale is kept on the device, else a bool."""
+    def unscale(self, parameters: Iterable[Tensor]) -> tuple[bool | Tensor, float | Tensor | None]:
+        """Divide the fp32 gradients of `parameters` by the scale. 16-bit gradients stay scaled: the
+        quotients of the smallest would be 0.
+
+        Returns (finite, factor). `finite` tells whether all gradients are finite: a scalar bool
+        tensor if the scale is kept on the device, else a bool. `factor` is what the 16-bit
+        gradients still have to be multiplied by, in fp32; None if there are none.
+        """
 
     def update(self, finite: bool | Tensor) -> None:
         """Adapt the scale after a step.

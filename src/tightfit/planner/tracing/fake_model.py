@@ -265,7 +265,7 @@ class FakeModel:
                 widen_gradients(model.parameters(), plan.master_weights)
                 head = head_of(model, self.job.blocks_name) if self.job.train.optimizer == "muon" else None
                 optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
-                updates = trace_updates(model, optimizer, together)
+                updates = trace_updates(model, optimizer, together, plan.precision == "fp16-true")
                 self._updates[key] = self._in_groups(model, depth, updates)
         return self._updates[key]
 

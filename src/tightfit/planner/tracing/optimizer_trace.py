@@ -23,7 +23,9 @@ from tightfit.planner.tracing.recorder import Recorder, recorded_segments
 from tightfit.planner.tracing.storages import tensor_bytes
 
 
-def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False) -> dict[str, Update]:
+def trace_updates(
+    model: nn.Module, optimizer: Optimizer, foreach: bool = False, scaled: bool = False
+) -> dict[str, Update]:
     """Trace the optimizer's update of each parameter. Return parameter name -> `Update`: the bytes
     of its optimizer states, and the temporary bytes and operations of one update.
 
@@ -33,6 +35,7 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False)
     optimizer  an optimizer of the model's parameters
     foreach    whether to use torch's foreach kernels, which update all parameters at once, if the
                optimizer has such kernels
+    scaled     whether the update of 16-bit gradients divides them by a loss scale (fp16)
     """
     known: dict[object, Update] = {}
     groups = {parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
@@ -45,11 +48,13 @@ def trace_updates(model: nn.Module, optimizer: Optimizer, foreach: bool = False)
             number = groups[parameter]
             key = number, tuple(parameter.shape), parameter.dtype
             if key not in known:
-                known[key] = _trace_update(optimizer, parameter, number)
+                known[key] = _trace_update(optimizer, parameter, number, scaled)
             updates[name] = known[key]
             if number not in largest or known[key].transient_bytes > largest[number][0].transient_bytes:
                 largest[number] = known[key], parameter
-    left = {number: _left_share(optimizer, parameter, update) for number, (update, parameter) in largest.items()}
+    left = {
+        number: _left_share(optimizer, parameter, update, scaled) for number, (update, parameter) in largest.items()
+    }
     return {
         name: replace(update, left_bytes=int(update.transient_bytes * left[update.group]))
         for name, update in updates.items()
@@ -64,8 +69,8 @@ def enable_foreach(optimizer: Optimizer) -> None:
             group["foreach"] = True
 
 
-def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int) -> Update:
-    timeline = _second_update(optimizer, [parameter])
+def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int, scaled: bool) -> Update:
+    timeline = _second_update(optimizer, [parameter], scaled)
     transient = _peak_bytes(timeline)
     states = tensor_bytes(tensors_in(optimizer.state[parameter]))
     unpacked = _unpacked(optimizer.state[parameter], parameter, states)
@@ -89,7 +94,7 @@ def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
     return wide + kept - tensor_bytes(tensors_in(packed)) if packed else 0
 
 
-def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float:
+def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update, scaled: bool) -> float:
     """Return the share of an update's temporary bytes that is still allocated while the next
     parameter is updated.
 
@@ -108,14 +113,14 @@ def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update) -> float
     copy_gradient_dtype(next_one, parameter)
     params.append(next_one)
     try:
-        both = _peak_bytes(_second_update(optimizer, [parameter, next_one]))
+        both = _peak_bytes(_second_update(optimizer, [parameter, next_one], scaled))
     finally:
         params.pop()
         optimizer.state.pop(next_one, None)
     return both / alone.transient_bytes - 1
 
 
-def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
+def _second_update(optimizer: Optimizer, parameters: list[Tensor], scaled: bool) -> Timeline:
     """Run the optimizer twice on `parameters` alone, and return the timeline (allocations, frees
     and operations) of the second update. The first update is not recorded, because it creates the
     states."""
@@ -124,6 +129,8 @@ def _second_update(optimizer: Optimizer, parameters: list[Tensor]) -> Timeline:
             parameter.grad = empty_gradient(parameter)
         if isinstance(optimizer, PerParameter) and optimizer.can_leave_out():
             optimizer.leave_out(torch.zeros((), dtype=torch.bool), lambda: False)
+        if isinstance(optimizer, PerParameter) and scaled:
+            optimizer.multiply_narrow_gradients(1.0)
         recorder = Recorder({})
         recorder.mark_existing([*parameters, *(parameter.grad for parameter in parameters), optimizer.state])
         with recorder:
