@@ -230,6 +230,14 @@ class Plan(Value):
         """Whether weights are stored in 16 bits and used in them, beside fp32 master weights or not."""
         return self.precision.endswith("-true")
 
+    def uploads_for_update(self, device: str) -> bool:
+        """Return whether offloaded weights or gradients are copied to the device for the update.
+        Return False for a CPU, which updates them in place, in host memory or in the mapped files.
+
+        device  the kind of device: "cpu" or "cuda"
+        """
+        return device == "cuda" and bool({"parameters", "gradients"} & set(self.offload))
+
     @property
     def loses_small_updates(self) -> bool:
         """True if an update of a 16-bit weight may be lost in rounding, because neither the

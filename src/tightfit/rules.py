@@ -39,12 +39,6 @@ _NARROW = ("adamw", "sgd", "lion", "lamb", "lars")
 BY_MATRIX = ("adafactor", "muon")  # their update needs full rows and columns, or the full matrix
 
 
-def _brings(plan: Plan, device: str) -> bool:
-    """Return whether the plan offloads weights or gradients that are copied to a GPU for the
-    update. `device` is "cpu" or "cuda"."""
-    return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
-
-
 def _has_lora(job: Job) -> bool:
     return isinstance(job.model, ModelSpec) and job.model.lora is not None
 
@@ -327,7 +321,7 @@ RULES = (
         "Adafactor and Muon update full parameters, with optimizer states on the device",
         lambda plan, job, device: (
             not ("states" in plan.offload and job.train.optimizer == "muon")
-            and not (_brings(plan, device) and job.train.optimizer in (BY_MATRIX if plan.zero else ("muon",)))
+            and not (plan.uploads_for_update(device) and job.train.optimizer in (BY_MATRIX if plan.zero else ("muon",)))
         ),
         "leave states, and on a GPU gradients and parameters, out of offload with {train.optimizer_name}",
     ),
@@ -407,7 +401,7 @@ RULES = (
                 and plan.rounding == "nearest"
                 and not plan.update_in_backward
                 and "states" not in plan.offload
-                and not _brings(plan, device)
+                and not plan.uploads_for_update(device)
                 and plan.precision != "fp16-true"
                 and not plan.master_weights
                 and not (plan.precision.startswith("fp16") and device == "cuda")

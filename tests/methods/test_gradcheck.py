@@ -161,7 +161,7 @@ def everyone_has(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
 def group_of(fields: dict[str, Any], axis: str) -> tuple[dist.ProcessGroup, int]:
     mesh = make_mesh(tightfit.Plan(**fields), torch.device("cpu"))
     assert mesh is not None
-    group = mesh.p2p_groups["context"] if axis == "cp" else mesh.group(axis)
+    group = mesh.other_groups["context"] if axis == "cp" else mesh.group(axis)
     return group, dist.get_rank(group)
 
 

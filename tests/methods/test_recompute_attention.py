@@ -307,8 +307,10 @@ def test_a_model_needs_no_repeated_blocks() -> None:
     assert tightfit.estimate(own_job(Bare), tightfit.Plan(recompute="attention")).fits
 
 
-def test_a_model_without_attention_is_refused() -> None:
-    job, plan = own_job(without_attention), tightfit.Plan(recompute="attention")
+@pytest.mark.parametrize("compiled", ["none", "model"])
+def test_a_model_without_attention_is_refused(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
+    job, plan = own_job(without_attention), tightfit.Plan(recompute="attention", compile=compiled)
     with pytest.raises(InputError, match="computes no attention"):
         next(tightfit.train(tightfit.build(job, plan)))
     with pytest.raises(InputError, match="computes no attention"):

@@ -140,6 +140,23 @@ def test_a_run_resumes_in_batches_and_back() -> None:
         assert_same(resumed, same)
 
 
+def test_rounding_errors_that_only_some_weights_have() -> None:
+    """A run that resumes with kahan rounding has none yet, and a weight may get its first gradient later than others."""
+    ends = []
+    for which in range(2):
+        model, before = both("adamw", torch.bfloat16, states="bf16")[which]
+        model.unused.weight.grad = torch.ones_like(model.unused.weight)
+        steps(model, before, range(2))
+        resumed, after = both("adamw", torch.bfloat16, states="bf16", rounding="kahan")[which]
+        resumed.load_state_dict(model.state_dict())
+        after.load_state_dict(before.state_dict())
+        for seed in range(2, 5):
+            resumed.unused.weight.grad = torch.ones_like(resumed.unused.weight) if seed > 2 else None
+            steps(resumed, after, range(seed, seed + 1))
+        ends.append(resumed)
+    assert_same(*ends)
+
+
 def test_a_batch_holds_the_largest_parameter_or_a_fixed_count() -> None:
     large = 3 * in_batches.ELEMENTS
     assert update_batches([large, 10, large - 10, 1], large) == [range(1), range(1, 3), range(3, 4)]

@@ -41,7 +41,8 @@ class Mesh:
 
     axes        maps the name of each axis to its DeviceMesh, and a tuple of names to the DeviceMesh
                 of these axes together
-    p2p_groups  maps a name to a process group that is not the group of an axis. "forward" and
+    other_groups
+                maps a name to a process group that is not the group of an axis. "forward" and
                 "backward": the devices of this process's pipeline, for messages in that direction.
                 "forward around" and "backward around": the same devices, for messages between the
                 last and the first. "ends": the first and the last device of the pipeline. "server":
@@ -58,7 +59,7 @@ class Mesh:
     """
 
     axes: dict[str | tuple[str, ...], DeviceMesh]
-    p2p_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    other_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     servers: int = 0
     cp: int = 1
 
@@ -226,7 +227,7 @@ def _mesh(kind: str, sizes: tuple[int, ...], servers: int, cp: int) -> Mesh:
                 **{axis: devices[axis] for axis in AXES},
                 DATA: devices[DATA],
             }
-            lines = _p2p_groups(devices) if sizes[0] > 1 else {}
+            lines = _pipeline_groups(devices) if sizes[0] > 1 else {}
             # messages are in host memory, and the server receives from any worker (gloo)
             if servers:
                 lines["server"] = dist.new_group(backend=None if dist.get_backend() == "fake" else "gloo")
@@ -258,7 +259,7 @@ def _world_group() -> dist.ProcessGroup:
     return world
 
 
-P2P_GROUPS = ("forward", "backward", "forward around", "backward around", "ends")
+PIPELINE_GROUPS = ("forward", "backward", "forward around", "backward around", "ends")
 
 
 def forget_meshes() -> None:
@@ -268,9 +269,9 @@ def forget_meshes() -> None:
     _world = None
 
 
-def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+def _pipeline_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     """Create the point-to-point process groups of all pipelines. Return those of this process's
-    pipeline, by name (see P2P_GROUPS).
+    pipeline, by name (see PIPELINE_GROUPS).
 
     Each direction has its own group, so that a send in one direction never waits for a receive in
     the other.
@@ -280,7 +281,7 @@ def _p2p_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
     found = {}
     # every process must create all groups, in the same order
     for row in devices.mesh.flatten(1).t().tolist():
-        for name in P2P_GROUPS:
+        for name in PIPELINE_GROUPS:
             members = [row[0], row[-1]] if name == "ends" else row
             group = dist.new_group(members)
             if dist.get_rank() in members:

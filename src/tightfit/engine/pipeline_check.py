@@ -149,7 +149,7 @@ def _over_pieces(run: Run, count: int) -> int:
     part of the same sequences, and counts only the items in its part."""
     assert run.mesh is not None
     values = torch.tensor(count, device=run.device)
-    dist.all_reduce(values, group=run.mesh.p2p_groups["context"])
+    dist.all_reduce(values, group=run.mesh.other_groups["context"])
     return int(values)
 
 

@@ -29,7 +29,6 @@ from tightfit.distributed.mesh import AXES, DATA, Mesh, PendingSum
 from tightfit.engine.delayed_readings import Reading, begin_reading, read_late
 from tightfit.engine.failures import naming_failures
 from tightfit.errors import InputError
-from tightfit.methods import optimizer_states
 from tightfit.models.objective import Batch, processed_count, sample_count
 from tightfit.optim.groups import main_learning_rate, set_learning_rates
 from tightfit.optim.per_parameter import PerParameter
@@ -485,13 +484,13 @@ def clip(run: Run, limit: float, left: float | torch.Tensor | None = None) -> to
     they are copied to the device for the update.
     """
     weights = [weight for weight in _weights(run) if weight.grad is not None]
-    comes = run.store is not None and optimizer_states.uploads_for_update(run.plan, kind_of(run.device))
-    if run.mesh is None and not comes and left is None:
+    uploads = run.store is not None and run.plan.uploads_for_update(kind_of(run.device))
+    if run.mesh is None and not uploads and left is None:
         return torch.nn.utils.clip_grad_norm_(weights, limit)
     gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
     norm = _total_norm(gradients, left) if run.mesh is None else gradient_norm(run, run.mesh, left)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    if comes:
+    if uploads:
         assert run.store is not None
         run.store.factor = factor
     elif gradients:
@@ -516,7 +515,9 @@ def gradient_norm(run: Run, mesh: Mesh, left: float | torch.Tensor | None = None
 
     left  the factor by which 16-bit gradients are multiplied in the update; None: 1
     """
-    elsewhere = set(optimizer_weights_named(run, run.executor.replicated)) if run.executor is not None else set()
+    elsewhere = (
+        set(optimizer_weights_named(run, run.executor.copies_of_earlier_ranks)) if run.executor is not None else set()
+    )
     squares = torch.zeros(2, device=run.device)  # of weights sharded over tp, and of all others
     cut = tp_shards_of(run)
     for weight in _weights(run):

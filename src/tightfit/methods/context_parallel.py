@@ -83,7 +83,7 @@ def apply(run: Run, plan: Plan) -> Run:
     _check_padding(run, plan)
     register()
     run.model.set_attn_implementation(NAME)  # type: ignore[operator]
-    join_ring(run.model, run.mesh.p2p_groups["context"])
+    join_ring(run.model, run.mesh.other_groups["context"])
     causal = task == "causal-lm"
     # This objective expects each label at the position that predicts it. SequenceChunks moves the
     # labels of a causal model to these positions.

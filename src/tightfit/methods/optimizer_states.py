@@ -186,21 +186,12 @@ def uses_foreach(plan: Plan, device: str) -> bool:
     return device == "cuda" and not plan.fused_optimizer and not _updates_separately(plan, device)
 
 
-def uploads_for_update(plan: Plan, device: str) -> bool:
-    """Return whether offloaded weights or gradients are copied to the device for the update. Return
-    False for a CPU, which updates them in place, in host memory or in the mapped files.
-
-    device  the kind of device: "cpu" or "cuda"
-    """
-    return device == "cuda" and bool({"parameters", "gradients"} & set(plan.offload))
-
-
 def _updates_separately(plan: Plan, device: str) -> bool:
     """Return whether the optimizer updates parameters one by one, or in batches, instead of all at
     once. `device` is "cpu" or "cuda"."""
     return (
         "states" in plan.offload
-        or uploads_for_update(plan, device)
+        or plan.uploads_for_update(device)
         or plan.precision == "fp16-true"
         or _skips_on_device(plan, device)
         or plan.states != "fp32"
@@ -277,7 +268,7 @@ def optimizer_of(
     wide = plan.precision == "fp16-true"
     if _updates_separately(plan, device):
         keep = store if "states" in plan.offload else None
-        apart = store if uploads_for_update(plan, device) else None
+        apart = store if plan.uploads_for_update(device) else None
         kind = MultiTensor if updates_in_batches(plan, train, device) else PerParameter
         names: dict[Tensor, str] = {
             (weights or {}).get(one, one): named[0] for one, named in names_of_parameters(model).items()

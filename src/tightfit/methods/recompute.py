@@ -127,10 +127,14 @@ def _recompute_attention(run: Run, plan: Plan, modules: list[nn.Module]) -> Run:
     if plan.pp > 1:  # a rank's blocks may have none; the trace of the whole model looks for attention
         return run
 
-    def loss_sum(batch: Batch) -> Tensor:
-        total = run.loss_sum(batch)
+    @torch.compiler.disable  # compiled code would keep what it read while it was traced: no calls yet
+    def check() -> None:
         if found.calls and not found.cores:
             raise no_attention(type(run.model).__name__)
+
+    def loss_sum(batch: Batch) -> Tensor:
+        total = run.loss_sum(batch)
+        check()
         return total
 
     return replace(run, loss_sum=loss_sum)

@@ -315,8 +315,8 @@ class ShardedReduction:
         self.scatter = ReduceScatteredGradients(parameters, mesh.group("dp_shard"), replicas)
         in_place, group = kind_of(mesh.device) == "cpu", mesh.group("dp_shard")
         # gathers use a separate group: in the same group, other collectives would wait for them
-        if in_place and mesh.p2p_groups["layers"].size() == group.size():
-            group = mesh.p2p_groups["layers"]
+        if in_place and mesh.other_groups["layers"].size() == group.size():
+            group = mesh.other_groups["layers"]
         self.gathers = WeightGathers(self.scatter, blocks, group, in_place, mesh.device)
         if blocks:
             model.register_forward_pre_hook(WaitForWeights(self.gathers))

@@ -75,10 +75,11 @@ class MultiTensor(PerParameter):
         raise AssertionError("the update in backward updates one parameter at a time")
 
     def _batches_of(self, group: dict[str, Any]) -> list[tuple[list[Tensor], dict[str, Any]]]:
-        alike = defaultdict[tuple[torch.dtype, bool], list[Tensor]](list)
+        alike = defaultdict[tuple[torch.dtype, bool, bool], list[Tensor]](list)
         for parameter in group["params"]:
             if parameter.grad is not None:
-                alike[parameter.dtype, bool(self.state.get(parameter))].append(parameter)
+                states = self.state.get(parameter, {})
+                alike[parameter.dtype, bool(states), self._carried in states].append(parameter)
         return [
             ([parameters[number] for number in numbers], group)
             for parameters in alike.values()

@@ -333,7 +333,7 @@ class ReduceScatteredGradients:
         # id of a bucket -> how many devices computed each gradient
         self._counts: dict[int, Tensor] = {}
         # parameters whose gradients this device computed in this step
-        self._made: set[nn.Parameter] = set()
+        self._with_gradient: set[nn.Parameter] = set()
         self.begin = self._reducer.begin
 
     def shard_rows(self, parameter: Tensor) -> int:
@@ -383,7 +383,7 @@ class ReduceScatteredGradients:
         if gradient is None:
             slots.zero_()
             return
-        self._made.add(parameter)
+        self._with_gradient.add(parameter)
         flat = gradient.reshape(-1)
         if flat.numel() == slots.numel():
             slots.copy_(flat.view(self.count, -1))
@@ -432,10 +432,12 @@ class ReduceScatteredGradients:
         """
         self._sum_replicas()
         for bucket in self._reducer.buckets:
-            missed = [place for place, parameter in enumerate(bucket.parameters) if parameter not in self._made]
+            missed = [
+                place for place, parameter in enumerate(bucket.parameters) if parameter not in self._with_gradient
+            ]
             for place in missing_everywhere(self._counts[id(bucket)], missed):
                 self.shards[bucket.parameters[place]].grad = None
-        self._made.clear()
+        self._with_gradient.clear()
         self._counts.clear()
 
     @property
@@ -449,7 +451,7 @@ class ReduceScatteredGradients:
         """Drop all gradients that were reduced since the last `complete`."""
         for share in self.shards.values():
             share.grad = None
-        self._made.clear()
+        self._with_gradient.clear()
         self._counts.clear()
 
     def _sum_replicas(self) -> None:

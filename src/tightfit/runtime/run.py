@@ -191,7 +191,8 @@ class StepExecutor(Protocol):
     """Runs a rank's part of a step whose work is divided over ranks, such as a pipeline's. All of
     these ranks take part in each call.
 
-    replicated      names of the weights that another rank has, too. This rank leaves them out of
+    copies_of_earlier_ranks
+                    names of the weights that an earlier rank has, too. This rank leaves them out of
                     the gradient norm, so that each weight counts once
     stale_buffers   names of the buffers whose correct values are on another rank
     accumulate      (run, micro-batches, factor by which losses are multiplied before backward) ->
@@ -217,7 +218,7 @@ class StepExecutor(Protocol):
     staleness: list[int]
     losses: deque[Tensor]
 
-    replicated: frozenset[str]
+    copies_of_earlier_ranks: frozenset[str]
     stale_buffers: frozenset[str]
 
     def accumulate(self, run: Run, micro_batches: list[Batch], scale: float | Tensor) -> Tensor: ...
@@ -451,7 +452,7 @@ def shard_axes_of(run: Run, weight: Tensor) -> tuple[str, ...]:
 def parameter_count(run: Run) -> int:
     """Return the number of parameters of the full model, although this device may have only shards
     or a pipeline stage of it. All devices must call this function."""
-    copies = run.executor.replicated if run.executor is not None else frozenset()
+    copies = run.executor.copies_of_earlier_ranks if run.executor is not None else frozenset()
     own = [(name, parameter) for name, parameter in run.model.named_parameters() if name not in copies]
     count = sum(run.tp_shards[name].shape.numel() if name in run.tp_shards else p.numel() for name, p in own)
     if run.mesh is None:

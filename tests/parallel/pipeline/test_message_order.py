@@ -158,7 +158,7 @@ def recorded(fields: dict[str, Any], stops: bool) -> tuple[list[Any], list[Any]]
     )
     assert isinstance(run.executor, PipelineRank)
     seen: list[tuple[str, str]] = []
-    kinds = {id(group): name[0].upper() for name, group in run.executor.mesh.p2p_groups.items()}
+    kinds = {id(group): name[0].upper() for name, group in run.executor.mesh.other_groups.items()}
 
     def recording(real: Any, what: str) -> Any:
         def call(tensor: Tensor, *args: Any, **named: Any) -> Any:

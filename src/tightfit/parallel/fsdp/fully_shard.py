@@ -336,7 +336,7 @@ class FullyShardReduction:
         if mesh.size("dp_shard") * mesh.size("dp_replicate") > 1:
             checked = None if self.device.type == "cpu" else CHECKED_BACKWARDS
             groups = list(parameter_groups(model))
-            self.collective_order = CollectiveOrder(model, groups, mesh.p2p_groups["layers"], checked)
+            self.collective_order = CollectiveOrder(model, groups, mesh.other_groups["layers"], checked)
             self.used_parameters = UsedParameters(parameter_groups(model), self.collective_order)
         self.offloaded_gradients: OffloadedGradients | None = None
         if offloads_gradients and store is not None and in_store:

@@ -47,7 +47,7 @@ class UsedParameters:
     """
 
     def __init__(self, groups: Iterable[ParameterGroup], agreement: CollectiveOrder) -> None:
-        self.made: set[Tensor] = set()
+        self.with_gradient: set[Tensor] = set()
         self.agreement = agreement
         for number, group in enumerate(groups):
             before_reduction(group, partial(self._after_backward, number, group))
@@ -68,7 +68,7 @@ class UsedParameters:
             if not parameter.requires_grad or not is_gathered_once(record):
                 continue
             if has_gradient(record):
-                self.made.add(parameter)
+                self.with_gradient.add(parameter)
             elif is_unsharded(group) and reduces_gradients(group):  # a zero kept for later would count as made
                 gathered = gathered_parameter(record)
                 gathered.grad = torch.zeros_like(gathered)
@@ -88,9 +88,9 @@ class UsedParameters:
         all_reduce  a function that all-reduces (sums) a tensor over the devices, in place
         device      this process's device
         """
-        counts = copy_to_device([float(parameter in self.made) for parameter in parameters], device)
-        missed = [place for place, parameter in enumerate(parameters) if parameter not in self.made]
-        self.made.clear()
+        counts = copy_to_device([float(parameter in self.with_gradient) for parameter in parameters], device)
+        missed = [place for place, parameter in enumerate(parameters) if parameter not in self.with_gradient]
+        self.with_gradient.clear()
         all_reduce(counts)
         return missing_everywhere(counts, missed)
 

@@ -119,11 +119,12 @@ class PipelineRank:
     """The `StepExecutor` of a Run that runs one rank's part of a pipeline schedule.
 
     blocks         this rank's stages and blocks
-    shared         names of the weights that the first and the last rank both use (tied embeddings)
+    tied           names of the weights that the first and the last rank both use (tied embeddings)
     messages       sends tensors to the neighbouring ranks, and receives theirs
     in_flight      (stage, micro-batch) -> what its backward needs
     loss_delay     how many steps after its forward a step's loss becomes known
-    replicated     names of the weights that an earlier rank has, too. A gradient norm over all
+    copies_of_earlier_ranks
+                   names of the weights that an earlier rank has, too. A gradient norm over all
                    devices leaves out this rank's copies, so that each weight counts once
     stale_buffers  names of the buffers whose correct values are on another rank
     deferred       with schedule: zero-bubble, the weight gradients that are computed later; else
@@ -131,13 +132,13 @@ class PipelineRank:
     """
 
     def __init__(
-        self, mesh: Mesh, plan: Plan, blocks: RankBlocks, shared: frozenset[str], stale: frozenset[str] = frozenset()
+        self, mesh: Mesh, plan: Plan, blocks: RankBlocks, tied: frozenset[str], stale: frozenset[str] = frozenset()
     ) -> None:
-        self.mesh, self.plan, self.blocks, self.shared, self.stale_buffers = mesh, plan, blocks, shared, stale
+        self.mesh, self.plan, self.blocks, self.tied, self.stale_buffers = mesh, plan, blocks, tied, stale
         self.rank, self.pp_size = mesh.rank("pp"), mesh.size("pp")
         self.device = mesh.device  # not a parameter's device: parameters may be offloaded
         self.messages = StageMessages(mesh, blocks.last_stage)
-        self.replicated = shared if self.rank else frozenset()
+        self.copies_of_earlier_ranks = tied if self.rank else frozenset()
         self.in_flight: dict[tuple[int, int], _InFlight] = {}
         self.losses: deque[Tensor] = deque()
         self.staleness: list[int] = []
@@ -212,7 +213,7 @@ class PipelineRank:
             if run.reduction is not None:
                 run.reduction.end(place == final)
         self.messages.finish()
-        self._all_reduce_shared(run)
+        self._all_reduce_tied(run)
         return torch.zeros((), device=run.device) if total is None else total
 
     @torch.no_grad()
@@ -292,14 +293,14 @@ class PipelineRank:
             self.messages.free_completed()
 
     @torch.no_grad()
-    def _all_reduce_shared(self, run: Run) -> None:
+    def _all_reduce_tied(self, run: Run) -> None:
         """All-reduce, between the first and the last rank, the gradients of the weights that both
         use (tied embeddings).
         """
-        weights = [weight for weight in optimizer_weights_named(run, self.shared) if weight.requires_grad]
+        weights = [weight for weight in optimizer_weights_named(run, self.tied) if weight.requires_grad]
         if not weights:
             return
-        total = partial(self.mesh.all_reduce_in_group, group=self.mesh.p2p_groups["ends"])
+        total = partial(self.mesh.all_reduce_in_group, group=self.mesh.other_groups["ends"])
         with gradients_filled(weights, total):
             for weight in weights:
                 assert weight.grad is not None

@@ -179,7 +179,7 @@ class StageMessages:
         direction  "forward" for activations, "backward" for gradients
         """
         around = " around" if max(stage, other) % self.pp_size == 0 else ""
-        return self.mesh.p2p_groups[direction + around], other % self.pp_size
+        return self.mesh.other_groups[direction + around], other % self.pp_size
 
     def send(self, tensor: Tensor, action: Action, direction: str) -> None:
         """Begin to send a result of `action` to the rank that consumes it, and return without

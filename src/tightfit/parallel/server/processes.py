@@ -95,7 +95,7 @@ class ParameterMessages:
     """
 
     def __init__(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        self.parameters, self.group = parameters, mesh.p2p_groups["server"]
+        self.parameters, self.group = parameters, mesh.other_groups["server"]
         self.sizes = [_as_real(parameter).numel() for parameter in parameters]
         self.dtype = (
             torch.float64 if any(p.dtype in (torch.float64, torch.complex128) for p in parameters) else torch.float32
@@ -179,7 +179,7 @@ class _ServerProcess(UnshardedReduction):
     statistics  averages the buffers that a forward writes over the workers
     """
 
-    replicated: frozenset[str] = frozenset()
+    copies_of_earlier_ranks: frozenset[str] = frozenset()
     stale_buffers: frozenset[str] = frozenset()
     loss_delay = 0
     unsynchronized = False

@@ -60,7 +60,7 @@ class Sharder:
         self.model, self.mesh, self.sequences = model, mesh, sequences
         self.group, self.size, self.rank = mesh.group("tp"), mesh.size("tp"), mesh.rank("tp")
         self.cut: dict[nn.Parameter, tuple[nn.Parameter, ParameterSharding]] = {}
-        self.made: set[nn.Parameter] = set()
+        self.sharded_parameters: set[nn.Parameter] = set()
         self.owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -212,7 +212,7 @@ class Sharder:
         pieces  how many matrices the parameter fuses along this dimension: 3 for "qkv"
         """
         whole = getattr(module, name)
-        if whole in self.made:
+        if whole in self.sharded_parameters:
             return  # a shared parameter that is sharded already
         if whole not in self.cut:
             part = ParameterSharding(self.mesh, whole.shape, dim, pieces)
@@ -226,7 +226,7 @@ class Sharder:
             if shrunk:
                 shard_parameter(mine, self.mesh, values)
             self.cut[whole] = mine, part
-            self.made.add(mine)
+            self.sharded_parameters.add(mine)
         for owner, key in self.owners[whole]:
             own_parameters(owner)[key] = self.cut[whole][0]
 
