@@ -56,7 +56,7 @@ VARIANTS = (
     {"recompute": "selective"},
     {"recompute": "selective-2"},
     {"recompute": "every-2"},
-    {"recompute": "first-3"},
+    {"recompute": "first-1"},
     {"recompute": "attention"},
     {"recompute": "sqrt"},
 )
