@@ -112,8 +112,10 @@ class DummyMicroBatch:
     """A stand-in for a micro-batch, on a rank that has no samples left while other ranks still have
     some.
 
-    The rank runs forward and backward on `batch`, so that it takes part in every collective. The
-    values in `batch` do not matter: nothing is added to the loss, the gradients or the counts.
+    The rank runs forward and backward on `batch`, so that it takes part in every collective. Nothing
+    is added to the loss, the gradients or the counts. BatchNorm's statistics change, as in every
+    forward: its momentum is set for the number of micro-batches (`methods/microbatch.py`). So
+    `batch` contains samples of the rank.
     """
 
     batch: Batch
