@@ -123,7 +123,7 @@ class Published(Measured):
     class Row(Shape):
         id: str
         group: str
-        half: Literal["a", "b", "c", "d"]
+        half: Literal["a", "b", "c", "d", "e"]
         framework: str
         machine: str | None
         ran: bool | None
