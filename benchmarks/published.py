@@ -682,7 +682,9 @@ def line_of_summary(group: str, one: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = harness.make_parser(__doc__, only="rows whose id begins so")
-    parser.add_argument("--half", choices=("a", "b", "c", "d", "e", "all"), default="all", help="which rows of each group")
+    parser.add_argument(
+        "--half", choices=("a", "b", "c", "d", "e", "all"), default="all", help="which rows of each group"
+    )
     parser.add_argument("--group", default="", help="a file of benchmarks/published, without .yaml")
     parser.add_argument("--jobs", type=int, default=1, help="number of processes")
     arguments = parser.parse_args()
