@@ -158,6 +158,57 @@ def test_dicts_of_the_user_stay_as_they_are() -> None:
     assert all(now is then for (_, now), (_, then) in zip(seen, before, strict=True))
 
 
+FEATURES: list[Tensor] = []
+NESTED: dict[str, Any] = {"features": [], "calls": 0, "known": (1, [])}
+LATER: dict[str, Any] = {}
+TABLE: Tensor | None = None
+
+
+class Collects(nn.Module):
+    """Keeps tensors of its forward in lists, dicts and global names that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        global TABLE
+        FEATURES.clear()
+        NESTED["features"].clear()
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            FEATURES.append(x)
+            NESTED["features"].append(x)
+            NESTED["known"][1].append([x])
+            LATER.setdefault("new", {})[number] = x
+        TABLE = x
+        return torch.stack(FEATURES + NESTED["features"]).mean(0)
+
+
+def test_lists_and_names_that_a_forward_fills_are_there_after_a_trace() -> None:
+    """In a notebook, they may be newer than the first use of tightfit."""
+    names = set(globals())
+    before = [FEATURES, NESTED, NESTED["features"], NESTED["known"], LATER]
+    data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
+    job = tightfit.Job(model=Collects, data=data, loss=nn.MSELoss(), train=tightfit.Train(batch=4, steps=1))
+    tightfit.estimate(job, tightfit.Plan())
+    tightfit.search(job)
+    assert set(globals()) == names
+    assert all(
+        one is old
+        for one, old in zip([FEATURES, NESTED, NESTED["features"], NESTED["known"], LATER], before, strict=True)
+    )
+    assert ([], {"features": [], "calls": 0, "known": (1, [])}, {}, None) == (FEATURES, NESTED, LATER, TABLE)
+    run = tightfit.build(job)
+    assert [step.loss > 0 for step in tightfit.train(run)] == [True]
+    assert len(FEATURES) == 3
+    real = list(FEATURES)
+    tightfit.estimate(job, tightfit.Plan(recompute="none", micro_batch=2))
+    assert all(one is two for one, two in zip(FEATURES, real, strict=True))
+    for one in (FEATURES, NESTED["features"], NESTED["known"][1], LATER):
+        one.clear()
+
+
 @pytest.mark.parametrize("weights", [lambda: OF_THE_USER["b"], lambda: WEIGHTS], ids=["in a dict", "global"])
 def test_losses_that_read_tensors_of_a_module_are_predicted(weights: Any) -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:

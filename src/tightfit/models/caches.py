@@ -4,9 +4,9 @@ Some models cache a tensor that they compute once, such as BEiT's table of relat
 lru_cache or in a dict of their module or class. A trace puts fake tensors in such a cache, which a
 training run cannot use. A training run puts real tensors in it; traces compute with their shapes.
 
-A dict of a module may also be the user's own data. So it keeps its entries, and their order. A program
-may also hold on to the model that its function has created, by a global name or in such a dict: a model on
-fake tensors does not take its place.
+A dict of a module, or a list, may also be the user's own data. So it keeps its entries, and their order.
+A program may also hold on to the model that its function has created, by a global name or in such a dict:
+a model on fake tensors does not take its place.
 """
 
 from __future__ import annotations
@@ -54,28 +54,102 @@ def isolated_model_caches(on_meta: bool = False) -> Iterator[None]:
 @contextmanager
 def _isolated(on_meta: bool) -> Iterator[None]:
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
-    before = [(one, held) for one in dicts if (held := _with_tensors(one, lambda tensor: True))]
+    before = {id(one): _Entries(one) for one in dicts}
     if on_meta:
         _clear(functions, _is_real)
         with unset_fake_temporarily():
-            for one, held in before:
-                one.update({key: _moved_to_meta(value) for key, value in held.items()})
+            for entries in before.values():
+                entries.move_to_meta()
     try:
         yield
     finally:
         functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
         _clear(functions, _is_unreal)
-        known = {id(one): held for one, held in before}
         for one in dicts:
-            held = known.get(id(one), {})
-            for key in _with_tensors(one, _is_unreal):
-                if key in held:
-                    one[key] = held[key]
-                else:
+            if id(one) in before:
+                before[id(one)].restore()
+            else:  # of a module that was imported meanwhile
+                for key in _with_tensors(one, _is_unreal):
                     del one[key]
         if on_meta:
-            for one, held in before:
-                one.update(held)
+            for entries in before.values():
+                entries.one.update(entries.with_tensors)
+
+
+class _Entries:
+    """The entries of a dict as they were when this object was made.
+
+    one           the dict
+    with_tensors  its entries that contained a tensor
+    """
+
+    def __init__(self, one: dict[Any, Any]) -> None:
+        self.one, self._all = one, dict(one)
+        self.with_tensors = _with_tensors(one, lambda tensor: True)
+        # the lists and dicts in the entries, and what those beside tensors contained
+        self._containers: dict[int, Any] = {}
+        self._contents: list[tuple[Any, Any]] = []
+        for key, value in self._all.items():
+            if isinstance(value, list | tuple | dict):
+                nested = _containers(value)
+                self._containers.update((id(container), container) for container in nested)
+                if key in self.with_tensors:
+                    self._contents += [(container, container.copy()) for container in nested]
+
+    def move_to_meta(self) -> None:
+        """Replace the tensors in the entries by tensors on the meta device."""
+        self.one.update({key: _moved_to_meta(value) for key, value in self.with_tensors.items()})
+
+    def restore(self) -> None:
+        """Remove the fake and meta tensors from the entries: each has its earlier value, without what
+        was added to a list or a dict, and an entry that was not there is gone."""
+        unreal = _with_tensors(self.one, _is_unreal)
+        if not unreal:
+            return
+        for container, content in self._contents:
+            if any(map(_is_unreal, _tensors(container))):
+                container.clear()
+                container.extend(content) if isinstance(container, list) else container.update(content)
+        for key in unreal:
+            if key not in self._all:
+                del self.one[key]
+                continue
+            self.one[key] = value = self._all[key]
+            self._prune(value)
+
+    def _prune(self, value: Any) -> None:
+        """Remove the fake and meta tensors from the lists and dicts in `value` that were there before,
+        and the newer lists and dicts that contain such tensors."""
+
+        def stays(one: Any) -> bool:
+            if not any(map(_is_unreal, _tensors(one))):
+                return True
+            if id(one) in self._containers or isinstance(one, tuple):
+                self._prune(one)
+                return not any(map(_is_unreal, _tensors(one)))
+            return False
+
+        if isinstance(value, list):
+            value[:] = [one for one in value if stays(one)]
+        elif isinstance(value, dict):
+            for key in [key for key, one in value.items() if not stays(one)]:
+                del value[key]
+        elif isinstance(value, tuple):  # only lists and dicts in it can change
+            for one in value:
+                stays(one)
+
+
+def _containers(value: Any) -> list[Any]:
+    """Return the lists and dicts in nested lists, tuples and dicts."""
+    found, seen, left = [], set(), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, list | tuple | dict) and id(one) not in seen:
+            seen.add(id(one))
+            if not isinstance(one, tuple):
+                found.append(one)
+            left += one.values() if isinstance(one, dict) else one
+    return found
 
 
 def _with_tensors(one: dict[Any, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
