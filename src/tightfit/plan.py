@@ -239,6 +239,11 @@ class Plan(Value):
         return device == "cuda" and bool({"parameters", "gradients"} & set(self.offload))
 
     @property
+    def recomputes_blocks(self) -> bool:
+        """Whether backward runs the forward of some blocks again."""
+        return self.recompute not in ("none", "attention")
+
+    @property
     def loses_small_updates(self) -> bool:
         """True if an update of a 16-bit weight may be lost in rounding, because neither the
         rounding nor master weights keep what is cut off."""

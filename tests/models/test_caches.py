@@ -198,7 +198,7 @@ def test_lists_and_names_that_a_forward_fills_are_there_after_a_trace() -> None:
         one is old
         for one, old in zip([FEATURES, NESTED, NESTED["features"], NESTED["known"], LATER], before, strict=True)
     )
-    assert ([], {"features": [], "calls": 0, "known": (1, [])}, {}, None) == (FEATURES, NESTED, LATER, TABLE)
+    assert (FEATURES, NESTED, LATER, TABLE) == ([], {"features": [], "calls": 0, "known": (1, [])}, {}, None)
     run = tightfit.build(job)
     assert [step.loss > 0 for step in tightfit.train(run)] == [True]
     assert len(FEATURES) == 3

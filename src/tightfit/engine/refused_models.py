@@ -14,6 +14,7 @@ from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.tensors import has_accumulation_hooks
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.models import model_factory
+from tightfit.models.block_state import changed_after_forward
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
 from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.plan import Plan
@@ -35,12 +36,17 @@ def check_modules(run: Run) -> None:
 def check_uses(run: Run) -> None:
     """Raise InputError if the forward of a user's own model changes parameters of the model, or reaches
     them in another way than as parameters, and the plan would lose the change or make copies that differ.
-    Issue a TightfitWarning if a plan with micro-batches repeats the change. The models of transformers do
+    Raise InputError, too, if the plan recomputes blocks, and a block would compute something else the second
+    time. Issue a TightfitWarning if a plan with micro-batches repeats a change. The models of transformers do
     neither. The forward runs on fake tensors."""
     plan, batch = run.plan, run.job.train.batch
     accumulates = plan.micro_batch_of(batch) < plan.share_of(batch)
     moves = _keeps_apart(run) or plan.data_parallel > 1 or plan.pp > 1 or "parameters" in plan.offload
-    if run.job.of_transformers or not (moves or accumulates) or active_fake_mode() is not None:
+    if run.job.of_transformers or active_fake_mode() is not None:
+        return
+    if plan.recomputes_blocks:
+        _refuse_changed_state(run)
+    if not (moves or accumulates):
         return
     uses = uses_of_parameters(model_factory(run.job.model), run.objective.total, run.data.example())
     if accumulates and uses.changed:
@@ -64,6 +70,14 @@ def check_uses(run: Run) -> None:
             f"{uses.aliases[0]}, and the plan would make copies of it that differ",
             "tie weights by assigning the parameter (head.weight = embedding.weight), or use dp_replicate or zero: 1",
         )
+    if uses.substituted and _divides(run):
+        asked, fix = _field_and_fix(plan)
+        raise InputError(
+            f"plan: {asked}",
+            f"the forward calls a module with another tensor in place of its parameter {uses.substituted[0]} (as "
+            "torch.func.functional_call does), which the plan's own would replace",
+            fix,
+        )
     if uses.differentiates and plan.zero == 3:
         raise InputError(
             "plan: zero=3",
@@ -73,6 +87,17 @@ def check_uses(run: Run) -> None:
         )
     if plan.pp == 1 and _keeps_apart(run):
         _refuse_lost_changes(run, uses)
+
+
+def _refuse_changed_state(run: Run) -> None:
+    job = run.job
+    said = changed_after_forward(model_factory(job.model), run.objective.total, run.data.example(), job.blocks_name)
+    if said:
+        raise InputError(
+            f"plan: recompute={run.plan.recompute}",
+            said,
+            "use recompute: none or attention, or pass what changes to the block as an argument",
+        )
 
 
 def _refuse_scripted(run: Run) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import DataDependentOutputException, FakeTensorMode
-from tightfit._torch.modules import RunningNorm
+from tightfit._torch.modules import RunningNorm, own_parameters
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE
 from tightfit._torch.tensors import has_backward_hooks, in_backward, storage_id
 from tightfit.models.caches import isolated_model_caches
@@ -49,6 +49,8 @@ class UsesOfParameters:
               those that only a first forward changes, such as a table that it computes, and those that a
               forward replaces without having read them
     hooked    parameters with hooks on their gradients
+    substituted  parameters in whose place a module was called with other tensors, as by
+              torch.func.functional_call
     differentiates  whether the forward or the loss computes gradients itself, as by torch.autograd.grad
     """
 
@@ -58,6 +60,7 @@ class UsesOfParameters:
     aliases: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
+    substituted: tuple[str, ...] = ()
     differentiates: bool = False
 
     @property
@@ -93,7 +96,11 @@ def uses_of_parameters(
                 with suppress(Exception):  # it may need values; training runs it on real tensors
                     total(model, fakes)
 
-            with WatchedWrites(given, lambda name, _: written.append(name)), watch:
+            with (
+                _substitutions(model) as substituted,
+                WatchedWrites(given, lambda name, _: written.append(name)),
+                watch,
+            ):
                 forward()
             now = dict(model.named_parameters(remove_duplicate=False))
             replaced = [
@@ -113,10 +120,39 @@ def uses_of_parameters(
                 aliases=(*shared, *sorted(watch.read)),
                 buffers=tuple(changed),
                 hooked=tuple(name for name, one in given.items() if has_backward_hooks(one)),
+                substituted=tuple(substituted),
                 differentiates=watch.differentiates,
             )
     except Exception:  # the model cannot be created on fake tensors
         return UsesOfParameters()
+
+
+@contextmanager
+def _substitutions(model: nn.Module) -> Iterator[dict[str, None]]:
+    """Context manager that yields a dict. Its keys become the names of the parameters in whose place a
+    module is called with other tensors."""
+    found: dict[str, None] = {}
+    hooks = []
+
+    def watch(path: str, own: dict[str, Tensor | None]) -> Callable[..., None]:
+        given = dict(own)
+
+        def note(module: nn.Module, inputs: Any) -> None:
+            now = own_parameters(module)
+            found.update(
+                (f"{path}.{name}".lstrip("."), None) for name, one in given.items() if now.get(name) is not one
+            )
+
+        return note
+
+    for path, module in model.named_modules():
+        if own := own_parameters(module):
+            hooks.append(module.register_forward_pre_hook(watch(path, dict(own))))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _buffers_of(model: nn.Module) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from tightfit.planner.leanest import leanest, offloads
 from tightfit.planner.parallel_plans import context_parallelism_may_fit, estimate_parallelism, first_supported
 from tightfit.planner.parallelism import balanced_split, limited_to_batch, with_sequence_parallel
 from tightfit.planner.refusal import describe_shortages, does_not_fit
-from tightfit.planner.split_check import accumulates, loss_depends_on_split, model_uses, splits_batch
+from tightfit.planner.split_check import accumulates, changed_state, loss_depends_on_split, model_uses, splits_batch
 from tightfit.planner.variants import by_time, estimate_candidates, estimate_candidates_and_leaner_kernels, fitting_s
 from tightfit.units import format_bytes, format_seconds
 
@@ -98,7 +98,8 @@ def search(
             raise InputError("choices", "is empty", "give at least one plan, or leave choices out")
         return _search(estimator, job, machine, pins, choices)
     with tracing_ahead(estimator, pins):
-        return _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
+        found = _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
+        return _without_recomputation(estimator, pins, found)
 
 
 def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
@@ -139,6 +140,23 @@ def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Esti
     else:
         note = f"{why}. So this plan has no micro-batches"
     return [replace(found[0], notes=(*found[0].notes, note)), *found[1:]]
+
+
+def _without_recomputation(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
+    """Return the estimates `found` of a search, or, if their first plan recomputes blocks that would compute
+    something else the second time, those of a search without recomputation. Its first estimate says so in
+    its notes. If the user pinned `recompute`, `build` refuses the plan.
+
+    Raises DoesNotFit if no plan without recomputation fits.
+    """
+    if not found[0].plan.recomputes_blocks or "recompute" in pins or not (why := changed_state(estimator)):
+        return found
+    pins = {**pins, "recompute": "none"}
+    try:
+        found = _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error}\n{why}. So only plans without recompute were tried", error.content) from error
+    return [replace(found[0], notes=(*found[0].notes, f"{why}. So this plan recomputes no blocks")), *found[1:]]
 
 
 def _search(

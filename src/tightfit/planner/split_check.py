@@ -25,6 +25,7 @@ from tightfit.data.rng import generators_restored, seed_generators
 from tightfit.job import DataSpec, Job
 from tightfit.methods.materialize import create_on_host
 from tightfit.models import model_factory
+from tightfit.models.block_state import changed_after_forward
 from tightfit.models.dropout import switch_off_dropout
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
 from tightfit.models.loss_state import keeping_losses
@@ -101,6 +102,16 @@ def model_uses(estimator: Estimator) -> UsesOfParameters:
     return uses_of_parameters(model_factory(job.model), profiler.model.objective().total, profiler.batch)
 
 
+def changed_state(estimator: Estimator) -> str:
+    """Return a sentence on a block of the job's model whose recomputation would compute something else than
+    its forward; "" if there is none. See `models/block_state.py`."""
+    job, profiler = estimator.job, estimator.profiler
+    if job.of_transformers:
+        return ""
+    total = profiler.model.objective().total
+    return changed_after_forward(model_factory(job.model), total, profiler.batch, job.blocks_name)
+
+
 def _is_small(estimator: Estimator) -> bool:
     plan = Plan(micro_batch=SAMPLES) if estimator.job.train.batch > SAMPLES else Plan()
     if estimator.profiler.samples < SAMPLES or estimator.job.train.batch < SAMPLES:
@@ -149,4 +160,4 @@ def _differ(one: float, other: float) -> bool:
     return abs(one - other) > TOLERANCE * max(abs(one), abs(other), 1e-6)
 
 
-__all__ = ["accumulates", "loss_depends_on_split", "model_uses", "splits_batch"]
+__all__ = ["accumulates", "changed_state", "loss_depends_on_split", "model_uses", "splits_batch"]

@@ -1,0 +1,191 @@
+"""Find blocks whose forward reads state that the model changes after it, such as an attribute that is set
+before each call, or weights that `torch.func.functional_call` substitutes. Recomputation runs the forward
+of a block again, after that of the model, and would compute something else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from tightfit._torch.dispatch import TorchDispatchMode
+from tightfit._torch.fake import FakeTensor
+from tightfit._torch.pytree import tree_flatten
+from tightfit._torch.tensors import storage_id
+from tightfit.models.blocks import find_blocks
+from tightfit.models.dataflow import describe_line, model_line
+from tightfit.models.fake_forward import fake_batch, fake_forwards, restoring_random_states
+from tightfit.models.objective import Batch
+
+Operation = tuple[Any, tuple[Any, ...], Any]  # the operation, its arguments, and their structure
+
+
+def changed_after_forward(
+    make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch, blocks: str | None
+) -> str:
+    """Run the model on fake tensors, and then each call of a block again. Return a sentence on the first
+    block that does something else the second time; "" if all do the same.
+
+    make    creates the model
+    total   (model, batch) -> the loss
+    batch   a batch; only the shapes and types of its tensors are used
+    blocks  the name of the list of blocks; None: they are looked for
+    """
+    try:
+        with restoring_random_states(), fake_forwards():
+            model = make()
+            model.train()
+            fakes = fake_batch(batch)
+            with suppress(Exception):  # it fills the model's caches
+                total(model, fakes)
+            calls: list[_Call] = []
+            with ExitStack() as stack:
+                for name, block in find_blocks(model, blocks):
+                    stack.callback(setattr, block, "forward", block.forward)
+                    block.forward = _noting(name, block.forward, calls)
+                with suppress(Exception):
+                    total(model, fakes)
+            for call in calls:
+                if line := call.differs_again():
+                    return (
+                        f"{call.name} computes something else when it runs again after the forward ({line}): it reads an "
+                        "attribute, a weight or a global value that changes after its call"
+                    )
+    except Exception:  # the model cannot be created on fake tensors
+        return ""
+    return ""
+
+
+@dataclass
+class _Call:
+    """A call of a block.
+
+    name        the block's name
+    forward     its forward
+    args, kwargs  the arguments of the call
+    modes       what a recomputation restores
+    operations  what the call did
+    kept        the tensors that the operations got, so that no other storage takes their place
+    """
+
+    name: str
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    modes: _Modes
+    operations: list[Operation] = field(default_factory=list)
+    kept: list[Any] = field(default_factory=list)
+
+    def differs_again(self) -> str:
+        """Run the forward again. Return the line of the first operation that differs; "" if none does."""
+        again = _Operations([], self.operations)
+        try:
+            with self.modes.restored(), again:
+                self.forward(*self.args, **self.kwargs)
+        except _DiffersError as error:
+            return str(error)
+        except Exception:
+            return ""  # it cannot run again on its own: a recomputation says so
+        return "" if len(again.found) == len(self.operations) else "it ends earlier"
+
+
+class _Modes:
+    """What a recomputation of a block restores: the states of the random number generators, autocast, and
+    whether gradients are computed, all as they were when this object was made."""
+
+    def __init__(self) -> None:
+        self._random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+        self._computes_gradients = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        random.setstate(self._random[0])
+        numpy.random.set_state(self._random[1])
+        torch.set_rng_state(self._random[2])
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(torch.set_grad_enabled(self._computes_gradients))
+            yield
+
+
+class _DiffersError(Exception):
+    """An operation differs from the one that was noted. Its text is the line of the model's code."""
+
+
+class _Operations(TorchDispatchMode):
+    """A mode that notes operations: an argument is a number if the noted operations have made its storage,
+    else the storage itself.
+
+    kept      gets the tensors
+    expected  the operations of an earlier call: `_DiffersError` is raised at the first that differs. None: none
+    """
+
+    def __init__(self, kept: list[Any], expected: list[Operation] | None = None) -> None:
+        super().__init__()
+        self.found: list[Operation] = []
+        self.kept, self.expected = kept, expected
+        self._numbers: dict[int, int] = {}
+        self._outside: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # a question for the device of a tensor
+            return func(*args, **(kwargs or {}))
+        leaves, structure = tree_flatten((args, kwargs or {}))
+        operation = func, tuple(map(self._noted, leaves)), structure
+        if self.expected is not None and (
+            len(self.found) >= len(self.expected) or not _same(operation, self.expected[len(self.found)])
+        ):
+            raise _DiffersError(describe_line(model_line()))
+        self.found.append(operation)
+        output = func(*args, **(kwargs or {}))
+        made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
+        self.kept += [*(one for one in leaves if isinstance(one, Tensor)), *made]
+        for one in made:
+            place = storage_id(one)
+            if place not in self._outside:
+                self._numbers.setdefault(place, len(self._numbers))
+        return output
+
+    def _noted(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if not isinstance(leaf, FakeTensor):  # a constant that the forward makes of numbers
+            return "constant", leaf.dtype, tuple(leaf.shape)
+        place = storage_id(leaf)
+        if place in self._numbers:
+            return "made", self._numbers[place], tuple(leaf.shape), leaf.storage_offset()
+        self._outside.add(place)
+        return "outside", place, tuple(leaf.shape), leaf.storage_offset()
+
+
+def _same(one: Operation, other: Operation) -> bool:
+    if one[0] is not other[0] or one[2] != other[2]:
+        return False
+    return all(first is second or repr(first) == repr(second) for first, second in zip(one[1], other[1], strict=True))
+
+
+def _noting(name: str, forward: Callable[..., Any], calls: list[_Call]) -> Callable[..., Any]:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        call = _Call(name, forward, args, kwargs, _Modes())
+        mode = _Operations(call.kept)
+        with mode:
+            output = forward(*args, **kwargs)
+        call.operations = mode.found
+        calls.append(call)
+        return output
+
+    return noted
+
+
+__all__ = ["changed_after_forward"]
