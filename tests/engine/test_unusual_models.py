@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import tightfit
 from tests.contract import cases
 from tests.pool import together
+from tightfit.engine import refused_models
 from tightfit.errors import InputError, TightfitWarning
 
 WIDTH, HERE = 8, "tests.engine.test_unusual_models:"
@@ -510,7 +511,7 @@ def test_a_function_that_returns_one_model_is_refused() -> None:
         tightfit.build(job("Net").replace(model=lambda: net))
 
 
-def test_caches_of_keys_are_not_recomputed() -> None:
+def test_caches_of_keys_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers = pytest.importorskip("transformers")
 
     class Caching(Block):
@@ -526,7 +527,11 @@ def test_caches_of_keys_are_not_recomputed() -> None:
                 x = block(x, cache=transformers.DynamicCache())
             return self.head(x)
 
-    run = tightfit.build(job("Net").replace(model=Cached), {"recompute": "full"})
+    asked = job("Net").replace(model=Cached)
+    with pytest.raises(InputError, match=r"blocks\.0 computes something else when it runs again"):
+        tightfit.build(asked, {"recompute": "full"})
+    monkeypatch.setattr(refused_models, "changed_after_forward", lambda *arguments: "")
+    run = tightfit.build(asked, {"recompute": "full"})
     with pytest.raises(InputError, match="gets a cache of keys and values"):
         next(iter(tightfit.train(run)))
 
@@ -550,3 +555,51 @@ def test_micro_batches_that_repeat_changes_are_warned_of() -> None:
     tightfit.build(job, tightfit.Plan(micro_batch=4))
     with pytest.warns(TightfitWarning, match="the forward changes average, and with plan.micro_batch=2"):
         tightfit.build(job, tightfit.Plan(micro_batch=2))
+
+
+class Masking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.linear(x if mask is None else x * mask)
+
+
+class NeedsMask(Masking):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, mask)
+
+
+def triples(model: Any) -> tightfit.Job:
+    data = [(torch.randn(4), torch.ones(4), torch.randn(2)) for _ in range(8)]
+    train = tightfit.Train(batch=4, steps=1)
+    return tightfit.Job(model=model, data=data, loss=lambda made, batch: (made - batch[2]).square().mean(), train=train)
+
+
+def test_a_model_gets_one_item_of_a_sample() -> None:
+    with pytest.warns(TightfitWarning, match="only the first, although its forward also takes mask"):
+        tightfit.build(triples(Masking))
+    with pytest.raises(InputError, match="only the first, and its forward also needs mask"):
+        tightfit.build(triples(NeedsMask))
+    tightfit.build(triples(lambda: nn.Linear(4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(3.5, "returned 3.5"), (torch.tensor(0.25), "returned 0.25"), ("a", "returned a")]
+)
+def test_a_loss_counts_whole_items(count: Any, said: str) -> None:
+    def total(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().sum()
+
+    data = [(torch.randn(4), torch.randn(2)) for _ in range(8)]
+    train = tightfit.Train(batch=4, steps=1)
+    for given in (count, 4.0, torch.tensor(4), 4):
+        objective = tightfit.Objective(total, lambda batch, given=given: given)
+        job = tightfit.Job(model=lambda: nn.Linear(4, 2), data=data, loss=objective, train=train)
+        run = tightfit.build(job)
+        if given is count:
+            with pytest.raises(InputError, match=said):
+                next(tightfit.train(run))
+        else:
+            assert next(tightfit.train(run)).items == 4

@@ -17,7 +17,7 @@ from torch import Tensor
 from tightfit.distributed.mesh import make_mesh
 from tightfit.distributed.processes import local_device
 from tightfit.engine.checkpoint.extra_state import check_extra_states
-from tightfit.engine.refused_models import check_modules, check_uses
+from tightfit.engine.refused_models import check_modules, check_samples, check_uses
 from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
@@ -64,6 +64,7 @@ def build(
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
     run = begin(job, plan, kind, objective_of(loss, task_of(job.model)), data, alone, job.train.seed)
     run = apply_methods(run, keeps_data=data is not None)
+    check_samples(run)
     check_uses(run)
     microbatch.warn_of_dropped_tokens(run)
     return run

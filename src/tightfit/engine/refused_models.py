@@ -1,10 +1,12 @@
 """Refuse models of the user's own that a plan would train otherwise than plain PyTorch, or not at all.
 
-`build` calls `check_modules` before the methods that divide the model, and `check_uses` at its end.
+`build` calls `check_modules` before the methods that divide the model, and `check_samples` and `check_uses` at
+its end.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
 
 import torch
@@ -89,6 +91,32 @@ def check_uses(run: Run) -> None:
         _refuse_lost_changes(run, uses)
 
 
+def check_samples(run: Run) -> None:
+    """Raise InputError if samples are tuples of three or more items and the model's forward needs more
+    arguments than the first item, which is all that it gets. Issue a TightfitWarning if it takes more."""
+    if run.objective.calls_model_itself or active_fake_mode() is not None or run.data is None:
+        return
+    example = run.data.example()
+    if not isinstance(example, list | tuple) or len(example) < 3:
+        return
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    try:
+        arguments = inspect.signature(run.model.forward).parameters.values()
+    except ValueError:  # a traced module has no signature
+        return
+    more = [one for one in arguments if one.kind in kinds][1:]
+    needed = [one.name for one in more if one.default is inspect.Parameter.empty]
+    found = f"samples are tuples of {len(example)} items, of which the model gets only the first"
+    remedy = "let samples be dicts that name the arguments of forward, beside what the loss reads"
+    if needed:
+        raise InputError("data", f"{found}, and its forward also needs {', '.join(needed)}", remedy)
+    if more:
+        names = ", ".join(one.name for one in more)
+        warnings.warn(
+            f"{found}, although its forward also takes {names}. To pass more, {remedy}", TightfitWarning, stacklevel=3
+        )
+
+
 def _refuse_changed_state(run: Run) -> None:
     job = run.job
     said = changed_after_forward(model_factory(job.model), run.objective.total, run.data.example(), job.blocks_name)
@@ -171,4 +199,4 @@ def _field_and_fix(plan: Plan) -> tuple[str, str]:
     return f"zero={plan.zero}", "use weight.copy_(...) under torch.no_grad instead of weight.data = ..., or zero: 0"
 
 
-__all__ = ["check_modules", "check_uses"]
+__all__ = ["check_modules", "check_samples", "check_uses"]

@@ -55,7 +55,7 @@ def changed_after_forward(
                 if line := call.differs_again():
                     return (
                         f"{call.name} computes something else when it runs again after the forward ({line}): it reads an "
-                        "attribute, a weight or a global value that changes after its call"
+                        "attribute, a weight, a global value or an object that changes in its call or after it"
                     )
     except Exception:  # the model cannot be created on fake tensors
         return ""

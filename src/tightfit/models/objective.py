@@ -16,12 +16,14 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tightfit._torch.fake import FakeTensor
 from tightfit.errors import InputError
 from tightfit.job_sections.model import Task
 from tightfit.models.loss_state import note_loss
@@ -317,7 +319,7 @@ def objective_of(loss: Any, task: str | None) -> Objective:
     """
     note_loss(loss.total if isinstance(loss, Objective) else loss)
     if isinstance(loss, Objective):
-        return replace(loss, total=partial(_require_graph, loss.total))
+        return replace(loss, total=partial(_require_graph, loss.total), count=partial(_whole_count, loss.count))
     if loss is None:
         return TASKS[task or "classification"]
     if isinstance(loss, nn.Module) and any(weight.requires_grad for weight in loss.parameters()):
@@ -352,6 +354,23 @@ def objective_of(loss: Any, task: str | None) -> Objective:
         return value * sample_count(batch)
 
     return Objective(partial(_require_graph, total), sample_count, "samples", calls_model_itself=False)
+
+
+def _whole_count(count: Callable[[Batch], Any], batch: Batch) -> int:
+    """Return what an objective's `count` returns for a batch, as an int. Raise InputError if it is no whole
+    number: devices add their counts up as integers."""
+    value = count(batch)
+    if isinstance(value, FakeTensor):
+        return value  # type: ignore[return-value]
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, Integral) or (isinstance(number, float) and number.is_integer()):
+        return int(number)
+    raise InputError(
+        "job: loss",
+        f"its count returned {_kind_of(value) if isinstance(number, Tensor) else number}, and items are whole numbers",
+        "count samples or tokens, and multiply each item's loss by its weight in total; for a mean over weights, let those of "
+        "the data have a mean of 1",
+    )
 
 
 def _kind_of(value: Any) -> str:
