@@ -3,7 +3,8 @@
 Two blocks are of the same kind if their modules have the same classes, and their parameters and
 buffers the same names, shapes and dtypes. Of each kind, the first two blocks and the last block are
 traced. The second block represents the blocks between the second and the last: the recorder copies
-its segments for each of them.
+its segments for each of them. In a model of the user's own, a block that is called otherwise than the
+second, such as without gradients, is traced too, and represents those after it that are called alike.
 
 A repeated block is left out in one of two ways:
 
@@ -24,10 +25,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from tightfit._torch.modules import forward_attribute, own_children
 from tightfit._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
+from tightfit._torch.tensors import saved_tensor_hooks_now
 from tightfit.job import ModelSpec
 from tightfit.models import find_blocks, model_config, with_fewer_blocks
 
@@ -49,10 +52,18 @@ def representatives(blocks: list[nn.Module], lists: list[str] | None = None) -> 
 
     Example: five equal blocks give {2: 1, 3: 1}.
     """
+    return {number: earlier[0] for number, earlier in _earlier_of_kind(blocks, lists).items()}
+
+
+def _earlier_of_kind(blocks: list[nn.Module], lists: list[str] | None = None) -> dict[int, list[int]]:
+    """Return number of each block between the second and the last of its kind -> the numbers of the
+    blocks of this kind before it, without the first. Arguments: see `representatives`."""
     kinds: dict[Any, list[int]] = defaultdict(list)
     for number, block in enumerate(blocks):
         kinds[lists and lists[number], _kind(block)].append(number)
-    return {number: members[1] for members in kinds.values() for number in members[2:-1]}
+    return {
+        number: members[1:place] for members in kinds.values() for place, number in enumerate(members[:-1]) if place > 1
+    }
 
 
 def _kind(block: nn.Module) -> Any:
@@ -222,7 +233,10 @@ def record_blocks(
     """
     absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
-    second = {numbers[number]: numbers[like] for number, like in ({} if run_all else representatives(blocks)).items()}
+    earlier = {
+        numbers[number]: [numbers[one] for one in like]
+        for number, like in ({} if run_all else _earlier_of_kind(blocks)).items()
+    }
     names = [forward_attribute(block) for block in blocks]
     before = [block.__dict__.get(name) for block, name in zip(blocks, names, strict=True)]
     outputs: dict[int, Any] = {}
@@ -230,7 +244,9 @@ def record_blocks(
     for number, block, name in zip(numbers, blocks, names, strict=True):
         passed = [(between, absent[between]) for between in range(reached, number)]
         setattr(
-            block, name, _RecordedForward(recorder, number, getattr(block, name), second.get(number), outputs, passed)
+            block,
+            name,
+            _RecordedForward(recorder, number, getattr(block, name), earlier.get(number, []), outputs, passed),
         )
         reached = number + 1
     try:
@@ -257,8 +273,8 @@ def skip_repeated_blocks(blocks: list[nn.Module]) -> Iterator[None]:
 class _RecordedForward:
     """Replaces the `forward` of a block. A call records the block as a segment of its own.
 
-    The block is skipped if it is a repeated block and its representative (an equal block that ran
-    before) was called with inputs of the same shapes and dtypes.
+    The block is skipped if it is a repeated block and one of the blocks in `earlier` (equal blocks, of
+    which some ran) was called in the same way, with inputs of the same shapes and dtypes.
     """
 
     def __init__(
@@ -266,21 +282,21 @@ class _RecordedForward:
         recorder: SegmentRecorder,
         number: int,
         forward: Callable[..., Any],
-        second: int | None,
+        earlier: list[int],
         known: dict[int, Any],
         before: list[tuple[int, int]],
     ) -> None:
-        self.recorder, self.number, self.forward, self.second, self.known = recorder, number, forward, second, known
+        self.recorder, self.number, self.forward, self.earlier, self.known = recorder, number, forward, earlier, known
         self.before = before  # (removed block, the block that it repeats), directly before this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for number, copy_of in self.before:
             self._copy_segments(number, copy_of)
-        if self.second is not None and self.second in self.known:
-            inputs = tree_leaves((args, kwargs))
-            passed = _output_without_running(self.known[self.second], inputs)
+        inputs = tree_leaves((args, kwargs)) if self.earlier else []
+        for other in filter(self.known.__contains__, self.earlier):
+            passed = _output_without_running(self.known[other], inputs)
             if passed is not None:
-                self._copy_segments(self.number, self.second)
+                self._copy_segments(self.number, other)
                 return passed[0]
         self.recorder.begin_segment("block", self.number)
         self.recorder.note_inputs((args, kwargs))
@@ -302,11 +318,18 @@ def _describe(leaf: Any) -> Any:
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
 
 
+def _describe_inputs(inputs: list[Any]) -> list[Any]:
+    """Describe how a block is called: its inputs, whether gradients are computed, and which hooks handle the
+    tensors that it saves, such as those of torch's checkpoint."""
+    hooks = saved_tensor_hooks_now()
+    return [torch.is_grad_enabled(), hooks and getattr(hooks[0], "__qualname__", ""), *map(_describe, inputs)]
+
+
 def _describe_call(arguments: Any, output: Any) -> Any:
     """Describe a call of a block, so that `_output_without_running` can make the output of an equal
     call.
 
-    Returns (descriptions of the inputs, structure of the output, sources, constants). The last two
+    Returns (description of the call, structure of the output, sources, constants). The last two
     are lists with an entry for each leaf of the output. For a tensor, `sources` has the position of
     an input that is this tensor, or else has the same shape and dtype; None if there is no such
     input. For another leaf, `constants` has the leaf itself.
@@ -314,7 +337,7 @@ def _describe_call(arguments: Any, output: Any) -> Any:
     inputs = tree_leaves(arguments)
     leaves, tree = tree_flatten(output)
     sources = [_source(leaf, inputs) for leaf in leaves]
-    return [_describe(leaf) for leaf in inputs], tree, sources, [_constant(leaf) for leaf in leaves]
+    return _describe_inputs(inputs), tree, sources, [_constant(leaf) for leaf in leaves]
 
 
 def _source(leaf: Any, inputs: list[Any]) -> int | None:
@@ -344,7 +367,7 @@ def _output_without_running(known: Any, inputs: list[Any]) -> tuple[Any] | None:
     shape and dtype of no input.
     """
     described, tree, sources, constants = known
-    if [_describe(leaf) for leaf in inputs] != described:
+    if _describe_inputs(inputs) != described:
         return None
     leaves = []
     for source, constant in zip(sources, constants, strict=True):
