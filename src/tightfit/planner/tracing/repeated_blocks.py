@@ -322,7 +322,8 @@ def _describe_inputs(inputs: list[Any]) -> list[Any]:
     """Describe how a block is called: its inputs, whether gradients are computed, and which hooks handle the
     tensors that it saves, such as those of torch's checkpoint."""
     hooks = saved_tensor_hooks_now()
-    return [torch.is_grad_enabled(), hooks and getattr(hooks[0], "__qualname__", ""), *map(_describe, inputs)]
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    return [torch.is_grad_enabled(), name, *map(_describe, inputs)]
 
 
 def _describe_call(arguments: Any, output: Any) -> Any:
