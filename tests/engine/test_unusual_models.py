@@ -95,6 +95,14 @@ class Renormalised(nn.Module):
         return self.head(self.table(x.abs().long() % 16).mean(1))
 
 
+class Counted(Renormalised):
+    """An embedding whose gradients depend on the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH, scale_grad_by_freq=True)
+
+
 class Hooked(Net):
     """Only one block has a hook, on a part of it, and one weight scales its gradient."""
 
@@ -136,6 +144,15 @@ class Checkpointed(Net):
         for block in self.blocks[:3]:
             x = block(x)
         return self.head(checkpoint(self.blocks[3], x, use_reentrant=True))
+
+
+class Rerun(Net):
+    """Checkpoints its blocks in torch's new way, which runs their forward again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
 
 
 class Penalty(Net):
@@ -408,8 +425,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("InPlace", SHARDED, "a block writes to its input in place"),
     ("Teacher", SHARDED, "changes its own parameter teacher.weight"),
     ("Renormalised", {"dp_replicate": 2}, "its max_norm rescales the rows"),
+    ("Counted", {"micro_batch": 2}, "divides gradients by how often a row occurs"),
+    ("Counted", {"zero": 2, "dp_shard": 2}, "this plan splits the batch"),
     ("StraightThrough", INTERLEAVED, "the model calls block 3, with which a stage begins, under torch.no_grad"),
-    ("Checkpointed", INTERLEAVED, "checkpoint with use_reentrant=False"),
+    ("Checkpointed", INTERLEAVED, "leave out the model's checkpoint"),
+    ("Rerun", {"pp": 2, "micro_batch": 2}, "calls block 0 in a checkpoint of its own"),
     ("Codebook", INTERLEAVED, "outside of the blocks"),
     ("Drawing", INTERLEAVED, "draws from a generator of the model's own"),
     ("Frozen", {"recompute": "sqrt"}, "some blocks of a group under torch.no_grad"),
@@ -603,3 +623,12 @@ def test_a_loss_counts_whole_items(count: Any, said: str) -> None:
                 next(tightfit.train(run))
         else:
             assert next(tightfit.train(run)).items == 4
+
+
+def test_a_traced_module_trains() -> None:
+    data = [(torch.randn(4), torch.randn(2)) for _ in range(8)]
+    train = tightfit.Train(batch=4, steps=2)
+    model = lambda: torch.jit.trace(nn.Linear(4, 2), torch.randn(2, 4))  # noqa: E731
+    for fields in ({}, {"micro_batch": 2}):
+        run = tightfit.build(tightfit.Job(model=model, data=data, loss=nn.MSELoss(), train=train), fields)
+        assert all(step.loss > 0 for step in tightfit.train(run))

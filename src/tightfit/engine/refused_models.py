@@ -29,10 +29,12 @@ def check_modules(run: Run) -> None:
     - it has to change modules, and one is scripted
     - it accumulates gradients, and a parameter has a hook for accumulated gradients
     - it uses several devices, and an embedding rescales the rows that it reads (max_norm)
+    - it splits the batch, and an embedding counts how often the batch reads a row (scale_grad_by_freq)
     """
     _refuse_scripted(run)
     _refuse_accumulation_hooks(run)
     _refuse_max_norm(run)
+    _refuse_counted_rows(run)
 
 
 def check_uses(run: Run) -> None:
@@ -159,6 +161,18 @@ def _refuse_max_norm(run: Run) -> None:
             f"job: model ({renormalised})",
             "its max_norm rescales the rows that a batch reads, so several devices would have different weights",
             "leave out max_norm, or train on one device",
+        )
+
+
+def _refuse_counted_rows(run: Run) -> None:
+    plan, batch = run.plan, run.job.train.batch
+    tables = {n: one for n, one in run.model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    counting = next((name for name, table in tables.items() if table.scale_grad_by_freq), None)
+    if counting is not None and plan.micro_batch_of(batch) < batch:
+        raise InputError(
+            f"job: model ({counting})",
+            "its scale_grad_by_freq divides gradients by how often a row occurs in a batch, and this plan splits the batch",
+            "leave out scale_grad_by_freq, or train on one device without micro-batches",
         )
 
 

@@ -86,11 +86,13 @@ class BlockCall:
     inputs             {path in (args, kwargs): the input tensor there}. Example: the path (0, 2) is
                        args[2]
     without_gradients  whether autograd is off in the call, although an input requires a gradient
+    checkpointed       whether the model calls the block in a checkpoint of its own, which backward runs again
     """
 
     block: int
     inputs: dict[PathTo, TensorId]
     without_gradients: bool = False
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import FakeTensor, known_value
 from tightfit._torch.modules import own_buffers
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE, schema_of
 from tightfit._torch.pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
-from tightfit._torch.tensors import storage_id
+from tightfit._torch.tensors import saved_tensor_hooks_now, storage_id
 from tightfit.errors import InputError
 from tightfit.models.block_hooks import hooks_of, run_hooks_on_direct_calls
 from tightfit.models.caches import clear_tensor_caches
@@ -186,7 +187,9 @@ class Recorder(TorchDispatchMode):
             tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
             inputs = {path: self.tensor_id(leaf) for path, leaf in tensors.items()}
             cut = not torch.is_grad_enabled() and any(leaf.requires_grad for leaf in tensors.values())
-            self.forwards[-1].append(BlockCall(number, inputs, cut))
+            hooks = saved_tensor_hooks_now()
+            checkpointed = hooks is not None and hooks[0].__module__ == checkpoint.__module__
+            self.forwards[-1].append(BlockCall(number, inputs, cut, checkpointed))
 
         return called
 

@@ -574,7 +574,10 @@ def forward_parameters(model: nn.Module) -> frozenset[str]:
     if known is None:
         if torch.compiler.is_compiling():
             return frozenset()
-        known = frozenset(inspect.signature(model.forward).parameters)
+        try:
+            known = frozenset(inspect.signature(model.forward).parameters)
+        except ValueError:  # a module of torch.jit.trace has no signature
+            known = frozenset()
         setattr(model, _NOTED, known)
     return known
 

@@ -263,12 +263,20 @@ def boundary_inputs(flow: Dataflow, plan: Plan, stages: list[range]) -> dict[int
         before.check_sent(after.taken)
     firsts = {one.blocks.start for one in traces[1:]}
     for event in flow.forwards[0]:
+        if isinstance(event, BlockCall) and event.checkpointed:
+            raise InputError(
+                PP_FIELD,
+                f"the model calls block {event.block} in a checkpoint of its own (torch.utils.checkpoint), which a pipeline "
+                "stage cannot run again",
+                f"leave out the model's checkpoint and set plan.recompute: full, or {OTHER_PARALLELISM}",
+            )
         if isinstance(event, BlockCall) and event.without_gradients and event.block in firsts:
             raise InputError(
                 PP_FIELD,
                 f"the model calls block {event.block}, with which a stage begins, under torch.no_grad or in a reentrant "
                 "checkpoint, so the stage would return no gradients to the one before",
-                f"use another split, checkpoint with use_reentrant=False, or {OTHER_PARALLELISM}",
+                "use another split, leave out the model's checkpoint and set plan.recompute: full, or "
+                f"{OTHER_PARALLELISM}",
             )
     return {one.blocks.start: tuple(one.taken) for one in traces[1:]}
 
