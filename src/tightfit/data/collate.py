@@ -46,7 +46,8 @@ def as_tensors(sample: Any) -> Any:
     raise InputError(
         "data",
         f"a sample holds a {type(sample).__name__}, not a tensor or number",
-        "let the dataset turn this value into a tensor, or remove the value from the sample",
+        "let the dataset turn this value into a tensor, or remove the value from the sample; for graphs, boxes and other batches "
+        "of your own, write the loop with tightfit.prepare",
     )
 
 
@@ -168,7 +169,8 @@ def collate(samples: list[Any], model: ModelInput) -> Batch:
         raise InputError(
             "data",
             f"samples cannot be stacked ({str(error).splitlines()[0]})",
-            "let all samples have the same fields and shapes",
+            "let all samples have the same fields and shapes (rows of numbers in dicts are padded); for graphs, boxes and other "
+            "batches of your own, write the loop with tightfit.prepare",
         ) from None
     _check_ids(batch, model)
     return batch
