@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tests.pool import together
@@ -134,6 +135,25 @@ class Tables(Net):
     block = TableBlock
 
 
+class ClampedBlock(Block):
+    """Sets its weight to other memory in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data = self.linear.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Clamped(Net):
+    block = ClampedBlock
+
+
+class Checkpointed(Net):
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
 class Cast(Net):
     def run(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -160,7 +180,7 @@ def test_state_that_changes_is_found(model: Any) -> None:
     assert "test_block_state.py, line" in said(model)
 
 
-@pytest.mark.parametrize("model", [Net, Tables, Cast])
+@pytest.mark.parametrize("model", [Net, Tables, Cast, Clamped, Checkpointed])
 def test_blocks_without_such_state_are_not_named(model: Any) -> None:
     assert said(model) == ""
 

@@ -23,6 +23,7 @@ from tightfit.models.dataflow import describe_line, model_line
 from tightfit.models.fake_forward import fake_batch, fake_forwards, restoring_random_states
 from tightfit.models.objective import Batch
 
+_SAME_VALUES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 Operation = tuple[Any, tuple[Any, ...], Any]  # the operation, its arguments, and their structure
 
 
@@ -48,7 +49,7 @@ def changed_after_forward(
             with ExitStack() as stack:
                 for name, block in find_blocks(model, blocks):
                     stack.callback(setattr, block, "forward", block.forward)
-                    block.forward = _noting(name, block.forward, calls)
+                    block.forward = _noting(name, block, calls)
                 with suppress(Exception):
                     total(model, fakes)
             for call in calls:
@@ -67,6 +68,7 @@ class _Call:
     """A call of a block.
 
     name        the block's name
+    block       the block
     forward     its forward
     args, kwargs  the arguments of the call
     modes       what a recomputation restores
@@ -75,6 +77,7 @@ class _Call:
     """
 
     name: str
+    block: nn.Module
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -84,7 +87,7 @@ class _Call:
 
     def differs_again(self) -> str:
         """Run the forward again. Return the line of the first operation that differs; "" if none does."""
-        again = _Operations([], self.operations)
+        again = _Operations([], _names_of(self.block), self.operations)
         try:
             with self.modes.restored(), again:
                 self.forward(*self.args, **self.kwargs)
@@ -125,21 +128,23 @@ class _DiffersError(Exception):
 
 class _Operations(TorchDispatchMode):
     """A mode that notes operations: an argument is a number if the noted operations have made its storage,
-    else the storage itself.
+    a name if it is a parameter or a buffer of the block, and else the storage itself.
 
     kept      gets the tensors
+    names     storage -> name of a parameter or a buffer of the block
     expected  the operations of an earlier call: `_DiffersError` is raised at the first that differs. None: none
     """
 
-    def __init__(self, kept: list[Any], expected: list[Operation] | None = None) -> None:
+    def __init__(self, kept: list[Any], names: dict[int, str], expected: list[Operation] | None = None) -> None:
         super().__init__()
         self.found: list[Operation] = []
-        self.kept, self.expected = kept, expected
+        self.kept, self._names, self.expected = kept, names, expected
         self._numbers: dict[int, int] = {}
         self._outside: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # a question for the device of a tensor
+        # a question for the device of a tensor, or what autograd does with tensors that hooks save
+        if func.namespace == "prim" or func in _SAME_VALUES:
             return func(*args, **(kwargs or {}))
         leaves, structure = tree_flatten((args, kwargs or {}))
         operation = func, tuple(map(self._noted, leaves)), structure
@@ -166,6 +171,8 @@ class _Operations(TorchDispatchMode):
         if place in self._numbers:
             return "made", self._numbers[place], tuple(leaf.shape), leaf.storage_offset()
         self._outside.add(place)
+        if place in self._names:
+            return "own", self._names[place], tuple(leaf.shape), leaf.storage_offset()
         return "outside", place, tuple(leaf.shape), leaf.storage_offset()
 
 
@@ -175,10 +182,21 @@ def _same(one: Operation, other: Operation) -> bool:
     return all(first is second or repr(first) == repr(second) for first, second in zip(one[1], other[1], strict=True))
 
 
-def _noting(name: str, forward: Callable[..., Any], calls: list[_Call]) -> Callable[..., Any]:
+def _names_of(block: nn.Module) -> dict[int, str]:
+    """Return storage -> name of the block's parameters and buffers, as they are now. Tensors that
+    functional_call has put in the place of parameters are left out."""
+    own = [(name, one) for name, one in block.named_parameters() if isinstance(one, nn.Parameter)]
+    return {storage_id(one): name for name, one in [*own, *block.named_buffers()]}
+
+
+def _noting(name: str, block: nn.Module, calls: list[_Call]) -> Callable[..., Any]:
+    forward = block.forward
+
     def noted(*args: Any, **kwargs: Any) -> Any:
-        call = _Call(name, forward, args, kwargs, _Modes())
-        mode = _Operations(call.kept)
+        call = _Call(name, block, forward, args, kwargs, _Modes())
+        names = _names_of(block)
+        call.kept += [*block.parameters(), *block.buffers()]
+        mode = _Operations(call.kept, names)
         with mode:
             output = forward(*args, **kwargs)
         call.operations = mode.found
