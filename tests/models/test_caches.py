@@ -185,7 +185,7 @@ class Collects(nn.Module):
         return torch.stack(FEATURES + NESTED["features"]).mean(0)
 
 
-def test_lists_and_names_that_a_forward_fills_are_there_after_a_trace() -> None:
+def test_what_a_forward_fills_is_there_after_a_trace() -> None:
     """In a notebook, they may be newer than the first use of tightfit."""
     names = set(globals())
     before = [FEATURES, NESTED, NESTED["features"], NESTED["known"], LATER]
