@@ -24,6 +24,7 @@ def test_contenders_take_turns_in_each_round(capsys: pytest.CaptureFixture[str])
     assert "round 2/2  b is 10" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_fresh_process_returns_the_function_s_result() -> None:
     figures = {"ran": None, "published_bytes": 2e9, "predicted_bytes": 1e9}
     found = harness.in_fresh_process(published.summed_up, [figures], environment={"RANK": "0"})

@@ -66,6 +66,7 @@ def test_a_fused_softmax_moves_fewer_bytes() -> None:
     assert seconds[1] < seconds[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16-mixed", 2)])
 def test_unlimited_gathers_hold_weights_twice_and_gradients(precision: Any, width: int) -> None:
     sharded = estimate(Plan(dp_shard=8, zero=3, precision=precision))
@@ -83,6 +84,7 @@ def test_overlapped_tensor_parallelism_hides_communication() -> None:
     assert 0 < saved < parallel.time.communication_s
 
 
+@pytest.mark.slow
 def test_a_fused_update_of_narrow_states_is_faster() -> None:
     job = cases.job("llama").replace(allow=["bf16", "8-bit-states"])
     wide = {**cases.SPECS["llama"], "hidden_size": 128, "intermediate_size": 256}  # large enough to be in 8 bits
@@ -122,6 +124,7 @@ def test_every_pipeline_of_nanotron_has_its_split() -> None:
         assert sum(row["plan"]["split"]) == row["model"]["num_hidden_layers"]
 
 
+@pytest.mark.slow
 def test_packed_attention_is_attention_that_saves_more() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3)]
@@ -140,6 +143,7 @@ def test_packed_attention_is_attention_that_saves_more() -> None:
     assert saved[1] - saved[0] == pytest.approx(3 * one * llama["num_hidden_layers"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_copied_attention_saves_its_output_twice() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(2, 3, 5, 8, dtype=torch.float64) for _ in range(3)]
@@ -183,6 +187,7 @@ def test_gathered_inputs_of_all_blocks_in_flight() -> None:
     assert found == {"backward": 5 * 2 * 2 * 2 * 32 * 64 / 2, "optimizer": 0}
 
 
+@pytest.mark.slow
 def test_reduce_buffers_have_the_size_of_a_bucket() -> None:
     plan = Plan(precision="fp16-true", master_weights=True, zero=2, dp_shard=8, loss_scale=128.0)
     settled = Estimator(cases.job("llama"), GPUS).estimate(plan)
@@ -193,6 +198,7 @@ def test_reduce_buffers_have_the_size_of_a_bucket() -> None:
     assert (few, full) == (2 * count + 2 * count, 2 * 2 * 10**6 + 2 * count)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_kept_count_once() -> None:
     """Those of earlier micro-batches are in memory in any case."""
     row = {"memory": {"allocated": "1 GB"}, "loop": {"zeroes_before_backward": True}}
@@ -206,6 +212,7 @@ def test_gradients_that_are_kept_count_once() -> None:
         assert (late > early) == more
 
 
+@pytest.mark.slow
 def test_megatron_reduces_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """tightfit reduces a copy of each product."""
     monkeypatch.setattr(profiler, "cached", lambda key, make: make())
@@ -222,6 +229,7 @@ def test_megatron_reduces_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sharder.all_reduced is all_reduced
 
 
+@pytest.mark.slow
 def test_a_late_reduction_overlaps_with_nothing() -> None:
     model = CostModel(GPUS)
     for plan in (Plan(dp_replicate=8), Plan(dp_shard=8, zero=1)):
@@ -249,6 +257,7 @@ def test_narrow_reductions_send_half_of_the_gradients() -> None:
     assert (late.bytes, late.overlaps) == (sent["gradients"].bytes / 2, False)
 
 
+@pytest.mark.slow
 def test_each_rank_broadcasts_its_weights() -> None:
     """The latency grows with the square of the ranks, and nothing overlaps."""
     model, sharded = CostModel(GPUS), estimate(Plan(dp_shard=8, zero=1))
@@ -267,6 +276,7 @@ def test_samples_on_the_device_are_not_waited_for() -> None:
     assert saved == one.time.input_s
 
 
+@pytest.mark.slow
 def test_a_host_that_skips_steps_keeps_no_copies() -> None:
     """Of weights and states: without them, the update is as long as in bf16."""
     model, machine = CostModel(GPUS), Machine.named("h100-sxm")
@@ -283,6 +293,7 @@ def test_a_host_that_skips_steps_keeps_no_copies() -> None:
     assert 0 < saved <= narrow.time.optimizer_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_copies_of_gradients_are_sharded_once(zero: Any) -> None:
     """The gradients' row of ZeRO-3 has the bytes of a shard already."""
@@ -320,6 +331,7 @@ def test_the_fp32_copy_of_an_embedding_s_gradient_is_left_out() -> None:
         assert published.largest_cast(ledger) == saved  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_first_rank_of_a_pipeline_has_no_logits() -> None:
     job = cases.job("llama", optimizer="sgd").replace(
         model={**cases.SPECS["llama"], "vocab_size": 32000, "tie_word_embeddings": False},
@@ -333,6 +345,7 @@ def test_the_first_rank_of_a_pipeline_has_no_logits() -> None:
     assert first.peak_bytes < busiest.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_loop_s_logits_are_in_memory_during_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     job = cases.job("llama").replace(model={**cases.SPECS["llama"], "vocab_size": 32000}, loss=published.NARROW_LOSS)
     peaks = []

@@ -205,12 +205,12 @@ def test_gpu_only_method_matches_plain_pytorch(name: str, items: list[Variant], 
     spread(
         [p for p in PAIRS if not is_compiled(p) and not has_workers(p) and not on_several(p)],
         cases.NAMES,
-        2 * len(cases.NAMES),
+        3 * len(cases.NAMES),
         lambda one: one if isinstance(one, str) else named(one),
     ),
 )
 def test_pair_of_methods_matches_plain_pytorch(items: list[Variant], name: str) -> None:
-    """Every second pair on one of the models, another each time; the slow suite tries all pairs on all."""
+    """Every third pair on one of the models, another each time; the slow suite tries all pairs on all."""
     hold(name, items)
 
 
@@ -264,7 +264,7 @@ def covering(pairs: list[list[Variant]], every: int) -> list[list[Variant]]:
     return found
 
 
-TRIED = covering(QUICK, 6)
+TRIED = covering(QUICK, 9)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ WITH_WORKERS = [p for p in PAIRS if has_workers(p) and not is_compiled(p)]
 USUAL_WITH_WORKERS = [p for p in WITH_WORKERS if not on_several(p) and all(map(is_usual, p))]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("items", USUAL_WITH_WORKERS, ids=named)
 def test_pair_with_data_workers_matches_plain_pytorch(items: list[Variant]) -> None:
     """On one model: each of these starts processes, which takes seconds, and what they prepare is the same batches."""
@@ -363,7 +363,7 @@ def test_compiled_method_matches_plain_pytorch(
     hold(name, items, device=device)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("items", part([p for p in PAIRS if ("compile", {"compile": "block"}) in p], 4, named))
 def test_compiled_pair_composes_on_one_model(items: list[Variant], fresh_compiler: None) -> None:
     """Block by block, as search does; traced and differentiated as compiled, but run by eager kernels, which is quick. The slow

@@ -81,7 +81,7 @@ def plain(case: cases.Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, cases.state(model)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("fields", part([*ONE, *SEVERAL], 3))
 def test_groups_match_plain_pytorch(fields: dict[str, Any]) -> None:
     case = cases.make_case("llama", **TRAIN)
@@ -97,7 +97,7 @@ OPTIMIZERS = ("adafactor", "sgd", "lamb", "lars", "lion", "muon")
 SHARDED = [{"zero": 2, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, {"tp": 2}, {"pp": 2}]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     ("optimizer", "fields"),
     [

@@ -48,7 +48,7 @@ def estimated(profilers: dict[str, Profiler], name: str, fields: dict[str, Any])
     return estimated_ledger(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 8))
 def test_estimate_agrees_with_the_dry_run(name: str, fields: dict[str, Any], profilers: dict[str, Profiler]) -> None:
     if name == "convolutions" and "recompute" in fields:
@@ -59,7 +59,7 @@ def test_estimate_agrees_with_the_dry_run(name: str, fields: dict[str, Any], pro
     assert estimated(profilers, name, fields) == pytest.approx(dry.total, rel=0.02)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("name", "fields"),
     spread(cases.NAMES, [{}, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 4}], 4),
@@ -76,6 +76,7 @@ def test_dry_run_agrees_with_the_real_run(name: str, fields: dict[str, Any]) -> 
     assert dry_run(cases.job(name), plan).total == pytest.approx(measured.total, rel=0.02)
 
 
+@pytest.mark.slow
 def test_sqrt_recomputation_estimate_agrees_with_the_run(profilers: dict[str, Profiler]) -> None:
     plan = tightfit.Plan(recompute="sqrt")
     dry = dry_run(cases.job("llama"), plan).total
@@ -91,7 +92,7 @@ def test_a_chunked_loss_is_estimated_below_and_above_one_chunk(
     assert estimated(profilers, "llama", fields) == pytest.approx(dry, rel=0.02)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tracing_one_of_equal_chunks_equals_tracing_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch has 8 chunks; on a processor the softmax takes each in two parts."""
@@ -115,7 +116,7 @@ def test_tracing_one_of_equal_chunks_equals_tracing_each(device: str, monkeypatc
     assert peak.rows == dry_run(job, plan, device).rows
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed"}], ids=str)
 def test_compiled_blocks_estimate_agrees_with_the_dry_run(
     fields: dict[str, Any], profilers: dict[str, Profiler]
@@ -126,6 +127,7 @@ def test_compiled_blocks_estimate_agrees_with_the_dry_run(
     assert dry < estimated(profilers, "llama", fields)  # fused operations leave fewer buffers
 
 
+@pytest.mark.slow
 def test_a_deep_model_costs_one_line_per_block() -> None:
     shallow, deep = (
         Profiler(cases.job("llama").replace(model={**cases.SPECS["llama"], "num_hidden_layers": depth}), "cpu")
@@ -148,6 +150,7 @@ def test_mixed_precision_states_take_16_bytes_per_parameter(profilers: dict[str,
     assert states / count == pytest.approx(16, rel=0.01)  # 4 + 4 + 8: fp32 weights and gradients, two fp32 moments
 
 
+@pytest.mark.slow
 def test_llama_2_7b_has_the_published_weight_bytes() -> None:
     job = tightfit.Job(
         model={"preset": "llama-2-7b"},

@@ -30,7 +30,7 @@ def losses(data: Any, **plan: Any) -> list[float]:
     return [step.loss for step in tightfit.train(tightfit.build(job, tightfit.Plan(**plan)))]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("count", [256, 20_000])
 def test_workers_prepare_a_list_of_many_tensors(count: int) -> None:
     data = pairs(count)

@@ -170,6 +170,7 @@ def test_sources_are_drawn_by_weight(tmp_path: Path) -> None:
     assert rows_of(halves) == rows_of([batch])
 
 
+@pytest.mark.slow
 def test_memory_is_within_the_prediction(tmp_path: Path) -> None:
     """A large file is read with less memory than predicted, and much less than the file has."""
     path = write(tmp_path / "large.jsonl", [{"text": " ".join(WORDS) * 40}] * 20_000)

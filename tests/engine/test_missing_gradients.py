@@ -79,7 +79,7 @@ def test_the_model_covers_every_kind_of_missing_gradient() -> None:
     assert any(any(a and not b for a, b in pairwise(there)) for there in had)  # goes again
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("fields", DIVIDED, ids=named)
 def test_several_devices_skip_parameters_without_gradient(fields: dict[str, Any]) -> None:
     every = fields in (DIVIDED[3], DIVIDED[4])

@@ -83,6 +83,7 @@ def test_the_trainer_accepts_the_advised_arguments(tmp_path: Path) -> None:
     assert not torch.equal(model.lm_head.weight, before)
 
 
+@pytest.mark.slow
 def test_a_collator_makes_the_samples(tmp_path: Path) -> None:
     seen: list[int] = []
 
@@ -124,6 +125,7 @@ def test_if_no_arguments_fit_the_error_names_tightfits_plan(tmp_path: Path) -> N
         for_trainer(model, arguments(tmp_path), samples(), machine="t4", allow=["fp16", "offload"])
 
 
+@pytest.mark.slow
 def test_the_models_own_loss_is_taken_if_its_task_is_unknown(tmp_path: Path) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -143,6 +145,7 @@ def classifier(labels: int) -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=labels, **sizes))
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("labels", "sample"),
     [(3, {"label": 1}), (1, {"labels": 0.5}), (3, {"labels": torch.tensor([1.0, 0.0, 0.0])})],
@@ -155,6 +158,7 @@ def test_what_the_trainer_makes_of_labels_is_made_here(tmp_path: Path, labels: i
     assert for_trainer(classifier(labels), given, rows, machine="rtx-4090").estimate.fits
 
 
+@pytest.mark.slow
 def test_labels_of_text_are_left_to_the_collator(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(8), "label": name} for name in ("cat", "dog") * 4]
 

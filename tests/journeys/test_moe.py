@@ -67,7 +67,7 @@ def trained_plainly() -> tuple[list[float], dict[str, Tensor]]:
     return losses, cases.state(model)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -89,7 +89,7 @@ def test_it_trains_as_plain_pytorch_does(fields: dict[str, Any]) -> None:
         assert cases.distance(others, weights) <= 1e-6
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("implementation", "fields"),
     spread(["grouped_mm", "eager"], [{}, {"micro_batch": 2}, {"recompute": "full"}, {"precision": "bf16-mixed"}], 2),

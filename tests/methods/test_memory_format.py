@@ -143,6 +143,7 @@ def test_operations_on_the_format_are_told_apart() -> None:
     assert {name + CHANNELS_LAST for name in ended} <= names(PLAN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ratio", "chosen"), [(2.0, "channels_last"), (0.5, "contiguous")])
 def test_search_takes_the_format_with_the_faster_kernels(ratio: float, chosen: str) -> None:
     machine = Machine.detect()

@@ -62,7 +62,7 @@ def test_momentum_is_corrected_by_the_number_of_micro_batches() -> None:
     assert 1 - (1 - momenta[4]) ** 3 == pytest.approx(0.1)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("device", "widths", "micro_batch", "said"),
     [
@@ -100,6 +100,7 @@ def test_advice_takes_no_number_of_tokens_for_a_width() -> None:
     assert estimate.advice == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("norm", "micro_batch", "said"), [(True, 8, 1), (True, None, 0), (False, 8, 0)])
 def test_advice_says_that_batch_norm_is_split(norm: bool, micro_batch: int | None, said: int) -> None:
     def model() -> nn.Module:

@@ -141,6 +141,7 @@ OF_THE_USER: dict[str, Any] = {
 WEIGHTS = torch.tensor([1.0, 2.0, 1.0, 1.0])
 
 
+@pytest.mark.slow
 def test_dicts_of_the_user_stay_as_they_are() -> None:
     """A program may go through a dict of its own while it plans or trains with an entry."""
     before, seen = list(OF_THE_USER.items()), []

@@ -59,7 +59,7 @@ def plan_and_build(loss: Any) -> Any:
     return tightfit.build(asked, chosen.plan)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("form", ["object", "method", "objective"])
 def test_planning_does_not_change_an_object(form: str) -> None:
     loss = Annealed()
@@ -78,6 +78,7 @@ def test_planning_does_not_change_an_object(form: str) -> None:
     assert loss.table.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_planning_does_not_change_a_module() -> None:
     loss = AnnealedModule()
     run = plan_and_build(loss)

@@ -198,7 +198,7 @@ def test_adapters_on_4_bits_train_in_16(precision: str) -> None:
             assert torch.equal(tensor, plain.model.state_dict()[name])
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -222,7 +222,7 @@ def test_sharded_4_bits_train_in_mixed_precision(fields: dict[str, Any]) -> None
     together(2, HERE + "check", fields)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}, {"recompute": "full", "micro_batch": 2}],
@@ -234,7 +234,7 @@ def test_predicted_bytes_are_measured(fields: dict[str, Any]) -> None:
     assert found < 0.9 * peaks(fields, {"rank": 4})[1]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     "fields", [{"zero": 2, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, {"pp": 2, "micro_batch": 2}], ids=str
 )
@@ -278,6 +278,7 @@ def test_methods_that_replace_layers_are_refused(fields: dict[str, Any]) -> None
         check_rules(tightfit.Plan(**fields), make_job(allow=["float8"]), "cuda")
 
 
+@pytest.mark.slow
 def test_the_model_is_created_on_the_host() -> None:
     with pytest.raises(InputError, match="full weights in host memory") as caught:
         check_rules(tightfit.Plan(materialize="device"), make_job(), "cpu")

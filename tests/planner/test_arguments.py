@@ -46,6 +46,7 @@ def test_search_adds_its_pins_to_those_of_the_job() -> None:
     assert tightfit.search(job("reference"), "l4")[0].plan == tightfit.Plan()
 
 
+@pytest.mark.slow
 def test_estimates_and_explanations_keep_the_job_s_pins() -> None:
     pinned = job({"micro_batch": 4, "precision": "fp32"})
     assert tightfit.estimate(pinned, machine="l4").plan == tightfit.Plan(micro_batch=4)
@@ -61,6 +62,7 @@ def test_a_misspelt_or_ill_typed_pin_is_refused(name: str) -> None:
         getattr(tightfit, name)(job({"micro_batch": "many"}))
 
 
+@pytest.mark.slow
 def test_a_mapping_is_read_as_a_plan() -> None:
     fields = {"micro_batch": 4}
     expected = tightfit.Plan(micro_batch=4)

@@ -73,6 +73,7 @@ def test_recompute_is_left_out_for_a_model_of_forces() -> None:
     assert "does not require grad" in why
 
 
+@pytest.mark.slow
 def test_train_and_explain_show_a_prediction_of_forces() -> None:
     job = make_estimator().job
     choice = choose_plan(job, Machine.named("a100-80gb"), {})

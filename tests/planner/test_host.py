@@ -185,6 +185,7 @@ def test_a_host_that_is_too_small_is_refused(limit: str, said: str) -> None:
         search(job, GPU, {"compile": "none"})
 
 
+@pytest.mark.slow
 def test_images_are_decoded_before_or_during_a_step(tmp_path: Path) -> None:
     noise = np.random.default_rng(0)
     for label in ("a", "b"):

@@ -56,7 +56,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed", "micro_batch": 4}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recurrent_layers_take_the_predicted_memory(kind: str, fields: dict[str, Any]) -> None:

@@ -208,7 +208,7 @@ def test_each_remedy_does_what_it_says(every: bool) -> None:
     assert search(small(limit), GPU, pins)[0].fits
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("longest", [64, 128, 256, 512])
 def test_a_refusal_names_the_longest_sequence_that_fits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few lengths are tried, and each is estimated as by a new estimator."""

@@ -95,7 +95,7 @@ QUICK = {4, 8, 13, 21, 26, 33, 36, 39}
 """Of PLANS: each axis and some schedules and stages of ZeRO. The slow suite has all."""
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -110,6 +110,7 @@ def test_estimate_of_each_device_agrees_with_its_dry_run(estimator: Estimator, f
     assert estimated == pytest.approx(dry_run(JOB, plan, "cuda", found.ledger.pipeline_rank).total, rel=0.06)
 
 
+@pytest.mark.slow
 def test_gathered_logits_cost_more_than_sharded_ones() -> None:
     """Both are predicted: the logits of all classes on each device, and the all-gather that brings them there."""
     table = {
@@ -173,7 +174,7 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(("offloaded", "fields"), spread(OFFLOADED, [{}, {"micro_batch": 4}], 4))
 def test_offloaded_tensors_take_no_device_memory(
     offloaded: tuple[str, tuple[str, ...]], fields: dict[str, Any]

@@ -209,6 +209,7 @@ def test_only_a_process_with_several_threads_is_helped(monkeypatch: pytest.Monke
     assert copy_count(9) == 0
 
 
+@pytest.mark.slow
 def test_traces_of_a_search_are_those_of_one_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search changes what Python and torch's compiler do with garbage, which may hold tensors."""
     monkeypatch.setattr(profiler, "cached", lambda key, make: make())

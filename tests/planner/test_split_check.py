@@ -116,7 +116,7 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
     return Estimator(tightfit.Job(model=model, data=Pairs(), loss=loss, train=train, allow=[], **job), machine)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("model", "loss", "depends"),
     [
@@ -156,6 +156,7 @@ def test_a_loss_that_compares_samples_is_found(model: Any, loss: Any, depends: b
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
+@pytest.mark.slow
 def test_large_models_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loss_depends_on_split(estimator_of(Tower, contrast))
     monkeypatch.setattr(split_check, "MOST_BYTES", 1)
@@ -207,6 +208,7 @@ def test_a_search_does_not_repeat_what_a_forward_changes(
     assert not any("the forward changes" in note for note in chosen.notes)
 
 
+@pytest.mark.slow
 def test_hooks_that_get_parts_of_a_gradient_are_told() -> None:
     estimator = estimator_of(Hooked, apart)
     pins = {"compile": "none", "recompute": "none", "micro_batch": 256}

@@ -26,7 +26,7 @@ def job(name: str) -> tightfit.Job:
     return tightfit.Job(model=model, data=samples(), loss=loss, allow=["bf16"], train=train)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("name", "fields"),
     spread(
@@ -66,6 +66,7 @@ def test_a_parameter_without_elements_is_estimated() -> None:
         assert estimate(asked, {}, machine).peak.total > 0
 
 
+@pytest.mark.slow
 def test_blocks_that_run_at_random_are_predicted_or_refused() -> None:
     class Sometimes(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,7 @@ def test_a_large_batch_of_pairs_says_nothing_of_a_small_one() -> None:
     assert fresh.is_far_too_large(tightfit.Plan(micro_batch=1024))
 
 
+@pytest.mark.slow
 def test_the_largest_size_with_room_for_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator takes 60 % more than the tensors, so the largest micro-batch of tensors does not fit."""
     monkeypatch.setattr("tightfit.planner.estimator.reserved_bytes", lambda ledger, **_: 1.6 * ledger.peak().total)
@@ -120,6 +121,7 @@ def test_no_size_is_tried_that_the_allocator_rules_out(monkeypatch: pytest.Monke
     assert len(shrink_micro_batch(estimator, plans, float("inf"))) == 2
 
 
+@pytest.mark.slow
 def test_a_model_without_blocks_has_no_fewer_to_recompute() -> None:
     peak = estimator_of(Rows).estimate(tightfit.Plan(micro_batch=1024)).peak_bytes
     found = estimate_candidates(estimator_of(Rows, 1.1 * peak), tightfit.Plan(), {})

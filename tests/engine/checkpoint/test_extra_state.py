@@ -135,6 +135,7 @@ def test_extra_states_of_all_pipeline_ranks_are_saved(tmp_path: Path) -> None:
     assert len(parts[0]) < 3
 
 
+@pytest.mark.slow
 def test_a_parameter_server_saves_a_worker_s_extra_state(tmp_path: Path) -> None:
     together(3, HERE + "trained", str(tmp_path), {"parameter_server": "sync", "dp_replicate": 2})
     assert resumed(str(tmp_path), {}) == BOTH

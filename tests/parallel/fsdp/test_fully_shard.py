@@ -165,6 +165,7 @@ def test_gradient_hooks_work_while_gradients_are_unsharded(fields: dict[str, Any
         assert changed[1] > 0
 
 
+@pytest.mark.slow
 def test_a_search_skips_plans_that_the_model_refuses() -> None:
     job, machine = job_of("scaled"), Machine.named("a100-80gb:2")
     with pytest.raises(InputError, match="single number"):
