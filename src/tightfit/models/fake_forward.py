@@ -146,7 +146,8 @@ def _substitutions(model: nn.Module) -> Iterator[dict[str, None]]:
         return note
 
     for path, module in model.named_modules():
-        if own := own_parameters(module):
+        scripted = isinstance(module, torch.jit.ScriptModule)  # which nobody calls with other tensors
+        if not scripted and (own := own_parameters(module)):
             hooks.append(module.register_forward_pre_hook(watch(path, dict(own))))
     try:
         yield found
