@@ -215,7 +215,7 @@ def changed(change: dict[str, Any]) -> dict[str, Any]:
     return job
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 def test_a_mistake_exits_with_code_2_and_a_remedy(
@@ -243,7 +243,7 @@ def test_at_least_forty_mistakes_are_tested() -> None:
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("command", ["train", "verify"])
 @pytest.mark.parametrize(
     "change",

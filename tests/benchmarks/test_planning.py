@@ -48,7 +48,7 @@ def compared(name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", ["rasbt-05", "rasbt-06", "hf-bertlarge-ga4", "tune-3b-actckpt", "titan-t1-fsdp8"])
 def test_published_memory_is_reproduced(name: str) -> None:
     found = compared(name)
@@ -80,7 +80,7 @@ def test_the_readme_counts_the_published_runs() -> None:
         assert f"| {f'`{group}.yaml`' if group else 'all'} | {len(those)} | {compared} |" in readme
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "name", ["mpt-760m-a100_80gb-s2048-g8-amp_bf16-mb24-r119", "mpt-13b-h100_80gb-s2048-g64-amp_bf16-mb2-r30"]
 )

@@ -295,7 +295,7 @@ WITH_WORKERS = [p for p in PAIRS if has_workers(p) and not is_compiled(p)]
 USUAL_WITH_WORKERS = [p for p in WITH_WORKERS if not on_several(p) and all(map(is_usual, p))]
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("items", USUAL_WITH_WORKERS, ids=named)
 def test_pair_with_data_workers_matches_plain_pytorch(items: list[Variant]) -> None:
     """On one model: each of these starts processes, which takes seconds, and what they prepare is the same batches."""
@@ -363,7 +363,7 @@ def test_compiled_method_matches_plain_pytorch(
     hold(name, items, device=device)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("items", part([p for p in PAIRS if ("compile", {"compile": "block"}) in p], 4, named))
 def test_compiled_pair_composes_on_one_model(items: list[Variant], fresh_compiler: None) -> None:
     """Block by block, as search does; traced and differentiated as compiled, but run by eager kernels, which is quick. The slow

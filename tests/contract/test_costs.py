@@ -42,7 +42,7 @@ def profiler(name: str, device: str) -> Profiler:
     return Profiler(job(name), device)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("name", "items"), CASES)
 def test_the_ledger_of_a_method_has_the_peak_of_its_dry_run(name: str, items: list[Variant]) -> None:
     ((_, fields),) = items

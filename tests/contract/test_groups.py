@@ -81,7 +81,7 @@ def plain(case: cases.Case) -> tuple[list[float], dict[str, Tensor]]:
     return losses, cases.state(model)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", part([*ONE, *SEVERAL], 3))
 def test_groups_match_plain_pytorch(fields: dict[str, Any]) -> None:
     case = cases.make_case("llama", **TRAIN)
@@ -97,7 +97,7 @@ OPTIMIZERS = ("adafactor", "sgd", "lamb", "lars", "lion", "muon")
 SHARDED = [{"zero": 2, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, {"tp": 2}, {"pp": 2}]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("optimizer", "fields"),
     [
@@ -118,6 +118,7 @@ def test_every_sharded_optimizer_follows_groups(optimizer: str, fields: dict[str
     assert cases.distance(weights, expected) <= near
 
 
+@pytest.mark.slow
 def test_a_pattern_of_another_stage_is_no_error() -> None:
     """Only the first stage of a pipeline has the embedding; the pattern is looked up in the whole model."""
     case = cases.make_case("llama", groups=[{"match": "*.embed_tokens.*", "learning_rate": 1e-3}])

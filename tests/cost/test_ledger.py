@@ -48,7 +48,7 @@ def estimated(profilers: dict[str, Profiler], name: str, fields: dict[str, Any])
     return estimated_ledger(profilers[name], tightfit.Plan(**fields), MACHINE).peak().total
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "fields"), spread(cases.NAMES, PLANS, 8))
 def test_estimate_agrees_with_the_dry_run(name: str, fields: dict[str, Any], profilers: dict[str, Profiler]) -> None:
     if name == "convolutions" and "recompute" in fields:
@@ -59,7 +59,7 @@ def test_estimate_agrees_with_the_dry_run(name: str, fields: dict[str, Any], pro
     assert estimated(profilers, name, fields) == pytest.approx(dry.total, rel=0.02)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("name", "fields"),
     spread(cases.NAMES, [{}, {"precision": "bf16-mixed", "recompute": "full", "micro_batch": 4}], 4),
@@ -92,7 +92,7 @@ def test_a_chunked_loss_is_estimated_below_and_above_one_chunk(
     assert estimated(profilers, "llama", fields) == pytest.approx(dry, rel=0.02)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tracing_one_of_equal_chunks_equals_tracing_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch has 8 chunks; on a processor the softmax takes each in two parts."""
@@ -116,7 +116,7 @@ def test_tracing_one_of_equal_chunks_equals_tracing_each(device: str, monkeypatc
     assert peak.rows == dry_run(job, plan, device).rows
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed"}], ids=str)
 def test_compiled_blocks_estimate_agrees_with_the_dry_run(
     fields: dict[str, Any], profilers: dict[str, Profiler]

@@ -30,7 +30,7 @@ def losses(data: Any, **plan: Any) -> list[float]:
     return [step.loss for step in tightfit.train(tightfit.build(job, tightfit.Plan(**plan)))]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("count", [256, 20_000])
 def test_workers_prepare_a_list_of_many_tensors(count: int) -> None:
     data = pairs(count)
@@ -41,6 +41,7 @@ def _answer(given: DatasetObject, queue: Any) -> None:
     queue.put(float(sum(sample.sum() for sample, _ in given.dataset)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
 )  # of fork, from Python 3.12 on

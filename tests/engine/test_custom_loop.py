@@ -171,7 +171,7 @@ SEVERAL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("fields", SEVERAL, ids=str)
 def test_two_processes_train_as_one(fields: dict[str, Any]) -> None:
     for arguments in (("penalty",), ("plain", 2, 0.1)):
@@ -341,7 +341,7 @@ def looped(plan: Plan) -> Callable[[Tensor, Tensor], None]:
     return step
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "fields",
     [

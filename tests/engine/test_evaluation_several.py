@@ -85,7 +85,7 @@ def hold(fields: dict[str, Any], samples: int = SAMPLES) -> None:
             assert found[counted] == pytest.approx(expected[counted], rel=1e-7)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_values_are_those_of_one_process(fields: dict[str, Any]) -> None:
     hold(fields)

@@ -202,7 +202,7 @@ def quick(parameter: Any) -> Any:
     return pytest.param(*parameter.values, id=parameter.id, marks=pytest.mark.slow) if compiles else parameter
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.filterwarnings("default::tightfit.errors.TightfitWarning")
 @pytest.mark.parametrize(("settings", "name"), [quick(one) for one in spread(list(SETTINGS), list(PLANS), 46)])
 def test_each_value_trains_like_the_reference_or_is_refused(

@@ -63,7 +63,7 @@ def test_a_released_run_is_freed(fields: dict[str, Any]) -> None:
     assert left(fields) == 0
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", SEVERAL, ids=str)
 def test_a_released_run_on_several_devices_is_freed(fields: dict[str, Any]) -> None:
     assert together(2, HERE + "left", fields) == [0, 0]

@@ -79,13 +79,14 @@ def test_the_model_covers_every_kind_of_missing_gradient() -> None:
     assert any(any(a and not b for a, b in pairwise(there)) for there in had)  # goes again
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", DIVIDED, ids=named)
 def test_several_devices_skip_parameters_without_gradient(fields: dict[str, Any]) -> None:
     every = fields in (DIVIDED[3], DIVIDED[4])
     hold(fields, OPTIMIZERS if every else ("adamw", "lars"))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("fields", [DIVIDED[2], DIVIDED[6], DIVIDED[8], DIVIDED[9]], ids=named)
 def test_several_devices_skip_missing_gradients_when_clipping(fields: dict[str, Any]) -> None:
     hold(fields, ("adamw", "sgd"), clip=0.05)

@@ -118,13 +118,13 @@ def named(value: Any) -> str:
     return ",".join(f"{k}={v}" for k, v in value.items()) or "plain" if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", part(ALONE, 4, named))
 def test_one_device_mixes_no_host_and_device_tensors(device: Device, fields: dict[str, Any]) -> None:
     assert device.says("llama", fields) == ""
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("plan", part(SEVERAL, 4, lambda plan: f"{named(plan[0])}-{plan[1]}"))
 def test_several_devices_mix_no_host_and_device_tensors(device: Device, plan: tuple[dict[str, Any], int]) -> None:
     fields, rank = plan

@@ -69,7 +69,7 @@ def size_of(fields: dict[str, Any]) -> int:
     return tightfit.Plan(**fields).devices
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in AXES])
 def test_several_processes_sample_the_same_text_as_one(name: str) -> None:
     fields = AXES[name]

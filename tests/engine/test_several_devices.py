@@ -96,13 +96,13 @@ def hold(name: str, fields: dict[str, Any], bound: float = 1e-6, **settings: Any
             assert found[1] == (wanted[1] and pytest.approx(wanted[1], rel=2e-6))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "fields"), spread(["gpt2", "bert", "vit"], [*PLANS, *HYBRID], 3, said))
 def test_a_sharded_model_trains_like_the_whole_one(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("name", "fields"), spread(["gpt2", "t5", "bert", "vit"], SLICED, 4, said))
 def test_a_tensor_parallel_model_trains_like_the_whole_one(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
@@ -113,7 +113,7 @@ def test_sequence_parallel_positions_train_like_whole_ones(fields: dict[str, Any
     hold(name, fields, clip=0.1)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "fields"), spread(["llama", "gpt2", "bert", "vit"], PIPED, 4, said))
 def test_a_pipeline_trains_like_the_whole_model(fields: dict[str, Any], name: str) -> None:
     hold(name, fields)
@@ -131,7 +131,7 @@ def test_pp_tp_and_zero_3_together_train_like_one_device(name: str) -> None:
     hold(name, CUBE, clip=0.1)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("optimizer", "fields"),
     spread(
@@ -190,7 +190,7 @@ SAVED = [*PLANS, {**PLANS[1], "states": "8-bit"}, SLICED[0], SLICED[4], PIPED[5]
 OF_MATRICES = ((SLICED[4], "muon"), (PIPED[5], "lamb"))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("fields", "optimizer"),
     [

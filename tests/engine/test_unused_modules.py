@@ -102,7 +102,7 @@ def refused(fields: dict[str, Any], model: Any, first: int | None = None) -> tup
     return "", steps, 0.0
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("fields", LAYERS, ids=named)
 @pytest.mark.parametrize("model", REFUSED)
 def test_layers_called_on_some_devices_only_are_refused_on_all(fields: dict[str, Any], model: Any) -> None:
@@ -144,7 +144,7 @@ def trained(fields: dict[str, Any], optimizers: tuple[str, ...]) -> list[Any]:
     ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", PLANS, ids=named)
 def test_devices_that_use_other_modules_train_the_same_model(fields: dict[str, Any]) -> None:
     optimizers = ("adamw", "lamb", "adafactor") if fields is PLANS[1] else ("adamw",)

@@ -447,13 +447,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("model", "fields"), EQUAL, ids=str)
 def test_unusual_models_train_as_in_plain_pytorch(model: str, fields: dict[str, Any]) -> None:
     hold(model, fields)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("model", "fields", "said"), REFUSED, ids=str)
 def test_plans_that_would_change_unusual_models_are_refused(model: str, fields: dict[str, Any], said: str) -> None:
     devices = tightfit.Plan(**fields).devices
@@ -461,7 +461,7 @@ def test_plans_that_would_change_unusual_models_are_refused(model: str, fields: 
     assert all(said in one for one in found)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", ["encoder", "encoder and decoder", "teacher"])
 def test_models_that_copy_modules_can_be_predicted(name: str) -> None:
     """nn.TransformerEncoder and models with a teacher deep-copy modules when they are made."""

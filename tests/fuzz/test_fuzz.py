@@ -11,7 +11,7 @@ from tests.fuzz.targets import TARGETS
 COUNT = 400  # files, of all kinds
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("target", TARGETS)
 def test_drawn_files_are_accepted_or_refused(target: str) -> None:

@@ -217,7 +217,7 @@ def test_the_text_of_a_template_becomes_a_file(folder: Path) -> None:
     assert samples.tokenizer.decode(ids).startswith("[user] Add ")
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     "content",
     [

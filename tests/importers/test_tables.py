@@ -38,7 +38,7 @@ def test_defaults_are_keys_of_the_table(importer: Importer) -> None:
     assert all(any(key.name == name for key in importer.keys) for name in importer.defaults)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @by_tool
 @pytest.mark.parametrize("third", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2))])
 def test_no_value_ends_in_a_traceback(importer: Importer, third: int) -> None:

@@ -145,7 +145,7 @@ def classifier(labels: int) -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=labels, **sizes))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("labels", "sample"),
     [(3, {"label": 1}), (1, {"labels": 0.5}), (3, {"labels": torch.tensor([1.0, 0.0, 0.0])})],

@@ -144,7 +144,7 @@ def test_a_gan_trains_as_in_plain_pytorch(plan: Plan) -> None:
     assert means == pytest.approx(expected_losses, rel=1e-5)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("plan", [Plan(), *PLANS], ids=str)
 def test_the_memory_of_a_gan_is_explained(plan: Plan) -> None:
     explained = tightfit.explain_loop(gan, plan, [one.chunk(plan.devices)[0] for one in batch(0)])

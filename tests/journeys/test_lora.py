@@ -37,7 +37,7 @@ def adapted_job(tmp_path: Path, dora: bool = False) -> Job:
     return Job.parse({"model": model, "data": content["data"], "train": train})
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("dora", [False, True])
 def test_lora_from_a_folder_to_transformers(dora: bool, tmp_path: Path) -> None:
     job, plan, machine = adapted_job(tmp_path, dora), tightfit.Plan(), Machine.detect()

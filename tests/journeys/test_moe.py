@@ -67,7 +67,7 @@ def trained_plainly() -> tuple[list[float], dict[str, Tensor]]:
     return losses, cases.state(model)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -89,7 +89,7 @@ def test_it_trains_as_plain_pytorch_does(fields: dict[str, Any]) -> None:
         assert cases.distance(others, weights) <= 1e-6
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("implementation", "fields"),
     spread(["grouped_mm", "eager"], [{}, {"micro_batch": 2}, {"recompute": "full"}, {"precision": "bf16-mixed"}], 2),
@@ -108,6 +108,7 @@ def test_its_peak_is_predicted(fields: dict[str, Any], implementation: str) -> N
     assert dry_run(sample, plan).total == pytest.approx(measured.total, rel=0.05)
 
 
+@pytest.mark.slow
 def test_explain_states_how_tokens_are_spread() -> None:
     machine, skewed = tightfit.Machine.named("rtx-4090"), tightfit.Train(**SETTINGS, expert_imbalance=1.5)
     said = tightfit.explain(job(), tightfit.Plan(), machine)

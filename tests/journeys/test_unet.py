@@ -148,7 +148,7 @@ def test_it_trains_and_scores_as_plain_pytorch_does(fields: dict[str, Any]) -> N
         assert scores == pytest.approx(metrics, rel=1e-5)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", PLANS, ids=str)
 def test_its_peak_is_predicted(fields: dict[str, Any]) -> None:
     sample, plan = job(), tightfit.Plan(**fields)

@@ -50,7 +50,7 @@ def test_vit_counts_its_patches_blocks_and_head() -> None:
     assert count(make_case("vit").job) == BATCH * (embedding + blocks + 2 * HIDDEN * labels)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("name", "plan"),
     spread(
@@ -73,7 +73,7 @@ def test_a_plan_does_not_change_the_count(name: str, plan: dict[str, Any]) -> No
     assert count(job, **plan) == plain
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("plan", [{"chunked_loss": 5}, {"attention": "blocked"}], ids=str)
 def test_a_plan_does_not_change_the_count_of_language_models(name: str, plan: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def test_a_micro_batch_counts_for_its_samples() -> None:
     assert whole == 2 * half
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("model", [LLAMA, BERT], ids=lambda model: model["architecture"])
 def test_padding_counts_like_other_positions(model: dict[str, Any]) -> None:
     tokens = torch.arange(LENGTH)

@@ -104,7 +104,7 @@ def test_buffers_count_as_the_model_s() -> None:
     assert peak.rows["parameters"] == tensor_bytes(run.model.parameters()) + tensor_bytes(run.model.buffers())
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("plan", [*PLANS, {"compile": "model"}], ids=str)
 def test_an_observed_step_is_bit_for_bit_the_same(plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
@@ -149,7 +149,7 @@ def test_the_allocator_agrees_with_the_storages(name: str, plan: dict[str, Any])
         assert allocated.rows["gradients"] == 0  # of the first backward they are not told from what it frees
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks for one
 @pytest.mark.parametrize("compile", ["block", "model"])
 def test_the_allocator_counts_compiled_steps(compile: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def measured(job: tightfit.Job, plan: tightfit.Plan, device: str) -> int:
     return sample_step(run, next(steps), 2)[1].total
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("fields", "device"),
     [

@@ -60,7 +60,7 @@ def test_equivalent_plans_pass(job: tightfit.Job, plan: dict[str, Any]) -> None:
         assert set(result.content()[each]) == {"loss", "gradients", "weights"}  # type: ignore[call-overload]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("architecture", ["bert", "t5", "opt", "electra"])
 @pytest.mark.parametrize(
     "plan", [{"dropout": "16-bit"}, {"attention": "blocked"}, {"micro_batch": 2}, {"recompute": "full"}], ids=str
@@ -103,7 +103,7 @@ def test_a_method_that_changes_the_job_fails(job: tightfit.Job, monkeypatch: pyt
     assert not tightfit.verify(job, tightfit.Plan(recompute="full")).passed
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("name", cases.NAMES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"])
 def test_every_precision_passes_with_the_default_epsilon(name: str, precision: str) -> None:

@@ -131,7 +131,7 @@ class Counted(nn.Module):
         return x
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("regions", ["block", "model"])
 def test_the_compiler_does_not_recompute_buffer_updates(regions: str, counter: CompileCounterWithBackend) -> None:
     samples = [(torch.randn(8), index % 8) for index in range(8)]

@@ -43,7 +43,7 @@ def trained(
     return [step.loss for step in tightfit.train(run)], cases.state_of(run)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("model", "length", "padding", "fields"),
     [

@@ -110,7 +110,7 @@ def test_recomputation_changes_nothing(recompute: str) -> None:
     assert again == pytest.approx(losses, rel=1e-6)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("name", "fields", "alone"),
     [
@@ -329,7 +329,7 @@ ALSO_PREDICTED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields", [*PREDICTED, *(pytest.param(fields, marks=pytest.mark.slow) for fields in ALSO_PREDICTED)], ids=str
 )

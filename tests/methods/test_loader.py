@@ -108,7 +108,7 @@ def test_micro_batches_hold_the_same_samples_as_the_batch(case: str, micro_batch
     assert same(stacked(whole), stacked(pieces))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("case", CASES)
 def test_workers_give_the_same_batches(case: str) -> None:
     source, model = CASES[case]

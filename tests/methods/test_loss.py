@@ -459,7 +459,7 @@ def test_predictions_count_logits_for_the_share_of_labels(device: str) -> None:
     assert dry_run(job, plan, device).total < dry_run(every, plan, device).total
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("compiled", ["block", "model"])
 def test_another_number_of_labels_compiles_nothing_again(compiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
@@ -507,7 +507,7 @@ def trained_on_some_labels(fields: dict[str, Any]) -> tuple[list[float], dict[st
     return [result.loss for result in tightfit.train(run)], cases.state_of(run), left_out
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields", [{"tp": 2}, {"pp": 2, "micro_batch": 4}, {"dp_shard": 2, "zero": 3}, {"cp": 2}], ids=str
 )

@@ -99,7 +99,7 @@ def hold(case: cases.Case, plan: tightfit.Plan, near: float = 0.0) -> None:
         assert torch.equal(parameter, masters_of(run)[name].to(parameter.dtype))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lion", "lamb", "lars", "adafactor", "muon"])
 def test_every_optimizer_updates_the_masters(optimizer: str) -> None:
     """Exactly as it updates plain fp32 weights: in bf16 with several micro-batches."""
@@ -244,7 +244,7 @@ def test_a_skipped_step_leaves_masters_and_weights() -> None:
                 assert not skipped or all(torch.equal(states[number][name], value) for name, value in kept.items())
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("fields", "each"),
     [

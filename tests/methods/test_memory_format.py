@@ -136,6 +136,7 @@ def names(plan: tightfit.Plan) -> set[str]:
     return {one.name for segment in ledger.training for one in segment.timeline.operations}
 
 
+@pytest.mark.slow
 def test_operations_on_the_format_are_told_apart() -> None:
     ended = {"aten.convolution", "aten.convolution_backward", "aten.max_pool2d_with_indices"}
     assert ended <= names(tightfit.Plan())

@@ -100,6 +100,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return added
 
 
+@pytest.mark.slow
 def test_a_method_that_is_only_listed_is_found_everywhere(toy: ModuleType) -> None:
     machine = Machine.named("a100-80gb")
     job = tightfit.Job(

@@ -62,7 +62,7 @@ def test_momentum_is_corrected_by_the_number_of_micro_batches() -> None:
     assert 1 - (1 - momenta[4]) ** 3 == pytest.approx(0.1)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("device", "widths", "micro_batch", "said"),
     [

@@ -38,7 +38,7 @@ def apart() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("name", ["llama", "bert", "vit", "batchnorm"])
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_every_optimizer_updates_offloaded_states(optimizer: str, words: tuple[s
     same_as_on_the_device(cases.make_case("llama").replace(optimizer=optimizer), {}, words)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize(
     "fields",

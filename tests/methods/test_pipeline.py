@@ -205,7 +205,7 @@ def simulated(
     return losses, cases.state(run.model)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("vertical_sync", [False, True])
 @pytest.mark.parametrize(
     ("name", "fields", "train"),

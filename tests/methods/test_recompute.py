@@ -103,6 +103,7 @@ def gradients(run: Run) -> list[Tensor]:
     return [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(
     ("recompute", "again"),
     [
@@ -419,7 +420,7 @@ def test_sqrt_refuses_a_model_that_uses_inner_outputs(model: Callable[[], nn.Mod
         tightfit.build(job, tightfit.Plan(recompute="sqrt", compile=compile))
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("model", [Net, Doubling, Alone, Backwards, Masked, SumOfAll, SumAtTheEnd])
 def test_explain_offers_sqrt_where_training_accepts_it(model: type[nn.Module]) -> None:
     job, plan, said = build("none", model).job, tightfit.Plan(recompute="sqrt"), ""
@@ -467,7 +468,7 @@ def test_a_block_that_differs_when_recomputed_is_refused() -> None:
         next(tightfit.train(run))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("recompute", ["full", "selective-2"])
 def test_compiled_blocks_are_compiled_in_both_forwards(recompute: str) -> None:
     """The estimate's first forward of a recomputed block runs the kernels of a compiled block, not those of

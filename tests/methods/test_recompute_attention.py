@@ -246,7 +246,7 @@ def job_of(attention: str, device_steps: int = 3) -> tightfit.Job:
     return tightfit.Job(model=model, data=data, train=tightfit.Train(batch=8, steps=device_steps), allow=["bf16"])
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("attention", "fields"),
     [
@@ -333,7 +333,7 @@ def test_a_changed_mask_is_noticed() -> None:
         gradients(again)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_compiled_blocks_recompute_it_too(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tightfit.methods import compile

@@ -114,7 +114,7 @@ def generators() -> Iterator[None]:
     numpy.random.set_state(states[1])
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("recompute", ["full", "selective", "selective-2", "every-2", "first-3", "sqrt"])
 @pytest.mark.parametrize("block", [PythonDraw, StoredPythonNormal, NumPyDraw, StoredNumPyNormal, DropPath])
 def test_a_recomputed_block_draws_the_same_numbers_again(block: type[nn.Module], recompute: str) -> None:

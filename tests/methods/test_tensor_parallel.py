@@ -96,7 +96,7 @@ def trained(model: Any, fields: dict[str, Any], length: int = 16, **more: Any) -
     return [step.loss for step in tightfit.train(run)], cases.state_of(run)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recomputation_draws_the_same_dropout(recompute: str) -> None:
     """With recomputation the losses and updates of a step equal those without it."""
@@ -164,7 +164,7 @@ def test_a_model_that_computes_with_all_heads_is_named() -> None:
         assert "fails where a device has only its part of the heads" in error
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("recompute", ["none", "every-2"])
 def test_indivisible_positions_are_padded(size: int, recompute: str) -> None:
@@ -194,7 +194,7 @@ def saved_sizes(fields: dict[str, Any]) -> list[int]:
     return list(found.values())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("length", [16, 13])
 def test_compiled_blocks_gather_their_inputs_again(length: int) -> None:
     """They train as plain PyTorch does."""
@@ -259,7 +259,7 @@ PRODUCTS = {f"*.{name}_proj": "colwise" for name in ("q", "k", "v", "gate", "up"
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("style", ["colwise", "colwise_gather_output", "whole"])
 @pytest.mark.parametrize("more", [{}, {"sequence_parallel": True}, {"chunked_loss": 8}])
 def test_a_table_may_shard_the_head(style: str, more: dict[str, Any]) -> None:
@@ -429,7 +429,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 IN_PART = {"phi3", "olmo2", "olmo3", *EXPERTS}  # some of their activations are whole on each device
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("sequences", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", [*FAMILIES, *EXPERTS])
 def test_models_with_other_tables_train_like_one_device(name: str, sequences: bool) -> None:

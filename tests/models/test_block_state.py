@@ -194,7 +194,8 @@ def test_recomputation_of_such_blocks_is_refused(recompute: str) -> None:
 
 def test_a_search_does_not_recompute_such_blocks() -> None:
     machine = tightfit.Machine.named("l4")
-    pins = {"micro_batch": None, "compile": "none", "update_in_backward": False}
+    plan = tightfit.Plan(materialize="device")
+    pins = {name: getattr(plan, name) for name in tightfit.Plan.field_names() if name != "recompute"}
 
     def asked(model: Any, limit: float | None = None) -> tightfit.Job:
         data = [(torch.zeros(4096, WIDTH), torch.zeros(4096, 4)) for _ in range(8)]
@@ -203,8 +204,8 @@ def test_a_search_does_not_recompute_such_blocks() -> None:
         return tightfit.Job(model=model, data=data, loss=loss, train=settings, allow=(), **limits)
 
     def limit(model: Any) -> float:
-        plans = (tightfit.Plan(recompute=recompute, materialize="device") for recompute in ("none", "full"))
-        most, least = (tightfit.estimate(asked(model), plan, machine).peak_bytes for plan in plans)
+        plans = (plan.replace(recompute=recompute) for recompute in ("none", "full"))
+        most, least = (tightfit.estimate(asked(model), one, machine).peak_bytes for one in plans)
         return (most + least) / 2
 
     assert tightfit.search(asked(Net, limit(Net)), machine, pins)[0].plan.recomputes_blocks

@@ -42,6 +42,7 @@ def rows() -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize(("name", "sizes"), KINDS, ids=[name for name, _ in KINDS])
 def test_a_function_s_model_trains_with_transformers_loss(name: str, sizes: dict[str, Any]) -> None:
     train = tightfit.Train(optimizer="sgd", momentum=0.0, batch=4, steps=STEPS, learning_rate=RATE, trackers=())

@@ -107,7 +107,7 @@ def test_adapters_train_in_16_bits(precision: str) -> None:
     check({}, {"precision": precision})
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize(
     "fields",
@@ -139,7 +139,7 @@ def peaks(fields: dict[str, Any]) -> tuple[float, int]:
     return predicted, sample_step(run, next(steps), 2)[1].total
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields", [{"zero": 2, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, {"pp": 2, "micro_batch": 2}], ids=str
 )

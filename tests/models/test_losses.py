@@ -128,7 +128,7 @@ def job_of(loss: Any, targets: Tensor | None = None, **fields: Any) -> tightfit.
     return tightfit.Job(**{"model": Perceptron, "data": data, "loss": loss, "train": train, "allow": [], **fields})
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("loss", "targets"), LOSSES, ids=lambda one: getattr(one, "__name__", type(one).__name__))
 def test_torch_s_losses_train_like_plain_pytorch(loss: Any, targets: Tensor) -> None:
     expected, reference = plain(loss, targets, 3)

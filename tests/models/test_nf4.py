@@ -198,7 +198,7 @@ def test_adapters_on_4_bits_train_in_16(precision: str) -> None:
             assert torch.equal(tensor, plain.model.state_dict()[name])
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -222,7 +222,7 @@ def test_sharded_4_bits_train_in_mixed_precision(fields: dict[str, Any]) -> None
     together(2, HERE + "check", fields)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"precision": "bf16-mixed"}, {"precision": "bf16-true"}, {"recompute": "full", "micro_batch": 2}],
@@ -234,7 +234,7 @@ def test_predicted_bytes_are_measured(fields: dict[str, Any]) -> None:
     assert found < 0.9 * peaks(fields, {"rank": 4})[1]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields", [{"zero": 2, "dp_shard": 2}, {"zero": 3, "dp_shard": 2}, {"pp": 2, "micro_batch": 2}], ids=str
 )

@@ -120,7 +120,7 @@ def make(groups: bool = False, **train: Any) -> cases.Case:
     return cases.Case("llama", case.job.replace(train=Train(**{**own, **more, **train})), case.plain_loss)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("fields", "groups"),
     [

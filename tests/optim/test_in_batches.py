@@ -51,7 +51,7 @@ def assert_same_states(one: Any, two: Any) -> None:
             assert value == two[name], name
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("elements", [2**24, 5000, 1], ids=["one batch", "some", "each alone"])
 @pytest.mark.parametrize(("dtype", "rounding", "width"), KINDS, ids=lambda one: str(one).removeprefix("torch."))
 @pytest.mark.parametrize("name", ELEMENTWISE)

@@ -278,7 +278,7 @@ def test_each_weight_is_rounded_with_its_own_noise() -> None:
     assert not torch.equal(*weights)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -347,7 +347,7 @@ def test_kahan_and_plain_optimizers_load_each_other_s_states() -> None:
     assert {state["exp_avg"].dtype for state in back.state.values()} == {torch.float32}
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("rounding", ["nearest", "kahan", "stochastic"])
 @pytest.mark.parametrize(("name", "width"), [*itertools.product(ELEMENTWISE, WIDTHS), ("muon", "fp32")])
 def test_runs_on_fake_tensors(name: str, width: str, rounding: str) -> None:
@@ -514,7 +514,7 @@ def overflowing(name: str, batched: bool, way: dict[str, Any], by_the_device: bo
     return weights, states
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_an_overflow_unknown_to_the_host_changes_nothing(name: str, way: dict[str, Any]) -> None:

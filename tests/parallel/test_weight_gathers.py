@@ -128,7 +128,7 @@ def trained(name: str, fields: dict[str, Any]) -> tuple[list[float], dict[str, T
         return [step.loss for step in tightfit.train(run, weights_at_yield=False)], weights_of(run)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_no_weight_is_read_before_it_is_gathered(name: str, plan: str) -> None:

@@ -62,14 +62,14 @@ def estimated(model: dict[str, Any], data: dict[str, Any]) -> Estimate:
     return estimate(job, tightfit.Plan(), GPU)
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("architecture", IMAGES)
 def test_models_of_images_are_estimated(architecture: str) -> None:
     model = tiny(architecture, IMAGES[architecture])
     assert estimated(model, {"synthetic": "images", "image_size": model.get("image_size", 32)}).peak_bytes > 0
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("architecture", TEXTS)
 def test_models_of_text_with_kinds_of_layers_are_estimated(architecture: str) -> None:
     model = tiny(architecture, TEXTS[architecture])

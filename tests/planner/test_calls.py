@@ -142,7 +142,7 @@ def profilers() -> dict[type[nn.Module], Profiler]:
     return {model: Profiler(job(model), "cpu") for model in MODELS}
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(("model", "fields"), spread(MODELS, PLANS, 2, lambda one: getattr(one, "__name__", str(one))))
 def test_estimate_agrees_with_the_dry_run(
     model: type[nn.Module], fields: dict[str, Any], profilers: dict[type[nn.Module], Profiler]
@@ -152,7 +152,7 @@ def test_estimate_agrees_with_the_dry_run(
     assert estimated == pytest.approx(dry_run(job(model), plan).total, rel=0.02)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("model", MODELS)
 def test_dry_run_agrees_with_the_real_run(model: type[nn.Module]) -> None:
     plan = tightfit.Plan(recompute="full")
@@ -163,6 +163,7 @@ def test_dry_run_agrees_with_the_real_run(model: type[nn.Module]) -> None:
     assert dry_run(job(model), plan).total == pytest.approx(measured.total, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Twice, RectifiedTwice])
 def test_segments_of_blocks_called_twice_are_estimated(
     model: type[nn.Module], profilers: dict[type[nn.Module], Profiler]

@@ -90,6 +90,7 @@ class Grouped(nn.Module):
         return self.norm(self.inner(self.before(x))).mean((2, 3))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(("groups", "transposed"), [(1, False), (4, False), (8, False), (4, True)])
 def test_a_backward_has_twice_the_flops_of_its_forward(groups: int, transposed: bool) -> None:
     data = [(torch.zeros(3, 9, 9), 0)] * 4

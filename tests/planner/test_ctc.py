@@ -87,7 +87,7 @@ def speech() -> tightfit.Job:
 JOBS = {"padded": lambda: own(padded), "joined": lambda: own(joined), "listed": lambda: own(listed), "wav2vec2": speech}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", JOBS)
 def test_a_ctc_loss_takes_the_predicted_memory(name: str) -> None:
     asked = JOBS[name]()

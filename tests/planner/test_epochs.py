@@ -9,6 +9,7 @@ from tests.planner import cases
 from tightfit.planner.dry_run import dry_run
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "warmup-stable-decay"])
 def test_a_warmup_of_many_steps_is_no_reason_to_refuse_epochs(schedule: str) -> None:
     job = cases.job("llama")

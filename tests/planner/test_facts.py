@@ -40,7 +40,7 @@ def test_fp32_gradients_beside_half_weights_take_18_bytes() -> None:
     assert end_of_forward / trainable(found) == pytest.approx(18, rel=0.05)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("optimizer", "states", "bytes_each"),
     [("adamw", "fp32", 8.0), ("adafactor", "fp32", 0.005), ("adamw", "8-bit", 2.03), ("adamw", "4-bit", 1.06), ("sgd", "fp32", 4.0)],

@@ -37,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch, own_cache: None) -> list[tightfit.Plan
     return plans
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", ["llama", "vit", "t5"])
 def test_the_same_dry_run_is_made_once(name: str, made: list[tightfit.Plan]) -> None:
     job = cases.job(name)
@@ -47,7 +47,7 @@ def test_the_same_dry_run_is_made_once(name: str, made: list[tightfit.Plan]) -> 
     assert made == [PLAN]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("changed", "plan", "device"),
     [
@@ -88,7 +88,7 @@ OWN = tightfit.Job(
 )
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "job",
     [
@@ -114,7 +114,7 @@ def test_a_refusal_is_not_kept(own_cache: None, monkeypatch: pytest.MonkeyPatch)
     assert dry_run_bytes(JOB, PLAN, "cuda") == dry_run(JOB, PLAN, "cuda").total
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux copies processes")
 @pytest.mark.parametrize("unsure", [False, True])
 def test_a_copy_makes_the_next_dry_run(

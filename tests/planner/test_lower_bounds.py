@@ -32,7 +32,7 @@ def estimator() -> Estimator:
     return Estimator(job, Machine.named("h100-sxm:8"))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields",
     [

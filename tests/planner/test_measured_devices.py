@@ -139,7 +139,7 @@ def test_recomputing_or_casting_stages_take_predicted_memory(schedule: str, fiel
     held("llama", "tiny", {"pp": 2, "micro_batch": 2, **SCHEDULES[schedule], **fields})
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields",
     part(

@@ -26,7 +26,7 @@ def job(width: int) -> tightfit.Job:
     return tightfit.Job(model=model, data=samples, train=train, allow=["8-bit-states", "4-bit-states"])
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("states", "block", "width"), [("8-bit", 256, 96), ("4-bit", 128, 80)])
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_shard_of_partial_quantization_blocks_stays_in_fp32(states: Any, block: int, width: int, zero: int) -> None:

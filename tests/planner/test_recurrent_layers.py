@@ -56,7 +56,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", [{}, {"precision": "bf16-mixed", "micro_batch": 4}], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recurrent_layers_take_the_predicted_memory(kind: str, fields: dict[str, Any]) -> None:
@@ -81,6 +81,7 @@ def test_workspace_of_many_samples_follows_from_few(
     assert recurrent_layers._workspace_bytes(50, 40, width, hidden, dtype, True) == pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gpu_runs_the_kernel_of_cudnn(kind: str) -> None:
     found = tightfit.estimate(job(KINDS[kind]), {"precision": "bf16-mixed"}, GPU)

@@ -49,6 +49,7 @@ def test_a_failed_dry_run_does_not_count_as_out_of_memory(monkeypatch: pytest.Mo
     assert any("not confirmed" in reason for reason in reasons)
 
 
+@pytest.mark.slow
 def test_without_a_dry_run_the_estimate_is_marked_unconfirmed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,7 +182,8 @@ def test_a_refusal_is_checked_against_all_plans(allow: list[str]) -> None:
     assert refused.value.content["plans"][0]["memory"]["peak"] <= 1.001 * least
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, True])
 def test_each_remedy_does_what_it_says(every: bool) -> None:
     """The limit is too small for the saved activations: remedies that are said to fit do fit once
     the job allows them, and the others do not. A pinned field stays fixed until it is left open."""
@@ -208,7 +210,7 @@ def test_each_remedy_does_what_it_says(every: bool) -> None:
     assert search(small(limit), GPU, pins)[0].fits
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize("longest", [64, 128, 256, 512])
 def test_a_refusal_names_the_longest_sequence_that_fits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few lengths are tried, and each is estimated as by a new estimator."""

@@ -104,7 +104,7 @@ def test_pins_are_kept() -> None:
     assert (chosen.plan.precision, chosen.plan.micro_batch) == ("fp32", 2)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_tf32_units_save_time_and_no_memory(name: str) -> None:
     job, wide = cases.job(name).replace(allow=["tf32"]), tightfit.Plan()
@@ -116,7 +116,7 @@ def test_tf32_units_save_time_and_no_memory(name: str) -> None:
     assert old.estimate(wide).time.step_s == old.estimate(wide.replace(precision="tf32")).time.step_s
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "precision"), [("bert", "mixed"), ("llama", "true")])
 def test_fp16_has_its_own_rate_without_bf16_units(name: str, precision: str) -> None:
     """A V100 multiplies fp16 eight times as fast as fp32, and bf16 as slowly."""
@@ -217,7 +217,7 @@ def test_a_refusal_describes_the_leanest_plan() -> None:
     assert f"micro_batch={1}" in str(refused.value)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("steps", "worth"), [(3, False), (100_000_000, True)])
 def test_compiling_is_tried_only_for_long_runs(steps: int, worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     job = cases.job("llama").replace(train=tightfit.Train(batch=4, steps=steps))
@@ -241,7 +241,7 @@ def test_a_search_delays_and_restores_garbage_collection(monkeypatch: pytest.Mon
     assert gc.get_threshold() == before
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.002, [6]), (0.01, [6, 8, 9])])
 def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     off: float, asked: list[int], monkeypatch: pytest.MonkeyPatch
@@ -266,6 +266,7 @@ def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
     assert best.dry_run_bytes - runtime == pytest.approx((best.peak.total - runtime) * share, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_few_blocks_show_the_excess_of_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The dry run of every depth exceeds its estimate by the same bytes."""
     job, more, depths = cases.job("llama"), 2**30, list[int]()
@@ -366,7 +367,7 @@ def test_explain_says_after_how_many_steps_compiling_pays_off(capsys: pytest.Cap
     assert "made up" not in capsys.readouterr().out
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("plan", "expected"),
     [
@@ -472,7 +473,7 @@ def test_results_list_faster_plans_that_do_not_fit() -> None:
     assert others[1].total_s < chosen.total_s
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("worth", [100.0, 0.0])
 def test_a_plan_that_surely_fits_is_preferred(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fastest plan fits, and runs like it need up to three times the memory that is predicted."""
@@ -528,7 +529,7 @@ def test_a_complex_model_gets_no_real_only_methods() -> None:
         search(job, Machine.named("l4"), {"fused_optimizer": True})
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("allow", "pins", "rounding"),
     [
@@ -573,7 +574,7 @@ def test_a_refused_plan_keeps_what_was_compiled(own_cache: None, monkeypatch: py
     assert forgotten
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("saving", "chosen"), [(0.9, 4096), (-9.0, None)])
 def test_the_loss_is_chosen_for_the_chosen_precision(
     saving: float, chosen: int | None, monkeypatch: pytest.MonkeyPatch

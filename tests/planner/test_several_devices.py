@@ -95,7 +95,7 @@ QUICK = {4, 8, 13, 21, 26, 33, 36, 39}
 """Of PLANS: each axis and some schedules and stages of ZeRO. The slow suite has all."""
 
 
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -174,7 +174,7 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("offloaded", "fields"), spread(OFFLOADED, [{}, {"micro_batch": 4}], 4))
 def test_offloaded_tensors_take_no_device_memory(
     offloaded: tuple[str, tuple[str, ...]], fields: dict[str, Any]

@@ -116,7 +116,7 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
     return Estimator(tightfit.Job(model=model, data=Pairs(), loss=loss, train=train, allow=[], **job), machine)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("model", "loss", "depends"),
     [

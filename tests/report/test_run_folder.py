@@ -279,6 +279,7 @@ def test_ctrl_c_stops_after_the_step_and_saves(tmp_path: Path) -> None:
     assert int(saved.name.removeprefix("step-")) == len(losses(out))
 
 
+@pytest.mark.slow
 def test_checkpoints_are_written_as_often_as_the_job_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = {}
     for every in (None, "end", 3, "never"):
@@ -421,6 +422,7 @@ def test_out_of_memory_is_exit_code_3_with_remedies(tmp_path: Path) -> None:
         assert change in done.stderr
 
 
+@pytest.mark.slow
 def test_a_resumed_plan_that_fails_is_named_as_the_run_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_plan_that_is_not_pinned_is_searched_for(tmp_path: Path, monkeypatch: 
     assert sweep.reasons([fits, refused]) == [refused.why_not]
 
 
+@pytest.mark.slow
 def test_traces_are_shared_where_model_and_batch_are_the_same(tmp_path: Path) -> None:
     axes = sweep.read_axes(["machine=l4,h100-sxm", "train.batch=4,8"])
     found = sweep.combinations(tiny.write(tmp_path), "reference", axes, [], no_machine)

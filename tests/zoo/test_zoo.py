@@ -52,7 +52,7 @@ def hold(trial: Trial, folder: Path) -> Found:
     return found
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("entry", "column"),
     [
@@ -128,7 +128,7 @@ FOUND = [
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(
     ("trial", "outcome"), [pytest.param(*one, id=f"{one[0].model}-{one[0].plan}-several") for one in FOUND]
 )

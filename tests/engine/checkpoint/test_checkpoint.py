@@ -40,7 +40,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @on_each_device
 @pytest.mark.parametrize(("train", "plan"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_resumed_run_equals_the_uninterrupted_run(

@@ -707,7 +707,7 @@ ON_THREE = (
 )
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "pp"), [*((m.__name__, 2) for m in WORK), *((m.__name__, 3) for m in ON_THREE)])
 def test_complex_stage_boundaries_train_like_plain_pytorch(name: str, pp: int) -> None:
     """The models do more than pass one tensor from block to block."""
@@ -734,7 +734,7 @@ def test_a_skip_is_refused_only_if_it_leaves_a_stage() -> None:
         assert "h + kept[0]" in found
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("name", [model.__name__ for model in FOUR])
 @pytest.mark.parametrize(
     "fields",
@@ -819,7 +819,7 @@ def test_a_stage_creates_only_its_own_parameters() -> None:
         assert "relative.weight is used on another pipeline stage than the stage that creates it" in found
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", [model.__name__ for model in REFUSED])
 def test_all_devices_refuse_an_uncuttable_model_with_its_line(name: str) -> None:
     pp = 2
@@ -861,7 +861,7 @@ def checked_stage(name: str, fields: dict[str, Any], train: dict[str, Any]) -> A
     return found, losses == plain
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
@@ -961,7 +961,7 @@ def trained_architecture(name: str, fields: dict[str, Any]) -> list[float]:
     return [step.loss for step in tightfit.train(tightfit.build(architecture_job(name), tightfit.Plan(**fields)))]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_architectures_that_pass_several_tensors_train_the_same(name: str) -> None:
     expected = trained_architecture(name, {"micro_batch": 2})

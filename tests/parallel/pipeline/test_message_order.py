@@ -106,7 +106,7 @@ def play_through(schedule: str, devices: int, virtual_stages: int, micro_batches
     assert all(line.posted["ask"] == line.posted["send"] for line in lines.values())
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("schedule", "virtual_stages"), KINDS)
 def test_both_ends_of_a_link_use_one_order_without_deadlock(schedule: str, virtual_stages: int) -> None:
     """A GPU may block in any action. The test runs every schedule on 2 to 8 devices with 1 to 16
@@ -190,7 +190,7 @@ def recorded(fields: dict[str, Any], stops: bool) -> tuple[list[Any], list[Any]]
     return seen, [(what, action.kind) for what, action in wanted if action.kind != WEIGHTS]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("fields", "stops"),
     [

@@ -38,7 +38,7 @@ def train_with(wrong_field: str, chunked: int | None) -> str:
     return ""
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("field", "said"),
     [

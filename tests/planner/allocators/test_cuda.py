@@ -58,7 +58,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
     assert pool.allocate(12 * MB) == blocks[1]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize(
     "fields", [{}, {"micro_batch": 2}, {"recompute": "full"}, {"update_in_backward": True}], ids=str

@@ -37,7 +37,7 @@ def expandable(ledger: Ledger) -> float:
     return reserved_bytes(ledger, expandable=True)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     ("name", "fields"),
     [

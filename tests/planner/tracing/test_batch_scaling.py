@@ -43,7 +43,7 @@ UPDATES = [
 ]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("update", part(UPDATES, 6))
 def test_bytes_of_a_step_match_the_dry_run(
     update: tuple[dict[str, Any], str, int], monkeypatch: pytest.MonkeyPatch
@@ -75,7 +75,7 @@ def test_batched_updates_need_far_fewer_launches() -> None:
     assert launches(together) < launches(one_by_one) / 3
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("fields", part(SEVERAL, 2))
 def test_bytes_of_sharded_or_offloaded_steps_match_dry_runs(fields: dict[str, Any]) -> None:
     job = cases.job("llama", batch=2).replace(allow=[*cases.ALLOW, "offload"])

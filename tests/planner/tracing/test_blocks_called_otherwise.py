@@ -54,6 +54,7 @@ class Longer(Net):
         return block(x) if block is not self.blocks[2] else block(x).repeat(1, 2, 1)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("model", [Net, WithoutGradients, Checkpointed, Longer])
 def test_blocks_are_traced_as_they_are_called(model: Any) -> None:
     data = [(torch.zeros(256, WIDTH), torch.zeros(4)) for _ in range(16)]

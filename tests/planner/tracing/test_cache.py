@@ -51,6 +51,7 @@ def peak(ledger: Ledger) -> tuple[float, dict[str, float]]:
     return ledger.peak().total, ledger.peak().rows
 
 
+@pytest.mark.slow
 def test_a_profile_is_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = traces(monkeypatch)
     first = profile(cases.job("llama"))

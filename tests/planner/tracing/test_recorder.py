@@ -10,7 +10,7 @@ from tightfit.planner.tracing.profiler import Profiler
 GPT2 = {"architecture": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 101, "n_positions": 16}
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize(("compiled", "unaligned"), [("block", True), ("model", False)])
 def test_alignment_of_products(compiled: str, unaligned: bool) -> None:
     """101 classes of 2 bytes: rows of the logits begin at multiples of 2 bytes, in all three products of the head. The

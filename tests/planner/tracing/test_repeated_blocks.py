@@ -98,7 +98,7 @@ def test_a_reduced_model_is_traced_like_the_whole_one(
     assert thin == seen(name, tightfit.Plan(**fields))
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize(("name", "made"), [("llama", [4]), ("vit", [4]), ("t5", [4, 5])])
 def test_only_the_blocks_needed_for_comparison_are_created(name: str, made: list[int]) -> None:
     """T5's configuration has two layer counts, so all of its blocks are created."""
