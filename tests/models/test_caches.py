@@ -186,6 +186,17 @@ class Collects(nn.Module):
         return torch.stack(FEATURES + NESTED["features"]).mean(0)
 
 
+def test_a_long_list_is_restored_after_a_trace() -> None:
+    real = [torch.zeros(1) for _ in range(5000)]
+    FEATURES.extend(real)
+    with isolated_model_caches(), FakeTensorMode():
+        FEATURES.append(torch.zeros(2))
+        assert isinstance(FEATURES[-1], FakeTensor)
+    assert len(FEATURES) == 5000
+    assert all(one is two for one, two in zip(FEATURES, real, strict=True))
+    FEATURES.clear()
+
+
 def test_what_a_forward_fills_is_there_after_a_trace() -> None:
     """In a notebook, they may be newer than the first use of tightfit."""
     names = set(globals())

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, lru_cache
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -34,6 +35,7 @@ _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
 }  # fmt: skip
 
 _Cache = Any  # a function with an lru_cache
+_ENDS = 1000  # values at each end of a long list, tuple or dict in which tensors are looked for
 _HOLDERS = (Tensor, list, tuple, dict, nn.Module)
 _PLAIN = frozenset({str, int, float, bool, type(None), type, FunctionType, BuiltinFunctionType, ModuleType})
 
@@ -148,7 +150,7 @@ def _containers(value: Any) -> list[Any]:
             seen.add(id(one))
             if not isinstance(one, tuple):
                 found.append(one)
-            left += one.values() if isinstance(one, dict) else one
+            left += _looked_at(one)
     return found
 
 
@@ -279,8 +281,17 @@ def _tensors(value: Any) -> list[Tensor]:
             found += [*one.parameters(), *one.buffers()]
         elif isinstance(one, list | tuple | dict) and id(one) not in seen:
             seen.add(id(one))
-            left += one.values() if isinstance(one, dict) else one
+            left += _looked_at(one)
     return found
+
+
+def _looked_at(container: Any) -> list[Any]:
+    """Return the values of a list, tuple or dict: of a long one, such as a data set, only the first and the
+    last, because what a forward adds is at the end."""
+    values = container.values() if isinstance(container, dict) else container
+    if len(container) <= 2 * _ENDS:
+        return list(values)
+    return [*islice(values, _ENDS), *islice(reversed(values), _ENDS)]
 
 
 __all__ = ["clear_tensor_caches", "isolated_model_caches"]
