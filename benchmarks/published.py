@@ -12,7 +12,7 @@ from these runs. Part e has more runs of a source that was there already (nanotr
 because of them. `--half c`, `--half d` and `--half e` print their rows.
 
 Nothing is fitted to a row. Speed is compared in two ways: as predicted from the device's published figures, and after
-one factor on speed for each (machine, framework), the median of its runs, which is what is known of neither. The
+one factor on speed for each (machine, framework), the median of its runs outside of part e: what is known of neither. The
 second leaves out pairs of fewer than three runs, where a factor says nothing.
 """
 
@@ -596,18 +596,19 @@ def predicted_rows(rows: list[dict[str, Any]], jobs: int) -> Iterator[dict[str, 
 
 
 def add_calibrated(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """One factor on the predicted speed for each (machine, framework), the median of its runs; rows of those with
-    enough runs are given their calibrated speed."""
+    """One factor on the predicted speed for each (machine, framework), the median of its runs, without those of part
+    e if there are others; rows of those with enough runs are given their calibrated speed."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row.get("predicted_speed"):
             groups[row["machine"].partition(":")[0], row["framework"]].append(row)
     factors = {}
     for (device, framework), same in groups.items():
-        factor = math.exp(-statistics.median(log_ratio(row, "speed") for row in same))
+        those = [row for row in same if row["half"] != "e"] or same
+        factor = math.exp(-statistics.median(log_ratio(row, "speed") for row in those))
         factors[f"{framework} on {device}"] = factor
         for row in same:
-            if len(same) >= LEAST_RUNS:
+            if len(those) >= LEAST_RUNS:
                 row["calibrated_speed"] = row["predicted_speed"] * factor
     return factors
 

@@ -509,8 +509,8 @@ whether the improvement holds for other runs. Part c was added later, from other
 frameworks' loops were looked up after a first comparison; tightfit's predictions were not changed for it.
 {latest}Each cell says how many runs are compared, the median and the worst error, and in parentheses the signed
 median. Speed is compared as predicted from the devices'
-published figures, and after one factor for each pair of machine and framework, the median of its runs
-(pairs of fewer than three runs are left out). The last two columns say how many of the runs that ran are
+published figures, and after one factor for each pair of machine and framework. It is the median of its runs,
+without those of part e. Pairs of fewer than three runs are left out. The last two columns say how many of the runs that ran are
 predicted to fit, and how many of those that ran out of memory are predicted not to.
 
 {SOURCES["published"].cite()}

@@ -313,8 +313,8 @@ def _recomputation_named(run: Run) -> Iterator[None]:
 
 
 def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, bool | torch.Tensor]:
-    """Clip the gradients and update the weights. In fp16, first divide the gradients by the loss
-    scale.
+    """Clip the gradients and update the weights. In fp16, first divide the fp32 gradients by the loss
+    scale; 16-bit gradients are divided by it in the fp32 of the update.
 
     limit  the largest gradient norm: larger gradients are scaled down to it. None: the job's `clip`
 
@@ -324,11 +324,11 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
     read it there, so that the host need not wait; otherwise it is a bool.
     """
     finite: bool | torch.Tensor = True
-    norm, left = None, None
+    norm, narrow_factor = None, None
     note_activity("update")
     all_reduce_replicated(run)
     if run.loss_scale is not None:
-        finite, left = run.loss_scale.unscale(_weights(run))
+        finite, narrow_factor = run.loss_scale.unscale(_weights(run))
         finite = holds_everywhere(run, finite)
         on_device = (
             isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
@@ -338,10 +338,10 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
         run.loss_scale.update(finite)
     limit = run.job.train.clip if limit is None else limit
     if limit is not None:
-        norm = clip(run, limit, left)
-    if left is not None:
+        norm = clip(run, limit, narrow_factor)
+    if narrow_factor is not None:
         assert isinstance(run.optimizer, PerParameter)  # which updates 16-bit weights in fp32
-        run.optimizer.multiply_narrow_gradients(left)
+        run.optimizer.multiply_narrow_gradients(narrow_factor)
     if isinstance(finite, torch.Tensor):
         _say_what_to_leave_out(run.optimizer, finite)
     if isinstance(finite, torch.Tensor) or finite:
@@ -473,22 +473,22 @@ class StopPoll:
         return int(before()["largest"])
 
 
-def clip(run: Run, limit: float, left: float | torch.Tensor | None = None) -> torch.Tensor:
+def clip(run: Run, limit: float, narrow_factor: float | torch.Tensor | None = None) -> torch.Tensor:
     """Scale the gradients down so that their norm, over all parameters and devices, is at most
     `limit`.
 
-    left  the factor by which 16-bit gradients are multiplied in the update (fp16: 1 / loss scale);
-          their norm is that of the products. None: 1
+    narrow_factor  the factor by which 16-bit gradients are multiplied in the update (fp16: 1 / loss
+                   scale); their norm is that of the products. None: 1
 
     Returns the norm before scaling, a scalar tensor. Offloaded gradients are scaled later, when
     they are copied to the device for the update.
     """
     weights = [weight for weight in _weights(run) if weight.grad is not None]
     uploads = run.store is not None and run.plan.uploads_for_update(kind_of(run.device))
-    if run.mesh is None and not uploads and left is None:
+    if run.mesh is None and not uploads and narrow_factor is None:
         return torch.nn.utils.clip_grad_norm_(weights, limit)
     gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
-    norm = _total_norm(gradients, left) if run.mesh is None else gradient_norm(run, run.mesh, left)
+    norm = _total_norm(gradients, narrow_factor) if run.mesh is None else gradient_norm(run, run.mesh, narrow_factor)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     if uploads:
         assert run.store is not None
@@ -498,22 +498,22 @@ def clip(run: Run, limit: float, left: float | torch.Tensor | None = None) -> to
     return norm
 
 
-def _total_norm(gradients: list[torch.Tensor], left: float | torch.Tensor | None) -> torch.Tensor:
+def _total_norm(gradients: list[torch.Tensor], narrow_factor: float | torch.Tensor | None) -> torch.Tensor:
     """Return the norm of all gradients, a scalar tensor. Those of 16 bits are first multiplied by
-    `left`, in fp32; None: by 1."""
-    if left is None:
+    `narrow_factor`, in fp32; None: by 1."""
+    if narrow_factor is None:
         return torch.nn.utils.get_total_norm(gradients)
     narrow = [gradient for gradient in gradients if gradient.dtype.itemsize < 4]
     wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
-    norms = [norm * left for norm in foreach_norm(narrow, 2.0, torch.float32)]  # in fp16 they may overflow
+    norms = [norm * narrow_factor for norm in foreach_norm(narrow, 2.0, torch.float32)]  # in fp16 they may overflow
     return torch.stack([*norms, torch.nn.utils.get_total_norm(wide)] if wide else norms).norm()
 
 
-def gradient_norm(run: Run, mesh: Mesh, left: float | torch.Tensor | None = None) -> torch.Tensor:
+def gradient_norm(run: Run, mesh: Mesh, narrow_factor: float | torch.Tensor | None = None) -> torch.Tensor:
     """Return the norm of the gradient over all parameters and all devices, a scalar tensor. A
     parameter that several devices have is counted once. All devices must call this function.
 
-    left  the factor by which 16-bit gradients are multiplied in the update; None: 1
+    narrow_factor  the factor by which 16-bit gradients are multiplied in the update; None: 1
     """
     elsewhere = (
         set(optimizer_weights_named(run, run.executor.copies_of_earlier_ranks)) if run.executor is not None else set()
@@ -526,8 +526,8 @@ def gradient_norm(run: Run, mesh: Mesh, left: float | torch.Tensor | None = None
         gradient = local(weight.grad)
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         norm = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
-        if left is not None and real.dtype.itemsize < 4:
-            norm = norm * left
+        if narrow_factor is not None and real.dtype.itemsize < 4:
+            norm = norm * narrow_factor
         squares[int(weight not in cut)] += norm.square()
     squares[1] /= mesh.size("tp")
     sharded_over = run.reduction.shard_axes if run.reduction is not None else ()

@@ -1,6 +1,9 @@
-"""Find blocks whose forward reads state that the model changes after it, such as an attribute that is set
-before each call, or weights that `torch.func.functional_call` substitutes. Recomputation runs the forward
-of a block again, after that of the model, and would compute something else."""
+"""Find blocks that would compute something else if they ran again.
+
+Recomputation runs the forward of a block a second time, after the forward of the model. If the block reads
+state that the model has changed meanwhile, the gradients are wrong. Such state is, for example, an attribute
+that is set before each call, or weights that `torch.func.functional_call` substitutes.
+"""
 
 from __future__ import annotations
 
