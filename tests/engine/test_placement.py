@@ -131,6 +131,7 @@ def test_several_devices_mix_no_host_and_device_tensors(device: Device, plan: tu
     assert device.says("llama", fields, rank) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bert", "vit", "batchnorm"])
 def test_other_models_mix_no_host_and_device_tensors(device: Device, name: str) -> None:
     assert device.says(name, {}) == ""

@@ -145,6 +145,7 @@ def classifier(labels: int) -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(vocab_size=64, num_labels=labels, **sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(6)
 @pytest.mark.parametrize(
     ("labels", "sample"),

@@ -135,6 +135,7 @@ def trained_plainly() -> tuple[list[float], dict[str, Tensor], dict[str, float]]
     return losses, cases.state(model), metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields", [{}, {"micro_batch": 2, "update_in_backward": False}, {"zero": 2, "dp_shard": 2}], ids=str
 )

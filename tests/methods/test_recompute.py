@@ -420,6 +420,7 @@ def test_sqrt_refuses_a_model_that_uses_inner_outputs(model: Callable[[], nn.Mod
         tightfit.build(job, tightfit.Plan(recompute="sqrt", compile=compile))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize("model", [Net, Doubling, Alone, Backwards, Masked, SumOfAll, SumAtTheEnd])
 def test_explain_offers_sqrt_where_training_accepts_it(model: type[nn.Module]) -> None:

@@ -192,28 +192,34 @@ def test_recomputation_of_such_blocks_is_refused(recompute: str) -> None:
     tightfit.build(job(Net), tightfit.Plan(recompute=recompute))
 
 
-def test_a_search_does_not_recompute_such_blocks() -> None:
-    machine = tightfit.Machine.named("l4")
-    plan = tightfit.Plan(materialize="device")
-    pins = {name: getattr(plan, name) for name in tightfit.Plan.field_names() if name != "recompute"}
+MACHINE = tightfit.Machine.named("l4")
+PLAN = tightfit.Plan(materialize="device")
+PINS = {name: getattr(PLAN, name) for name in tightfit.Plan.field_names() if name != "recompute"}
 
-    def asked(model: Any, limit: float | None = None) -> tightfit.Job:
+
+def half_recomputed(model: Any) -> tightfit.Job:
+    """A job with the memory halfway between what the model needs with and without recomputation."""
+
+    def asked(**limits: Any) -> tightfit.Job:
         data = [(torch.zeros(4096, WIDTH), torch.zeros(4096, 4)) for _ in range(8)]
-        limits = {} if limit is None else {"limits": tightfit.Limits(memory=f"{limit / 2**20:.0f}MiB")}
         settings = tightfit.Train(batch=8, steps=1)
         return tightfit.Job(model=model, data=data, loss=loss, train=settings, allow=(), **limits)
 
-    def limit(model: Any) -> float:
-        plans = (plan.replace(recompute=recompute) for recompute in ("none", "full"))
-        most, least = (tightfit.estimate(asked(model), one, machine).peak_bytes for one in plans)
-        return (most + least) / 2
+    plans = (PLAN.replace(recompute=recompute) for recompute in ("none", "full"))
+    most, least = (tightfit.estimate(asked(), plan, MACHINE).peak_bytes for plan in plans)
+    return asked(limits=tightfit.Limits(memory=f"{(most + least) / 2 / 2**20:.0f}MiB"))
 
-    assert tightfit.search(asked(Net, limit(Net)), machine, pins)[0].plan.recomputes_blocks
-    refused = asked(Domains, limit(Domains))
-    with pytest.raises(tightfit.DoesNotFit, match="So only plans without recompute were tried"):
-        tightfit.search(refused, machine, pins)
-    (chosen, *_) = tightfit.search(refused, machine, {**pins, "micro_batch": 1})
+
+def test_a_search_does_not_recompute_such_blocks() -> None:
+    (chosen, *_) = tightfit.search(half_recomputed(Domains), MACHINE, {**PINS, "micro_batch": 1})
     assert not chosen.plan.recomputes_blocks
+
+
+@pytest.mark.slow
+def test_a_search_recomputes_other_blocks() -> None:
+    assert tightfit.search(half_recomputed(Net), MACHINE, PINS)[0].plan.recomputes_blocks
+    with pytest.raises(tightfit.DoesNotFit, match="So only plans without recompute were tried"):
+        tightfit.search(half_recomputed(Domains), MACHINE, PINS)
 
 
 def refused(zero: int) -> str:

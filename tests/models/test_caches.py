@@ -221,6 +221,7 @@ def test_what_a_forward_fills_is_there_after_a_trace() -> None:
         one.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [lambda: OF_THE_USER["b"], lambda: WEIGHTS], ids=["in a dict", "global"])
 def test_losses_that_read_tensors_of_a_module_are_predicted(weights: Any) -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:

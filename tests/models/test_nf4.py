@@ -222,6 +222,7 @@ def test_sharded_4_bits_train_in_mixed_precision(fields: dict[str, Any]) -> None
     together(2, HERE + "check", fields)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields",

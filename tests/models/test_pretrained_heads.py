@@ -219,6 +219,7 @@ def trained_head(folder: str, fields: dict[str, Any]) -> tuple[list[float], dict
     return [step.loss for step in tightfit.train(run)], cases.state_of(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [

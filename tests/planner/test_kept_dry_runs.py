@@ -114,6 +114,7 @@ def test_a_refusal_is_not_kept(own_cache: None, monkeypatch: pytest.MonkeyPatch)
     assert dry_run_bytes(JOB, PLAN, "cuda") == dry_run(JOB, PLAN, "cuda").total
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux copies processes")
 @pytest.mark.parametrize("unsure", [False, True])

@@ -99,6 +99,7 @@ def test_a_gpu_runs_the_kernel_of_cudnn(kind: str) -> None:
     assert "cuDNN" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_more_layers_keep_more_for_backward_on_a_gpu() -> None:
     def activations(layers: int) -> float:
         found = tightfit.estimate(job(lambda: Tagger(nn.LSTM, num_layers=layers)), {}, GPU)

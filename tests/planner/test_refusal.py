@@ -210,6 +210,7 @@ def test_each_remedy_does_what_it_says(every: bool) -> None:
     assert search(small(limit), GPU, pins)[0].fits
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize("longest", [64, 128, 256, 512])
 def test_a_refusal_names_the_longest_sequence_that_fits(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,7 @@ def test_a_refusal_describes_the_leanest_plan() -> None:
     assert f"micro_batch={1}" in str(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(("steps", "worth"), [(3, False), (100_000_000, True)])
 def test_compiling_is_tried_only_for_long_runs(steps: int, worth: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +242,7 @@ def test_a_search_delays_and_restores_garbage_collection(monkeypatch: pytest.Mon
     assert gc.get_threshold() == before
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize(("off", "asked"), [(0.0, [6]), (0.002, [6]), (0.01, [6, 8, 9])])
 def test_a_deep_model_is_dry_run_whole_if_a_few_blocks_differ(
@@ -450,6 +452,7 @@ def test_the_engine_s_reason_is_given_if_it_refuses_all_plans(monkeypatch: pytes
         search(cases.job("llama"), GPU)
 
 
+@pytest.mark.slow
 def test_a_plan_too_large_in_its_dry_run_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     fastest = search(cases.job("llama"), GPU)[0].plan
 
@@ -473,6 +476,7 @@ def test_results_list_faster_plans_that_do_not_fit() -> None:
     assert others[1].total_s < chosen.total_s
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("worth", [100.0, 0.0])
 def test_a_plan_that_surely_fits_is_preferred(worth: float, monkeypatch: pytest.MonkeyPatch) -> None:

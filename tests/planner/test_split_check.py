@@ -254,6 +254,7 @@ def test_each_sample_gets_the_same_random_numbers() -> None:
     assert set(four[13].unique().tolist()) <= {5, 6, 7}
 
 
+@pytest.mark.slow
 def test_dividing_such_a_batch_over_devices_is_said() -> None:
     two = Machine.named("l4:2")
     estimator = estimator_of(Tower, contrast, two)

@@ -98,6 +98,7 @@ def test_extra_states_are_restored_with_another_plan(tmp_path: Path) -> None:
     assert resumed(str(tmp_path), {"micro_batch": 2, "materialize": "device"}) == BOTH
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"zero": 3, "dp_shard": 2}, {"zero": 1, "dp_shard": 2}], ids=str)
 def test_extra_states_move_between_sharded_and_not(fields: dict[str, Any], tmp_path: Path) -> None:
     together(2, HERE + "trained", str(tmp_path / "two"), fields)

@@ -969,6 +969,7 @@ def test_architectures_that_pass_several_tensors_train_the_same(name: str) -> No
         assert losses == pytest.approx(expected, rel=2e-6)
 
 
+@pytest.mark.slow
 def test_a_search_skips_pipelines_that_would_be_refused() -> None:
     machine = tightfit.Machine.named("a100-80gb:2")
     found = tightfit.search(job_of(SkipFromEmbedding), machine, {})

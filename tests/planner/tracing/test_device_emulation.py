@@ -184,6 +184,7 @@ def test_attention_kernels_are_those_of_a_gpu(dtype: torch.dtype) -> None:
     assert (on_cuda(mask=visible), on_cpu(mask=visible)) == ("efficient", "flash")
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("compile", ["none", "block"])
 def test_grouped_queries_in_fp32_need_their_scores_on_cuda(compile: str) -> None:

@@ -47,6 +47,7 @@ def test_other_sizes_do_not_matter(recompute: str, precision: str) -> None:
         assert peak.total - peak.rows["runtime"] == pytest.approx(found, rel=1e-3), before
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_interpolated_between_any_two_sizes() -> None:
     """Autocast frees its casts of weights in the order of their addresses; a trace does not show it."""
     known = profiler.Profiler(cases.job("llama", batch=32), "cuda")

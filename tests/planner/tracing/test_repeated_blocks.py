@@ -71,6 +71,7 @@ def seen(name: str, plan: tightfit.Plan) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fields"), spread(DEEP, [{}, {"compile": "block"}, {"tp": 2, "sequence_parallel": True}], 9)
 )
