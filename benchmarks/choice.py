@@ -10,7 +10,7 @@ A plan fits if its process leaves as much of the limit free as search does (3 %)
 that merely stayed below the limit is recorded too. On some jobs the limit is enforced
 (RLIMIT_DATA): the chosen plan has to train, and the reference plan has to run out of memory.
 
-The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after
+The machine is shared. A fixed piece of work (`calibration/clock_drift.py`) is timed before and after
 each process. `step_s` is at the speed of the calibration, and `pace` says what the speed was.
 
 `--measured FILE` takes the measurements of an earlier comparison on this machine, and only chooses
@@ -288,7 +288,7 @@ def main() -> None:
 def calibrated_control() -> Callable[[], float]:
     import torch
 
-    from tightfit.measure.clock_drift import control_s
+    from tightfit.calibration.clock_drift import control_s
 
     usual_s = harness.usual_control_s()
     return lambda: control_s(torch.device("cpu")) / usual_s

@@ -35,11 +35,11 @@ import tightfit
 from benchmarks import harness, memory_ladder
 from benchmarks.batch_norm_net import BatchNormNet
 from benchmarks.contenders import KINDS, Crew
+from tightfit.calibration.calibrate import calibrate, quick_calibrate
 from tightfit.capabilities import missing_for_compile
 from tightfit.engine.build import build
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.machine import Machine
-from tightfit.measure.calibrate import calibrate, quick_calibrate
 from tightfit.measure.observer import Observer
 from tightfit.measure.verify import compare, observe, observe_settled
 from tightfit.methods import METHODS, materialize

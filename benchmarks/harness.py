@@ -129,7 +129,7 @@ def error_summary(errors: Iterable[float]) -> dict[str, float]:
 
 
 def usual_control_s() -> float:
-    """Seconds that the calibration of this machine took for the fixed piece of work of measure/clock_drift.py."""
+    """Seconds that the calibration of this machine took for the fixed piece of work of calibration/clock_drift.py."""
     from tightfit.machine import Machine
 
     usual = Machine.detect().control_s

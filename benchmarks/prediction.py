@@ -14,7 +14,7 @@ Each pair runs in a process of its own. It has three figures of memory:
 Its time is predicted at the rates that `tightfit machine --calibrate` measured, and compared with the
 median of real steps. Nothing is fitted to the pairs.
 
-The machine is shared. A fixed piece of work (`measure/clock_drift.py`) is timed before and after each
+The machine is shared. A fixed piece of work (`calibration/clock_drift.py`) is timed before and after each
 step. `measured_s` is the median of the steps' ratios to it, at the speed of the calibration; `step_s`
 and `pace` keep both. A pair whose time is off by more than 20 % runs twice more, because another
 tenant of the machine can slow a whole process. The median of the three counts, and `runs_s` keeps all.
@@ -135,9 +135,9 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     import torch
 
     import tightfit
+    from tightfit.calibration.clock_drift import control_s
     from tightfit.engine.build import build
     from tightfit.engine.loop import train
-    from tightfit.measure.clock_drift import control_s
     from tightfit.measure.observer import SAMPLED, Observer
     from tightfit.planner.dry_run import dry_run
     from tightfit.planner.estimator import Estimator

@@ -14,6 +14,7 @@ LAYERS = (
     ("report", "interop"),
     ("measure",),
     ("planner",),
+    ("calibration",),
     ("engine",),
     ("methods",),
     ("parallel",),

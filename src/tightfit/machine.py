@@ -96,7 +96,7 @@ class Machine(Value):
                          Causal attention counts only the pairs that are not masked
     control_s            seconds that a fixed workload took during the calibration. The same
                          workload is timed beside later measurements, to tell how fast the machine
-                         is at that moment (see `measure/clock_drift.py`)
+                         is at that moment (see `calibration/clock_drift.py`)
     efficiency           fraction of these rates that training steps reach, fitted to the records of
                          runs, for compute, memory, launch and link
     explain_only         whether tightfit can predict for these devices but not train on them.
@@ -276,11 +276,12 @@ class Machine(Value):
         """Return the rate that a kind of operation achieves at a size: FLOP/s for matrix products,
         convolutions and attention, bytes accessed per second for all other kinds.
 
-        kind   a name in `measure/operation_rates.py`, such as "product" or "causal attention
+        kind   a name in `calibration/operation_rates.py`, such as "product" or "causal attention
                backward"
         dtype  torch's name, such as bfloat16, or tf32
-        size   for a rate in FLOP/s, the cube root of rows x columns x depth of one product; for a
-               rate in bytes/s, the bytes accessed
+        size   of products and attention, the cube root of rows x columns x depth of one product; of
+               convolutions, the geometric mean of the channels of input and output, or for depthwise
+               ones the pixels of the window; of what is counted in bytes, the bytes accessed
 
         The rate comes from a measurement of this kind and dtype. If there is none, it comes from a
         similar kind that was measured, else from the device's matrix rate or bandwidth. Arithmetic
@@ -493,13 +494,17 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
     )
 
 
-_ARITHMETIC = (
-    "product",
-    "batched product",
+_CONVOLUTIONS = (
     "convolution",
     "convolution backward",
     "channels-last convolution",
     "channels-last convolution backward",
+)
+_ARITHMETIC = (
+    "product",
+    "batched product",
+    *_CONVOLUTIONS,
+    *(which + kind for which in ("pointwise ", "depthwise ") for kind in _CONVOLUTIONS),
     "attention",
     "attention backward",
     "causal attention",
@@ -512,11 +517,14 @@ _NEAREST = {
     "causal attention backward": "attention backward",
     "blocked attention": "batched product",
     "blocked attention backward": "batched product",
-    "convolution backward": "convolution",
-    "channels-last convolution": "convolution",
-    "channels-last convolution backward": "convolution backward",
+    **{
+        f"{which}{kind}": f"{which}{other}"
+        for which in ("", "pointwise ", "depthwise ")
+        for kind, other in zip(_CONVOLUTIONS[1:], ("convolution", "convolution", "convolution backward"), strict=True)
+    },
     "channels-last pooling": "pooling",
     "batch norm": "reduction",
+    "grid sample backward": "grid sample",
     "gelu backward": "gelu",
     "16-bit dropout": "random",
 }
@@ -536,14 +544,13 @@ _SHARE_OF_PRODUCTS = {
     "attention": 0.6,
     "attention backward": 0.5,
     "batched product": 0.7,
-    "convolution": 0.6,
-    "convolution backward": 0.6,
-    "channels-last convolution": 0.6,
-    "channels-last convolution backward": 0.6,
+    **dict.fromkeys(_CONVOLUTIONS, 0.6),
+    **{f"pointwise {kind}": 0.4 for kind in _CONVOLUTIONS},
+    **{f"depthwise {kind}": 0.05 if "backward" in kind else 0.15 for kind in _CONVOLUTIONS},
 }
 # Rates of kernels on a GPU that was not calibrated, as fractions of its memory bandwidth: in 32 bits
 # and in 16 bits. They were measured on an H100 at the largest size of the calibration
-# (records/gpu.json). The bytes are those that `measure/operation_rates.py` counts; an update, for
+# (records/gpu.json). The bytes are those that `calibration/operation_rates.py` counts; an update, for
 # example, counts 4 of the 7 tensors that it reads or writes. Kinds whose rate depends on the length of
 # a row (reductions, softmax, transposed copies) are left out: the calibration's rows are shorter
 # than those of large models
@@ -567,7 +574,7 @@ _SEEN = (  # fields that are always detected; their values in the calibration's 
     "architecture", "processors", "devices_per_node", "cores", "memory_bytes", "host_memory_bytes", "matrix_peak_flops_per_s",
 )  # fmt: skip
 FILES = (".yaml", ".yml", ".json")  # endings of a machine file's name
-CALIBRATION_VERSION = 2  # files of another version are not read
+CALIBRATION_VERSION = 3  # files of another version are not read
 PRIVATE = 0o700  # mode of the cache's folders
 _UNKNOWN_FLOPS = {"cpu": 5e10, "cuda": 1e13}  # fp32, of one core or one GPU, if nothing is known
 _UNKNOWN_BANDWIDTH = {"cpu": 1e10, "cuda": 5e11}

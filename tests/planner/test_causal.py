@@ -14,11 +14,11 @@ import tightfit
 from tests.planner import cases
 from tightfit.cost.recorded_step import BatchLinear, Operation
 from tightfit.machine import Figure, Machine
-from tightfit.methods.attention import blocked_attention
+from tightfit.methods.attention import blocked_attention, causal_pairs
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.time_model import KIND, CostModel
 from tightfit.planner.tracing import plain_data
-from tightfit.planner.tracing.recorder import causal_pairs, record_step
+from tightfit.planner.tracing.recorder import record_step
 
 LENGTH, WIDTH = 128, 16
 

@@ -67,9 +67,34 @@ def test_a_depthwise_convolution_waits_for_memory() -> None:
 
 
 def test_a_measured_rate_of_convolutions_counts() -> None:
-    machine = H100.replace(rates={"convolution/bfloat16": {10**9: 1e12}})
-    one = convolution(64, 256)
-    assert CostModel(machine).operation_s(one, 1) == pytest.approx(one.flops.at(1) / 1e12)
+    machine = H100.replace(rates={"convolution/bfloat16": {64: 1e11, 256: 1e12}})
+    for channels, rate in ((64, 1e11), (128, math.sqrt(1e11 * 1e12)), (256, 1e12), (512, 1e12)):
+        one = convolution(64, channels)
+        assert CostModel(machine).operation_s(one, 1) == pytest.approx(one.flops.at(1) / rate)
+
+
+def test_measured_convolutions_of_few_channels_are_slower() -> None:
+    """A window of one pixel and groups of few channels have rates of their own."""
+    rates = {
+        "convolution/bfloat16": {64: 1e12},
+        "pointwise convolution/bfloat16": {64: 1e11},
+        "depthwise convolution/bfloat16": {9: 1e10},
+    }
+    model = CostModel(H100.replace(rates=rates))
+
+    def rate(groups: int, channels: int, depth: int, window: int) -> float:
+        places = 1e6
+        flops = 2.0 * groups * places * channels * depth * window
+        sizes = tuple(BatchLinear(float(one)) for one in (groups, places, channels, depth, window))
+        operation = Operation(
+            f"aten.convolution{CHANNELS_LAST}", "bfloat16", BatchLinear(flops), BatchLinear(1.0), sizes
+        )
+        return flops / model.operation_s(operation, 1)
+
+    assert rate(1, 64, 64, 9) == pytest.approx(1e12)
+    assert rate(1, 64, 64, 1) == pytest.approx(1e11)
+    assert rate(64, 1, 1, 9) == rate(16, 4, 4, 9) == pytest.approx(1e10)
+    assert rate(4, 64, 64, 9) == pytest.approx(1e12)
 
 
 def test_a_bound_holds_for_both_layouts() -> None:

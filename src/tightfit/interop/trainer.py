@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tightfit.calibration.this_machine import measured_machine_of
 from tightfit.capabilities import can_compile
 from tightfit.errors import DoesNotFit, InputError, Untraceable
 from tightfit.importers.importing import import_content
 from tightfit.importers.training_arguments import IMPORTER
 from tightfit.job import Job, Train
-from tightfit.machine import Machine, machine_of
+from tightfit.machine import Machine
 from tightfit.methods.compile import COMPILE_S
 from tightfit.models.objective import TASKS, Batch, Objective, sample_count
 from tightfit.models.tasks import task_of_class
@@ -146,7 +147,7 @@ def for_trainer(
     """
     import torch
 
-    machine = machine_of(machine)
+    machine = measured_machine_of(machine)
     if not isinstance(model, torch.nn.Module) or not hasattr(args, "to_dict"):
         raise InputError(
             "for_trainer",

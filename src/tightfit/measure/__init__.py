@@ -1,2 +1,1 @@
-"""Measurements: a run's memory by row, its throughput, and the rates at which the machine runs
-operations."""
+"""Measurements of a run: its memory by row, its throughput, and its results beside those of plain PyTorch."""

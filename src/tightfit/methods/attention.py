@@ -207,6 +207,18 @@ def probability_count(length: int, causal: bool) -> int:
     return sum((end - start) * keys for start, end, keys in query_blocks(length, causal))
 
 
+def causal_pairs(queries: int, keys: int) -> int:
+    """Return the number of (query, key) pairs that a causal mask permits. Query number i attends to
+    the keys 0 to i.
+
+    queries, keys  the numbers of queries and of keys
+
+    With s queries and s keys: s (s + 1) / 2. Example: 4 queries and 4 keys give 10 of 16 pairs.
+    """
+    square = min(queries, keys)
+    return square * (square + 1) // 2 + (queries - square) * keys
+
+
 @torch.library.custom_op("tightfit::blocked_attention", mutates_args=())
 def blocked_attention(
     query: Tensor,

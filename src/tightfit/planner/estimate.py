@@ -20,13 +20,17 @@ from tightfit.methods.compile import pays_to_compile
 from tightfit.models.nf4 import element_count
 from tightfit.plan import Plan
 from tightfit.planner.intervals import Interval, interval_of
-from tightfit.planner.time_model import Time
+from tightfit.planner.time_model import Time, is_of_unknown_arithmetic
 from tightfit.rules import needed_permissions
 from tightfit.runtime.run_length import length_of
 from tightfit.units import format_bytes, format_seconds
 
 # safety margin for what no row predicts, as a share of the predicted bytes without the runtime row,
 # which is known
+UNKNOWN_ARITHMETIC = (
+    "the arithmetic of {} is unknown: only the bytes that it reads and writes are counted. "
+    "torch.utils.flop_counter.register_flop_formula gives it a formula"
+)
 MARGIN = 0.03
 
 
@@ -243,6 +247,7 @@ class Estimate:
         - Which model dimensions and micro-batches would fill the hardware's tiles. There is no such
           hint for plans with tensor parallelism, which shards the layers.
         - What the search found out: that the loss depends on how a batch is split.
+        - Which operations of the user's own have unknown arithmetic.
         - That the device has fast fp16, which the job does not allow, and no fast bf16.
         - What the machine lacks for torch.compile.
         - Which fields of the job have no effect, because its optimizer or schedule does not read them.
@@ -257,8 +262,16 @@ class Estimate:
         if "float8" in self.job.allowed and self.plan.float8 == "none" and not float8.is_installed():
             hints.append("float8 is none: float8 needs the package torchao")
         hints += self.job.train.without_effect
-        hints += self.notes
+        hints += self.all_notes
         return hints + [f"{option}. The search did not consider this option" for option in self.untraceable]
+
+    @property
+    def all_notes(self) -> list[str]:
+        """`notes`, and a sentence for each operation of the user's own whose arithmetic is unknown."""
+        timelines = {id(segment.timeline): segment.timeline for segment in self.ledger.training}
+        operations = (operation for timeline in timelines.values() for operation in timeline.operations)
+        unknown = sorted({one.name for one in operations if is_of_unknown_arithmetic(one)})
+        return [*self.notes, *(UNKNOWN_ARITHMETIC.format(name.replace(".", "::", 1)) for name in unknown)]
 
     def __repr__(self) -> str:
         """Return one line with the main figures: the ledger alone would fill pages."""
@@ -294,7 +307,7 @@ class Estimate:
             "changes_math": self.changes_math,
             "bytes_per_parameter": self.bytes_per_parameter,
             "advice": self.advice,
-            "notes": list(self.notes),
+            "notes": self.all_notes,
             "memory": {
                 **{row: round(size) for row, size in self.peak.rows.items()},
                 "peak": round(self.peak_bytes),

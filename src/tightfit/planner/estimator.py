@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from tightfit.calibration.this_machine import measured_machine_of
 from tightfit.cost.entries import BucketedReduction, Parameter, Update, with_fp32_gradients
 from tightfit.cost.fewer_blocks import with_depth
 from tightfit.cost.ledger import Ledger
@@ -24,7 +25,7 @@ from tightfit.cost.remembered import remembered
 from tightfit.distributed.nccl import communicator_bytes
 from tightfit.errors import InputError
 from tightfit.job import Job
-from tightfit.machine import Machine, machine_of
+from tightfit.machine import Machine
 from tightfit.methods import METHODS
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
 from tightfit.plan import Plan, plan_of
@@ -439,12 +440,12 @@ def estimate(job: Job, plan: Plan | Mapping[str, Any] | None = None, machine: Ma
     plan     the plan, or a mapping of its fields; None: the reference plan `Plan()`, with the fields
              that the job's `plan` sets
     machine  the devices, or their name, such as "h100-sxm:8"; None: the machine that runs this
-             process
+             process. If it is a CPU that was never calibrated, its speed is measured (some seconds)
 
     Raises InputError if the job or the machine does not permit the plan, if the model cannot be
     traced, or if a method of the plan does not support it; the message says what to do instead.
     """
-    plan, machine = plan_of(plan, job), machine_of(machine)
+    plan, machine = plan_of(plan, job), measured_machine_of(machine)
     check_possible(plan, job, machine)
     estimator = Estimator(job, machine)
     return estimator.include_allocator(estimator.estimate(plan))

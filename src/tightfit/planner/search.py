@@ -21,9 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 from tightfit._torch.compiler import keeping_compilations
+from tightfit.calibration.this_machine import measured_machine_of
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import DataSpec, Job
-from tightfit.machine import Machine, machine_of
+from tightfit.machine import Machine
 from tightfit.plan import Plan, checked_pins, read_pins
 from tightfit.planner.ahead import tracing_ahead
 from tightfit.planner.candidates import is_legal
@@ -74,7 +75,7 @@ def search(
 
     job        what to train. The fields that its `plan` sets are pins, too
     machine    the devices, or their name, such as "h100-sxm:8"; None: the machine that runs this
-               process
+               process. If it is a CPU that was never calibrated, its speed is measured (some seconds)
     pins       plan fields that the user fixed, such as {"precision": "fp32"}. They replace those of
                the job
     estimator  the estimator of an earlier search for the same job and machine, whose traces are
@@ -88,7 +89,7 @@ def search(
     that would help. Raises InputError if no plan with these pins is possible, or if a pin is not a
     plan field or has a wrong value.
     """
-    machine = machine_of(machine)
+    machine = measured_machine_of(machine)
     pins = {**read_pins(job.plan), **checked_pins(pins)}
     estimator = estimator or Estimator(job, machine)
     # split: None leaves the choice to the search

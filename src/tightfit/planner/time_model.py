@@ -48,7 +48,10 @@ RECURRENT = (  # many small products
 )  # fmt: skip
 _KINDS = {
     PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product", *RECURRENT),
-    BATCHED: ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm"),
+    BATCHED: (
+        "aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten._grouped_mm", "transformers.grouped_mm_fallback",
+        "transformers.grouped_mm_fallback_backward",
+    ),
     CONVOLUTION: ("aten.convolution",),
     CONVOLUTION_BACKWARD: ("aten.convolution_backward",),
     "channels-last convolution": (f"aten.convolution{CHANNELS_LAST}",),
@@ -96,6 +99,10 @@ _KINDS = {
         "aten.scatter_", "aten._index_put_impl_", "aten.index_add",
     ),
     "search": ("aten.bucketize", "aten.searchsorted"),
+    "sort": ("aten.sort", "aten.topk", "aten.argsort", "aten.kthvalue", "aten.median", "aten.unique_consecutive"),
+    "fourier transform": ("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r"),
+    "grid sample": ("aten.grid_sampler_2d", "aten.grid_sampler_3d"),
+    "grid sample backward": ("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward"),
     "pooling": ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
     "channels-last pooling": (f"aten.max_pool2d_with_indices{CHANNELS_LAST}",),
     "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
@@ -108,6 +115,35 @@ _KINDS = {
         "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # collectives are counted as messages
 }  # fmt: skip
 KIND = {name: kind for kind, names in _KINDS.items() for name in names}
+
+
+def kind_of(operation: Operation) -> str:
+    """Return the kind of an operation. One that is not listed is a product if its FLOPs are known, as those of
+    a user's own operation with a formula are, else it is elementwise."""
+    return KIND.get(operation.name) or (PRODUCT if operation.flops.at(1) else "elementwise")
+
+
+# namespaces of operations that compute little for each byte, if no other kind is listed for them
+_OF_TORCH = (
+    "aten",
+    "prims",
+    "prim",
+    "tightfit",
+    "c10d",
+    "_c10d_functional",
+    "torchvision",
+    "torchao",
+    "inductor",
+    "rngprims",
+)
+
+
+def is_of_unknown_arithmetic(operation: Operation) -> bool:
+    """Return whether an operation is one of the user's own, or of a library, for whose FLOPs there is no formula."""
+    namespace, dot, _ = operation.name.partition(".")
+    return bool(dot) and namespace not in _OF_TORCH and operation.name not in KIND and not operation.flops.at(1)
+
+
 # How often the kernels of a GPU read and write the tensors of a normalization over more numbers than a
 # processor holds, divided by once: a forward reads its input for the moments and again to normalize it,
 # and a backward reads the input and the output's gradient for two sums and again for the gradient
@@ -246,7 +282,7 @@ class CostModel:
         (seconds without launches, number of launches)."""
         found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for operation in operations:
-            kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(1)
+            kind, count = kind_of(operation), operation.count.at(1)
             seconds, started = found[kind]
             found[kind] = seconds + self.operation_s(operation, 1) * count, started + count
         return found
@@ -417,7 +453,7 @@ class CostModel:
             self.operation_s(operation, samples) * operation.count.at(samples)
             for segment in segments
             for operation in segment.timeline.operations
-            if KIND.get(operation.name) == PRODUCT
+            if kind_of(operation) == PRODUCT
         )
 
     def _time_from_rows(self, rows: Rows, allocation_s: float) -> Time:
@@ -467,7 +503,7 @@ class CostModel:
         micro-batch of `samples` samples. Recomputed blocks repeat the operations of others."""
         key = id(operation), samples
         if key not in self._operations:
-            kind, count = KIND.get(operation.name, "elementwise"), operation.count.at(samples)
+            kind, count = kind_of(operation), operation.count.at(samples)
             # the arithmetic of a compiled kernel has no launch of its own
             started = 0.0 if kind in COMPILED_ARITHMETIC else count
             seconds = 0.0 if kind == "nothing" else self.operation_s(operation, samples) * count
@@ -477,13 +513,13 @@ class CostModel:
     def operation_s(self, operation: Operation, samples: int) -> float:
         """Return the seconds of one operation in a micro-batch of `samples` samples, without its
         launch. They follow from the machine's rate for the operation's kind, dtype and size."""
-        kind = KIND.get(operation.name, "elementwise")
+        kind = kind_of(operation)
         flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:
             return moved / self._bytes_per_s(kind, operation, moved) / self.memory_share
         if kind in CONVOLUTIONS and self._knows_convolutions_by_shape(operation):
             return self._convolution_s(kind, operation, samples, moved)
-        arithmetic_s = flops / self._arithmetic_rate(kind, operation, samples, flops)
+        arithmetic_s = flops / self._arithmetic_rate(kind, operation, samples)
         return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
 
     def _bytes_per_s(self, kind: str, operation: Operation, moved: float) -> float:
@@ -529,12 +565,11 @@ class CostModel:
         transposed = transposed_bytes(moved, gradients)
         return seconds + transposed / self.machine.bandwidth(transposed) / share / self.memory_share
 
-    def _arithmetic_rate(self, kind: str, operation: Operation, samples: int, flops: float) -> float:
+    def _arithmetic_rate(self, kind: str, operation: Operation, samples: int) -> float:
         """Return the rate of an operation's arithmetic in FLOP/s.
 
         kind     a kind of ARITHMETIC
         samples  number of samples of a micro-batch
-        flops    the operation's FLOPs
         """
         causal = operation.computed_share < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD)
         if self.machine.device == "cuda" and operation.sizes and kind in _BY_SHAPE:
@@ -544,8 +579,10 @@ class CostModel:
             sizes, flash = (batches, rows, columns, depth), "efficient" not in operation.name
             return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment, flash)
         masked = f"causal {kind}" if causal else kind
-        size = flops if kind in CONVOLUTIONS else _product_size(operation, samples)
-        rate = self.machine.achieved(masked, operation.dtype, size)
+        if kind in CONVOLUTIONS:
+            kind, size = _measured_convolution(kind, operation, samples)
+            return self.machine.achieved(kind, operation.dtype, size)
+        rate = self.machine.achieved(masked, operation.dtype, _product_size(operation, samples))
         if kind in (ATTENTION, ATTENTION_BACKWARD) and operation.sizes:
             queries = max(operation.sizes[1].at(samples), 1.0)
             rate *= queries / KERNEL_QUERIES / math.ceil(queries / KERNEL_QUERIES)
@@ -600,11 +637,27 @@ def _input_s(ledger: Ledger, work_s: float) -> float:
     return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
 
 
+FEW_CHANNELS = 8  # a group with fewer channels is as slow as a depthwise convolution
+
+
+def _measured_convolution(kind: str, operation: Operation, samples: int) -> tuple[str, float]:
+    """Return (kind, size) of the measured convolution that is most like `operation`, as
+    `calibration/operation_rates.py` names them: the geometric mean of the channels of input and output, or for
+    a depthwise convolution the pixels of its window."""
+    groups, _, channels, depth, window = (size.at(samples) for size in operation.sizes)
+    if groups > 1 and min(channels, depth) < FEW_CHANNELS:
+        return f"depthwise {kind}", window
+    return (f"pointwise {kind}" if window == 1 else kind), math.sqrt(channels * depth)
+
+
 def _product_size(operation: Operation, samples: int) -> float:
     """Return the size of a matrix product by which the machine's rate for it is looked up: the cube
-    root of rows x columns x depth of a single product, also for batched products.
+    root of rows x columns x depth of a single product, also for batched products. If they are unknown, it is
+    that of all its FLOPs.
 
     samples  number of samples of a micro-batch, on which rows and columns depend
     """
+    if not operation.sizes:
+        return max(operation.flops.at(samples) / 2, 1.0) ** (1 / 3)
     sizes = (max(size.at(samples), 1.0) for size in operation.sizes[1:])
     return math.prod(sizes) ** (1 / 3)

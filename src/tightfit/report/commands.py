@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tightfit._torch.loggers import PYTREE, WRAPPED_OPERATIONS
+from tightfit.calibration.this_machine import this_machine
 from tightfit.engine.launch import enter_environment, read_launcher, start_processes
 from tightfit.errors import DoesNotFit, InputError, TightfitWarning
 from tightfit.job import Job, ModelSpec, apply_change
 from tightfit.machine import Machine
-from tightfit.machines.gpus import unused
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan, read_pins
 from tightfit.planner.defaults import ALLOCATOR
@@ -411,27 +411,6 @@ def check_model(job: Job) -> None:
         from tightfit.models import model_config
 
         model_config(job.model)
-
-
-def this_machine(say: Callable[[str], None]) -> Machine:
-    """Detect and return this machine. A CPU that was never calibrated gets a quick calibration,
-    which takes some seconds.
-
-    Prints a warning with the reason if the host shows a GPU that torch cannot use.
-
-    say  prints a line
-    """
-    machine = Machine.detect()
-    if without := unused():
-        say(f"warning  {without}")
-    if machine.device != "cpu" or machine.matrix_flops_per_s:
-        return machine
-    say("measuring the speed of this machine (some seconds, only once)")
-    from tightfit.measure.calibrate import is_busy, quick_calibrate
-
-    if is_busy(machine):
-        say("other programs use this machine, so later commands will measure it again")
-    return quick_calibrate(machine)
 
 
 def check_out(out: Path, resume: bool) -> None:

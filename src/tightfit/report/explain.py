@@ -12,10 +12,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.calibration.this_machine import measured_machine_of
 from tightfit.cost.ledger import ROWS
 from tightfit.data import describe_tokenizer
 from tightfit.job import Job
-from tightfit.machine import Machine, machine_of
+from tightfit.machine import Machine
 from tightfit.models.lora import lora_of
 from tightfit.models.nf4 import element_count
 from tightfit.optim.groups import first_match, full_rate
@@ -53,7 +54,7 @@ def explain(
     Raises DoesNotFit if no plan fits, and InputError if the model cannot be traced.
     """
     pins = read_pins(job.plan) if plan is None else plan_of(plan).model_dump()
-    estimator = Estimator(job, machine_of(machine))
+    estimator = Estimator(job, measured_machine_of(machine))
     estimates = search_or_estimate(estimator, pins)
     console = Console(width=120, file=io.StringIO())
     show(console, estimates, waterfall(estimator, estimates[0].plan), price)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.calibration.this_machine import this_machine
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
@@ -20,7 +21,7 @@ from tightfit.measure.rung import Measured, measure_rung
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan
 from tightfit.planner.ladder import Ladder, Rung, climb, tensor_bytes, training_bytes
-from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
+from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job
 from tightfit.report.heartbeat import never_silent
 from tightfit.units import format_bytes, format_seconds
 

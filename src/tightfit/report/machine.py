@@ -32,7 +32,7 @@ def machine_command(name: str | None, known: bool, calibrate: bool, records: lis
     if without:
         console.print(f"warning  {without}", highlight=False, markup=False, soft_wrap=True)
     if calibrate:
-        from tightfit.measure.calibrate import calibrate as measure
+        from tightfit.calibration.calibrate import calibrate as measure
 
         machine = measure(machine, lambda line: console.print(f"measuring {line}", highlight=False))
     if records:

@@ -15,13 +15,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tightfit.calibration.this_machine import this_machine
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan
 from tightfit.planner.whole_run import WholeRun, check_price, format_cost, format_hours, whole_run
-from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job, this_machine
+from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job
 from tightfit.report.heartbeat import never_silent
 from tightfit.runtime.run_length import length_of
 from tightfit.units import format_bytes, format_count, format_seconds

@@ -42,7 +42,7 @@ from tightfit._torch.tensors import next_sequence_number
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
 from tightfit.machine import FLOAT8
 from tightfit.machines.shapes import ALIGNMENT
-from tightfit.methods.attention import probability_count
+from tightfit.methods.attention import causal_pairs, probability_count
 from tightfit.models.dataflow import path_of
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
 from tightfit.models.tensors import tensors_in
@@ -96,10 +96,12 @@ _RECURRENT = {
     "aten._cudnn_rnn_backward": 2,
 }
 _FLOPS = {
-    **flop_registry,
     GROUPED_MM: shape_wrapper(grouped_mm_flops),
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
 }
+# transformers' experts where torch has no grouped product, and how many grouped products they compute: compiled, with
+# weights that are not bf16
+_GROUPED_FALLBACK = {"transformers.grouped_mm_fallback": 1, "transformers.grouped_mm_fallback_backward": 2}
 _SAME_FLOPS = {  # torch has no FLOP formula for its CPU kernels
     CPU_FLASH_ATTENTION: FLASH_ATTENTION,
     CPU_FLASH_ATTENTION_BACKWARD: FLASH_ATTENTION_BACKWARD,
@@ -381,7 +383,8 @@ class Recorder(StorageMode[_Storage]):
 
 def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor], output: Any) -> Operation:
     outputs = tensors_in(output)
-    formula = _FLOPS.get(_SAME_FLOPS.get(func.overloadpacket, func.overloadpacket))
+    packet = _SAME_FLOPS.get(func.overloadpacket, func.overloadpacket)
+    formula = _FLOPS.get(packet) or flop_registry.get(packet)  # a user may have registered a formula
     flops = formula(*_with_heads_of_query(name, args), **kwargs, out_val=output) if formula else 0
     tensors = outputs or inputs
     floating = [tensor for tensor in [*tensors, *inputs] if tensor.is_floating_point()]
@@ -394,6 +397,8 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
     if name in _RECURRENT:
         return _recurrent_operation(name, dtype, args, moved)
+    if name in _GROUPED_FALLBACK:
+        return _grouped_operation(name, dtype, args, moved)
     computed = _computed_share(func, name, args, kwargs)
     aligned = ALIGNMENT
     if name in _PRODUCTS and not in_compiled_graph():  # the compiler pads rows that are not aligned
@@ -414,6 +419,25 @@ def _recurrent_operation(name: str, dtype: str, args: Any, moved: float) -> Oper
     sizes = tuple(map(BatchLinear, (1.0, float(rows), float(columns), float(depth))))
     flops = 2.0 * rows * columns * depth * _RECURRENT[name]
     return Operation(name, dtype, BatchLinear(flops), BatchLinear(moved / calls), sizes, BatchLinear(float(calls)))
+
+
+def _grouped_operation(name: str, dtype: str, args: Any, moved: float) -> Operation:
+    """Return the operation of transformers' own grouped product, whose experts are multiplied one after the
+    other. Backward computes two such products: the gradients of the tokens and of the weights.
+
+    args   the arguments with which it is called: tokens (S, in), weights (E, in, out), ends of the groups (E,)
+    moved  bytes that it reads and writes
+    """
+    count = float(_GROUPED_FALLBACK[name])
+    sizes = grouped_mm_sizes(args[0].shape, args[1].shape, len(args[2]))
+    return Operation(
+        name,
+        dtype,
+        BatchLinear(2 * math.prod(sizes)),
+        BatchLinear(moved / count),
+        tuple(map(BatchLinear, sizes)),
+        BatchLinear(count),
+    )
 
 
 def _alignment(matrices: list[Tensor]) -> int:
@@ -454,18 +478,6 @@ def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
     if name.startswith("tightfit.blocked"):
         return probability_count(rows, causal=True) / (rows * columns)
     return causal_pairs(rows, columns) / (rows * columns)
-
-
-def causal_pairs(queries: int, keys: int) -> int:
-    """Return the number of (query, key) pairs that a causal mask permits. Query number i attends to
-    the keys 0 to i.
-
-    queries, keys  the numbers of queries and of keys
-
-    With s queries and s keys: s (s + 1) / 2. Example: 4 queries and 4 keys give 10 of 16 pairs.
-    """
-    square = min(queries, keys)
-    return square * (square + 1) // 2 + (queries - square) * keys
 
 
 def _with_heads_of_query(name: str, args: Any) -> Any:
@@ -671,4 +683,4 @@ def recorded_segments(recorder: Recorder) -> tuple[Segment, ...]:
     return _closed_segments(recorder.program)
 
 
-__all__ = ["Recorder", "causal_pairs", "record_step", "recorded_segments"]
+__all__ = ["Recorder", "record_step", "recorded_segments"]

@@ -11,9 +11,9 @@ import pytest
 
 from tests import tiny
 from tests.report.test_run_folder import command
-from tightfit.machine import COMPILED_ARITHMETIC, Machine, calibration_path
-from tightfit.measure import calibrate
-from tightfit.report.commands import this_machine
+from tightfit.calibration import calibrate
+from tightfit.calibration.this_machine import measured_machine_of, this_machine
+from tightfit.machine import COMPILED_ARITHMETIC, Figure, Machine, calibration_path
 
 
 def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +61,32 @@ def test_a_busy_machine_is_said_to_be_measured_again(
     this_machine(lines.append)
     assert len(lines) == said
     assert ("later commands will measure it again" in lines[-1]) is (said == 2)
+
+
+@pytest.mark.parametrize("load", [0.0, 99.0])
+def test_the_library_measures_an_unmeasured_machine_once(
+    load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr("tightfit.calibration.this_machine._measured", {})
+    measurements: list[str] = []
+
+    def measure(command: list[str], input: str, **more: object) -> subprocess.CompletedProcess[str]:
+        measurements.append(input)
+        figure = {"fp32": Figure(value=1e12, source="glance")}
+        answer = Machine.model_validate_json(input).replace(matrix_flops_per_s=figure).to_json()
+        return subprocess.CompletedProcess(command, 0, answer)
+
+    monkeypatch.setattr(calibrate.subprocess, "run", measure)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # the other process would disturb it
+    assert measured_machine_of(None) == Machine.detect()
+    monkeypatch.delenv("WORLD_SIZE")
+    assert measured_machine_of("l4") == Machine.named("l4")
+    assert not measurements
+    for _ in range(2):
+        assert measured_machine_of(None).matrix_flops_per_s["fp32"].value == 1e12
+    assert len(measurements) == 1
 
 
 @pytest.mark.slow

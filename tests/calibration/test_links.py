@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tightfit.calibration import calibrate
 from tightfit.errors import TightfitError, TightfitWarning
 from tightfit.machine import Figure, Machine
-from tightfit.measure import calibrate
 
 H100 = Machine.named("h100-sxm:2").replace(memory_bytes=Figure(value=2**36, source="system"))
 

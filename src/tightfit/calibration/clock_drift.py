@@ -12,7 +12,7 @@ import statistics
 
 import torch
 
-from tightfit.measure.timing import timed
+from tightfit.calibration.timing import timed
 
 ROWS, WIDTH = 1024, 512  # of the control, an MLP whose hidden layer is four times as wide
 PASSES = 4  # elementwise passes over the wide activations, for norms and nonlinearities

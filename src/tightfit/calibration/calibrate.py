@@ -24,12 +24,12 @@ from typing import Any, Literal
 import torch
 
 from tightfit._torch.operations import scaled_mm
+from tightfit.calibration.clock_drift import ClockDrift
+from tightfit.calibration.operation_rates import measure_rates
+from tightfit.calibration.timing import Pick, timed, timed_by_clock
 from tightfit.errors import TightfitError, TightfitWarning
 from tightfit.machine import Figure, Machine
 from tightfit.machines.gpus import architecture_of, multiplies_float8
-from tightfit.measure.clock_drift import ClockDrift
-from tightfit.measure.operation_rates import measure_rates
-from tightfit.measure.timing import Pick, timed, timed_by_clock
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -160,7 +160,7 @@ def quick_calibrate(machine: Machine) -> Machine:
     state of the process's heap.
     """
     busy = is_busy(machine)
-    code = "import sys; from tightfit.measure.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
+    code = "import sys; from tightfit.calibration.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
     )

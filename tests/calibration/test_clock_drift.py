@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tightfit.calibration import calibrate as calibration
+from tightfit.calibration import clock_drift
 from tightfit.machine import Machine
-from tightfit.measure import calibrate as calibration
-from tightfit.measure import clock_drift
 
 PROCESSOR = torch.device("cpu")
 

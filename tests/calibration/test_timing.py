@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tightfit.measure import timing
+from tightfit.calibration import timing
 
 GPU = torch.device("cuda", 0)
 

@@ -9,19 +9,18 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tightfit.calibration.clock_drift import ClockDrift
+from tightfit.calibration.timing import Pick, timed
 from tightfit.capabilities import can_compile
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
-from tightfit.measure.clock_drift import ClockDrift
-from tightfit.measure.timing import Pick, timed
 from tightfit.methods.allocator import keep_freed_memory
-from tightfit.methods.attention import blocked_attention, probability_count
-from tightfit.planner.tracing.recorder import causal_pairs
+from tightfit.methods.attention import blocked_attention, causal_pairs, probability_count
 from tightfit.runtime.dropout_noise import dropout_noise
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,11 +62,11 @@ def measure_rates(
     rate}}, such as {"product/float32": {102: ..., 203: ...}}.
 
     The size of a matrix product or of attention is the cube root of the product of its three
-    dimensions. The size of a convolution is its number of FLOPs, and that of all other kinds the
-    bytes accessed.
+    dimensions. The size of a convolution is its number of channels, or of pixels of its window
+    (`_convolution_shapes`), and that of all other kinds the bytes accessed.
 
     A rate is the number of FLOPs (or bytes accessed) that the operation achieves in the time of one
-    run of the control, a fixed workload (see `measure/clock_drift.py`). To get FLOPs or bytes per
+    run of the control, a fixed workload (see `calibration/clock_drift.py`). To get FLOPs or bytes per
     second, the caller divides it by the control's usual seconds.
 
     pace   times the control around each measurement
@@ -212,49 +211,68 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield size, 2.0 * 64 * 64 * length**2, _in_turn(torch.bmm, inputs)
 
 
-CHANNELS = ((4, 16), (16, 16), (16, 32), (16, 64), (16, 128))  # (samples, channels), 32 x 32 pixels
-LARGE_CHANNELS = ((64, 128), (64, 256), (128, 512))  # in addition on a GPU
+CHANNELS = (4, 16, 32, 64, 128)
+LARGE_CHANNELS = (256, 512)  # in addition on a GPU
+POINTWISE_CHANNELS = (16, 64, 256)
+WINDOWS = (3, 5, 7)  # sides of depthwise convolutions
+DEPTHWISE_CHANNELS = 64
 
 
-def _channels(device: torch.device) -> tuple[tuple[int, int], ...]:
-    return CHANNELS if device.type == "cpu" else CHANNELS + LARGE_CHANNELS
+def _convolution_shapes(which: str, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (size, channels, groups, side of the window) of convolutions to time.
 
-
-def _convolution_inputs(
-    samples: int, channels: int, dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format
-) -> tuple[Tensor, Tensor]:
-    image = _random((samples, channels, 32, 32), dtype, device).contiguous(memory_format=memory_format)
-    return image, _random((channels, channels, 3, 3), dtype, device)
+    which  "": 3 x 3 windows, "pointwise": 1 x 1 windows; their size is the number of channels.
+           "depthwise": each channel is a group; their size is the number of pixels of the window
+    """
+    if which == "depthwise":
+        for side in WINDOWS:
+            yield side**2, DEPTHWISE_CHANNELS, DEPTHWISE_CHANNELS, side
+        return
+    channels = POINTWISE_CHANNELS if which == "pointwise" else CHANNELS
+    for count in channels if device.type == "cpu" else (*channels, *LARGE_CHANNELS):
+        yield count, count, 1, 1 if which == "pointwise" else 3
 
 
 def _convolutions(
-    dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+    dtype: torch.dtype, device: torch.device, which: str, backward: bool, memory_format: torch.memory_format
 ) -> Iterator[Case]:
-    for samples, channels in _channels(device):
-        flops = 2.0 * samples * 32 * 32 * channels * channels * 9
-        inputs = partial(_convolution_inputs, samples, channels, dtype, device, memory_format)
-        yield round(flops), flops, _in_turn(partial(functional.conv2d, padding=1), inputs)
+    """Yield convolutions to time, as cases (size, FLOPs, function). Images have 32 x 32 pixels, and as many
+    output as input channels.
 
+    which     see `_convolution_shapes`
+    backward  time the gradients with respect to the image and the weight
+    """
+    samples = 16 if device.type == "cpu" else 64
+    for size, channels, groups, side in _convolution_shapes(which, device):
+        convolve = partial(functional.conv2d, padding=side // 2, groups=groups)
+        flops = 2.0 * samples * 32 * 32 * channels * channels // groups * side**2
 
-def _convolution_backward(
-    dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
-) -> Iterator[Case]:
-    """Yield functions to time, as cases (size, FLOPs, function). Each function computes the
-    gradients of a 3 x 3 convolution with respect to the image and the weight."""
-    for samples, channels in _channels(device):
-        flops = 4.0 * samples * 32 * 32 * channels * channels * 9
+        def inputs(channels: int = channels, groups: int = groups, side: int = side) -> tuple[Tensor, ...]:
+            image = _random((samples, channels, 32, 32), dtype, device).contiguous(memory_format=memory_format)
+            return image, _random((channels, channels // groups, side, side), dtype, device)
 
-        def inputs(samples: int = samples, channels: int = channels) -> tuple[Tensor, ...]:
-            image, weight = _convolution_inputs(samples, channels, dtype, device, memory_format)
-            output = functional.conv2d(image.requires_grad_(), weight.requires_grad_(), padding=1)
+        def run(inputs: Any = inputs, convolve: Any = convolve) -> tuple[Tensor, ...]:
+            image, weight = inputs()
+            output = convolve(image.requires_grad_(), weight.requires_grad_())
             return image, weight, output, torch.ones_like(output)
 
         def make(image: Tensor, weight: Tensor, output: Tensor, gradient: Tensor) -> object:
             return torch.autograd.grad(output, (image, weight), gradient, retain_graph=True)
 
-        yield round(flops), flops, _in_turn(make, inputs)
+        if backward:
+            yield size, 2 * flops, _in_turn(make, run)
+        else:
+            yield size, flops, _in_turn(convolve, inputs)
 
 
+_CONVOLUTIONS = {
+    " ".join(filter(None, (which, layout, f"convolution{' backward' * backward}"))): partial(
+        _convolutions, which=which, backward=backward, memory_format=memory_format
+    )
+    for which in ("", "pointwise", "depthwise")
+    for layout, memory_format in (("", torch.contiguous_format), ("channels-last", torch.channels_last))
+    for backward in (False, True)
+}
 LENGTHS = (64, 128, 256, 1024)
 GPU_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GPU_TOKENS = 2**14  # in all samples together, the usual size for comparing attention kernels
@@ -468,6 +486,55 @@ def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         yield moved, 2.0 * image.nbytes, work
 
 
+def _sort(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Yield sorts of rows of 512 values to time, as cases (size, bytes accessed, function). There is an int64
+    index for each value."""
+    for moved in _bytes(device)[:-2]:
+        rows = max(moved // (2 * dtype.itemsize + 8) // 512, 1)
+        exact = rows * 512 * (2 * dtype.itemsize + 8)
+        yield moved, float(exact), _in_turn(torch.sort, partial(_one, (rows, 512), dtype, device))
+
+
+def _fourier(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Yield Fourier transforms of images of 64 x 64 pixels to time, as cases (size, bytes accessed, function).
+    Yield nothing for a `dtype` other than fp32."""
+    for moved in _bytes(device)[1:-1] if dtype is torch.float32 else ():
+        shape = (moved // 8 // (64 * 64), 64, 64)  # the result has half as many values, which are complex
+        yield moved, 8.0 * math.prod(shape), _in_turn(torch.fft.rfft2, partial(_one, shape, dtype, device))
+
+
+def _one(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    return (_random(shape, dtype, device),)
+
+
+def _grid_sample(dtype: torch.dtype, device: torch.device, backward: bool) -> Iterator[Case]:
+    """Yield samples of images at the points of a grid to time, as cases (size, bytes accessed, function).
+
+    backward  time the gradients with respect to the images and the grid
+    """
+    sample = partial(functional.grid_sample, align_corners=False)
+    for moved in _bytes(device)[1:-1]:
+        count = max(moved // (2 * 16 * 64 * 64 * dtype.itemsize), 1)
+
+        def inputs(count: int = count) -> tuple[Tensor, Tensor]:
+            grid = torch.rand((count, 64, 64, 2), device=device).to(dtype) * 2 - 1
+            return _random((count, 16, 64, 64), dtype, device), grid
+
+        def run(inputs: Any = inputs) -> tuple[Tensor, ...]:
+            images, grid = inputs()
+            output = sample(images.requires_grad_(), grid.requires_grad_())
+            return images, grid, output, torch.ones_like(output)
+
+        def make(images: Tensor, grid: Tensor, output: Tensor, gradient: Tensor) -> object:
+            return torch.autograd.grad(output, (images, grid), gradient, retain_graph=True)
+
+        images, points = count * 16 * 64 * 64 * dtype.itemsize, count * 64 * 64 * 2 * dtype.itemsize
+        if backward:
+            yield moved, 3.0 * images + 2 * points, _in_turn(make, run)
+        else:
+            yield moved, 2.0 * images + points, _in_turn(sample, inputs)
+
+
 def _within_kernels(
     make: Callable[[Tensor], Tensor], shape: tuple[int, ...], times: int = 1
 ) -> Callable[..., Iterator[Case]]:
@@ -551,10 +618,7 @@ def _fetch_rate(device: torch.device) -> float:
 _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "product": _products,
     "batched product": _batched,
-    "convolution": _convolutions,
-    "convolution backward": _convolution_backward,
-    "channels-last convolution": partial(_convolutions, memory_format=torch.channels_last),
-    "channels-last convolution backward": partial(_convolution_backward, memory_format=torch.channels_last),
+    **_CONVOLUTIONS,
     "attention": _attention,
     "attention backward": _attention_backward,
     "causal attention": partial(_attention, causal=True),
@@ -579,6 +643,10 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "pooling": _pooling,
     "channels-last pooling": partial(_pooling, memory_format=torch.channels_last),
     "batch norm": _batch_norm,
+    "sort": _sort,
+    "fourier transform": _fourier,
+    "grid sample": partial(_grid_sample, backward=False),
+    "grid sample backward": partial(_grid_sample, backward=True),
     "compiled random": _within_kernels(partial(functional.dropout, p=0.1), (2**21,)),
     "compiled exp": _within_kernels(_eight(torch.exp), (2**18,), 8),
     "compiled tanh": _within_kernels(_eight(torch.tanh), (2**18,), 8),
