@@ -2,10 +2,10 @@
 
     .venv/bin/python -m benchmarks.intervals
 
-Reads records/prediction.json (runs on this processor, calibrated), records/gpu.json (runs on a GPU) and
-records/published.json (runs that others published), and writes src/tightfit/planner/intervals.json. The sources of
-these runs count the same, whether a source has 4 runs or 60. Prints how often the measurements of each source are
-inside the intervals that all other sources give.
+Reads records/prediction.json and records/prediction_others.json (runs on this processor, calibrated), records/gpu.json
+(runs on a GPU) and records/published.json (runs that others published), and writes
+src/tightfit/planner/intervals.json. The sources of these runs count the same, whether a source has 4 runs or 60.
+Prints how often the measurements of each source are inside the intervals that all other sources give.
 
 Source  Dunn, Wasserman, Ramdas 2022, "Distribution-free prediction sets for two-layer hierarchical models" (arXiv:1809.07441):
         quantiles of the pooled distribution in which each group has the same weight.
@@ -13,6 +13,7 @@ Source  Dunn, Wasserman, Ramdas 2022, "Distribution-free prediction sets for two
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import sys
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
-from benchmarks import harness
+from benchmarks import harness, other_models
 from tightfit.machine import ACHIEVED, Figure, Machine
 from tightfit.machines import devices
 from tightfit.plan import Plan
@@ -46,7 +47,10 @@ SAME_MEMORY = (
 )
 # frameworks whose runs had samples of varied lengths, which fragment the memory of torch's allocator
 VARIED_LENGTHS = ("ms-swift-2023", "peft-metamath")
-OF_TOKENS = ("llama", "llama-long", "gpt2", "bert", "t5")  # models of benchmarks/prediction.py
+OF_TOKENS = (  # models of benchmarks/prediction.py
+    "llama", "llama-long", "gpt2", "bert", "t5",
+    *(name for name, (_, data, _) in other_models.ARCHITECTURES.items() if data["synthetic"] == "tokens"),
+)  # fmt: skip
 FEWEST_SOURCES = 3  # a class with runs of fewer sources has no quantiles of its own
 
 
@@ -94,7 +98,8 @@ def own_runs() -> list[Measured]:
     """The runs on a calibrated CPU."""
     found = []
     machine = Machine.detect().replace(matrix_flops_per_s={"fp32": Figure(value=1e11, source="measured")})
-    for pair in harness.read_record(RECORDS / "prediction.json")["pairs"]:
+    records = [harness.read_record(RECORDS / f"{name}.json")["pairs"] for name in ("prediction", "prediction_others")]
+    for pair in itertools.chain(*records):
         plan = Plan(**pair["plan"])
         tokens = pair["model"] in OF_TOKENS
         ratios = {

@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/prediction.py --out records/prediction.json
     .venv/bin/python benchmarks/prediction.py --only llama     # the pairs of one model
     .venv/bin/python benchmarks/prediction.py --single --out records/prediction_single.json    # the pairs in fp32
+    .venv/bin/python benchmarks/prediction.py --others --out records/prediction_others.json    # families of others
 
 Each pair runs in a process of its own. It has three figures of memory:
 
@@ -19,6 +20,7 @@ step. `measured_s` is the median of the steps' ratios to it, at the speed of the
 and `pace` keep both. A pair whose time is off by more than 20 % runs twice more, because another
 tenant of the machine can slow a whole process. The median of the three counts, and `runs_s` keeps all.
 
+`--others` takes families of models that tightfit was not developed with (`benchmarks/other_models.py`).
 `--single` is for CPUs without bf16 instructions, on which a step in bf16 takes minutes.
 """
 
@@ -34,7 +36,7 @@ from typing import Any
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)  # in place of this file's folder
-from benchmarks import harness
+from benchmarks import harness, other_models
 
 ALLOW = ["bf16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding"]
 TEXT = {"synthetic": "tokens", "sequence_length": 128}
@@ -130,6 +132,18 @@ def pairs() -> list[dict[str, Any]]:
     return found
 
 
+def job_of(pair: dict[str, Any], steps: int) -> Any:
+    """The job of a pair."""
+    import tightfit
+
+    name, own = pair["model"], pair["model"] in MODELS
+    batch = MODELS[name][2] if own else other_models.batch_of(name)
+    train = tightfit.Train(optimizer=pair["optimizer"], batch=batch, steps=steps)
+    if not own:
+        return other_models.job_of(name, train)
+    return tightfit.Job(model=MODELS[name][0], data=MODELS[name][1], allow=ALLOW, train=train)
+
+
 def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     """Predict and run one pair in this process."""
     import torch
@@ -142,13 +156,7 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     from tightfit.planner.dry_run import dry_run
     from tightfit.planner.estimator import Estimator
 
-    model, data, batch = MODELS[pair["model"]]
-    job = tightfit.Job(
-        model=model,
-        data=data,
-        allow=ALLOW,
-        train=tightfit.Train(optimizer=pair["optimizer"], batch=batch, steps=steps + SAMPLED + 1),
-    )
+    job = job_of(pair, steps + SAMPLED + 1)
     plan, machine = tightfit.Plan(**pair["plan"]), tightfit.Machine.detect()
     estimator = Estimator(job, machine)
     estimate = estimator.estimate(plan)
@@ -195,7 +203,7 @@ def show(rows: list[dict[str, Any]], memory: bool) -> dict[str, dict[str, float]
             errors[name].append(value)
         plan = ", ".join(f"{name}={value}" for name, value in row["plan"].items()) or "reference"
         said = "  ".join(f"{name} {value:+7.1%}" for name, value in mistakes.items())
-        print(f"{row['model']:10s} {row['optimizer']:9s} {said}  {plan}")
+        print(f"{row['model']:12s} {row['optimizer']:9s} {said}  {plan}")
     summary = {name: harness.error_summary(values) for name, values in errors.items()}
     if not memory:
         paces = [pace for row in rows for pace in row["pace"]]
@@ -208,12 +216,13 @@ def show(rows: list[dict[str, Any]], memory: bool) -> dict[str, dict[str, float]
 def main() -> None:
     parser = harness.make_parser(__doc__, only="the pairs of one model; pairs that --out has are not run again")
     parser.add_argument("--single", action="store_true", help="the pairs that compute in fp32")
+    parser.add_argument("--others", action="store_true", help="families of models that tightfit was not developed with")
     parser.add_argument("--memory", action="store_true", help="memory alone, in fewer steps")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each pair")
     arguments = parser.parse_args()
     there = harness.read_record(arguments.out).get("pairs", [])
     rows = []
-    for pair in pairs():
+    for pair in other_models.pairs() if arguments.others else pairs():
         if arguments.only and pair["model"] != arguments.only:
             continue
         if arguments.single and "precision" in pair["plan"]:

@@ -113,6 +113,12 @@ SOURCES = {
             ZEN3,
         ),
         Source(
+            "prediction_others",
+            _script("prediction", "--others ", "prediction_others"),
+            "60 (model, plan) pairs of families that tightfit was not developed with: predicted against measured memory and time",
+            ZEN5,
+        ),
+        Source(
             "published",
             _script("published"),
             "training runs that others published, on GPUs: predicted against published",
@@ -413,6 +419,7 @@ def _worst_times(pairs: list[dict[str, Any]], count: int = 5) -> str:
 
 def prediction() -> str:
     bf16, fp32 = read("prediction"), read("prediction_single")
+    others = read("prediction_others")["pairs"]
     pace = [one for pair in bf16["pairs"] for one in pair["pace"]]
     again = sum("runs_s" in pair for pair in bf16["pairs"])
     return f"""## Predicted against measured
@@ -433,6 +440,18 @@ times are given at the pace of the calibration. The pace moved between {min(pace
 off by more than 20 % runs twice more, and the median of its three runs counts: {again or "no"} pairs
 here. Figures of memory do not depend on the pace.
 
+### Families of others
+
+{len(others)} pairs of {len({pair["model"] for pair in others})} models that tightfit was not developed with: other
+architectures of transformers, and networks of layers that language models do not have
+(`benchmarks/other_models.py`). Kinds of operations that a first comparison showed to be missing were then measured by
+the calibration: convolutions of few channels, sorts, Fourier transforms, sampled grids.
+
+{SOURCES["prediction_others"].cite()}
+
+{_error_table(others)}
+{_errors_by_model(others)}
+{_worst_times(others)}
 ### In fp32
 
 {len(fp32["pairs"])} pairs in fp32, on a processor without bf16 instructions. Process memory was

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 import tightfit
-from benchmarks import choice, prediction, published
+from benchmarks import choice, other_models, prediction, published
 from tightfit.rules import check
 
 
@@ -30,6 +31,23 @@ def test_prediction_pairs_are_legal_and_cover_all_methods() -> None:
         train = tightfit.Train(optimizer=pair["optimizer"], batch=batch, steps=1)
         job = tightfit.Job(model=model, data=data, allow=prediction.ALLOW, train=train)
         check(tightfit.Plan(**pair["plan"]), job, "cpu")
+
+
+def test_pairs_of_other_families_are_legal() -> None:
+    pairs = other_models.pairs()
+    assert len(pairs) == len({json.dumps(pair) for pair in pairs}) >= 50
+    assert not {pair["model"] for pair in pairs} & prediction.MODELS.keys()
+    for pair in pairs:
+        check(tightfit.Plan(**pair["plan"]), prediction.job_of(pair, 1), "cpu")
+
+
+@pytest.mark.sweep(20)
+@pytest.mark.parametrize("name", [*other_models.ARCHITECTURES, *other_models.NETWORKS])
+def test_other_families_are_predicted(name: str) -> None:
+    job = prediction.job_of({"model": name, "optimizer": "adamw"}, 1)
+    found = tightfit.estimate(job, {"precision": "bf16-mixed"}, "l4")
+    assert found.peak_bytes > 0
+    assert found.all_notes == [] or name == "lstm"
 
 
 def test_choice_compares_legal_plans_under_tight_limits() -> None:

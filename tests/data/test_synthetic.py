@@ -86,3 +86,10 @@ def test_facts_missing_from_the_model_are_required() -> None:
         tokens(sequence_length=65)
     with pytest.raises(InputError, match="has 301 tokens, but the model's vocabulary has 300"):
         tokens(vocabulary_size=301)
+
+
+def test_a_model_of_any_length_takes_long_samples() -> None:
+    """XLNet's config says -1 positions."""
+    model = {"architecture": "xlnet", "vocab_size": 300, "d_model": 8, "n_head": 2, "n_layer": 1, "d_inner": 8}
+    samples = open_samples(make_job(model, {"synthetic": "tokens", "sequence_length": 3000, "samples": 2}))
+    assert at(samples, [0])["input_ids"].shape == (1, 3000)

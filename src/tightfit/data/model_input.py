@@ -10,7 +10,7 @@ from tightfit.data.image_processing import MODES, pretrained_processing
 from tightfit.data.samples import ModelInput
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, ModelSpec
-from tightfit.models import model_config, task_of, text_config
+from tightfit.models import model_config, position_count, task_of, text_config
 from tightfit.models.pretrained import own_tokenizer, pretrained_folder, read_config
 from tightfit.models.tasks import classes_of, config_of_function, is_token_classifier, task_of_class
 
@@ -38,7 +38,7 @@ def model_input(job: Job) -> ModelInput:
         own_loss=job.loss is not None,
         is_token_classifier=task is None and is_token_classifier(job.model),
         vocabulary=getattr(text, "vocab_size", None),
-        positions=getattr(text, "max_position_embeddings", None),
+        positions=position_count(config),
         labels=getattr(config, "num_labels", None),
         image_size=size if isinstance(size, int) else None,
         channels=channels,

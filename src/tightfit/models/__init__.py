@@ -2,7 +2,7 @@
 code, and finds their repeated blocks."""
 
 from tightfit.models.blocks import find_blocks, parameter_uses
-from tightfit.models.configs import model_config, text_config, vocabulary_size, with_fewer_blocks
+from tightfit.models.configs import model_config, position_count, text_config, vocabulary_size, with_fewer_blocks
 from tightfit.models.create import model_factory
 from tightfit.models.functions import has_complex_parameters, is_transformers_model
 from tightfit.models.presets import Preset, preset, presets
@@ -18,6 +18,7 @@ __all__ = [
     "model_config",
     "model_factory",
     "parameter_uses",
+    "position_count",
     "preset",
     "presets",
     "task_of",

@@ -141,6 +141,13 @@ def text_config(config: Any) -> Any:
         return config
 
 
+def position_count(config: Any) -> int | None:
+    """Return how many positions of text a model has, by its transformers config. Return None if it has any
+    number (XLNet's config says -1), or if the config does not say."""
+    found = getattr(text_config(config), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def with_fewer_blocks(model: Any, blocks: int) -> ModelSpec | None:
     """Return the spec of the same transformers model with only `blocks` blocks (transformer
     layers).

@@ -20,7 +20,7 @@ from tightfit.engine.checkpoint.resume import check_files, known_checksums
 from tightfit.engine.checkpoint.save import STATE, newest
 from tightfit.errors import InputError
 from tightfit.job import Job
-from tightfit.models import is_transformers_model, model_factory
+from tightfit.models import is_transformers_model, model_factory, position_count
 from tightfit.models.lora import has_adapters, merge_adapters, plain_model, save_adapters
 from tightfit.tensor_files import Reader
 from tightfit.values import read_yaml
@@ -221,9 +221,9 @@ def _check_length(config: Any, given: int, new: int) -> None:
     """Raise InputError if a prompt of `given` tokens is empty, or too long to be continued by `new`."""
     if given == 0:
         raise InputError("the prompt", "has no tokens", "give some text to continue")
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = position_count(config)
     longest = max(given, new) if config.is_encoder_decoder else given + new
-    if isinstance(positions, int) and longest > positions:
+    if positions is not None and longest > positions:
         room = positions - (0 if config.is_encoder_decoder else given)
         raise InputError(
             f"--tokens {new}",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tightfit.engine.metrics import full_logits
 from tightfit.engine.rng import evaluating
-from tightfit.models import is_transformers_model
+from tightfit.models import is_transformers_model, position_count
 from tightfit.models.objective import TASKS
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run
@@ -41,7 +41,7 @@ def sample_text(run: Run, prompt: str = PROMPT, tokens: int = TOKENS) -> str | N
     if not run.model.can_generate() or config.is_encoder_decoder:  # type: ignore[operator, union-attr]
         return None
     ids = torch.tensor([tokenizer(prompt)["input_ids"]], device=run.device)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)  # type: ignore[operator, union-attr]
+    positions = position_count(config)
     room = tokens if positions is None else min(tokens, positions - ids.shape[1])
     if room < 1:
         return None
