@@ -504,7 +504,7 @@ _ARITHMETIC = (
     "product",
     "batched product",
     *_CONVOLUTIONS,
-    *(which + kind for which in ("pointwise ", "depthwise ") for kind in _CONVOLUTIONS),
+    *(which + kind for which in ("pointwise ", "depthwise ", "transposed ") for kind in _CONVOLUTIONS),
     "attention",
     "attention backward",
     "causal attention",
@@ -519,12 +519,13 @@ _NEAREST = {
     "blocked attention backward": "batched product",
     **{
         f"{which}{kind}": f"{which}{other}"
-        for which in ("", "pointwise ", "depthwise ")
+        for which in ("", "pointwise ", "depthwise ", "transposed ")
         for kind, other in zip(_CONVOLUTIONS[1:], ("convolution", "convolution", "convolution backward"), strict=True)
     },
     "channels-last pooling": "pooling",
     "batch norm": "reduction",
     "grid sample backward": "grid sample",
+    "indexed sum": "scatter",
     "gelu backward": "gelu",
     "16-bit dropout": "random",
 }
@@ -545,7 +546,7 @@ _SHARE_OF_PRODUCTS = {
     "attention backward": 0.5,
     "batched product": 0.7,
     **dict.fromkeys(_CONVOLUTIONS, 0.6),
-    **{f"pointwise {kind}": 0.4 for kind in _CONVOLUTIONS},
+    **{f"{which} {kind}": 0.4 for which in ("pointwise", "transposed") for kind in _CONVOLUTIONS},
     **{f"depthwise {kind}": 0.05 if "backward" in kind else 0.15 for kind in _CONVOLUTIONS},
 }
 # Rates of kernels on a GPU that was not calibrated, as fractions of its memory bandwidth: in 32 bits
@@ -557,6 +558,7 @@ _SHARE_OF_PRODUCTS = {
 _SHARE_OF_BANDWIDTH = {
     "cast": (0.69, 1.0),
     "scatter": (0.49, 0.31),
+    "indexed sum": (0.49, 0.31),
     "search": (0.33, 0.33),
     "pooling": (0.77, 0.51),
     "channels-last pooling": (0.61, 0.5),

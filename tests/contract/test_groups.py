@@ -157,6 +157,7 @@ def test_a_changed_learning_rate_outlives_a_resume(tmp_path: Any) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_explain_names_the_groups() -> None:
     from tightfit.machine import Machine
 

@@ -92,6 +92,7 @@ def test_a_chunked_loss_is_estimated_below_and_above_one_chunk(
     assert estimated(profilers, "llama", fields) == pytest.approx(dry, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_tracing_one_of_equal_chunks_equals_tracing_each(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_nothing_is_allowed_that_the_user_excludes(tmp_path: Path) -> None:
     assert advice.estimate.plan.precision == "fp32"
 
 
+@pytest.mark.slow
 def test_the_trainer_accepts_the_advised_arguments(tmp_path: Path) -> None:
     model = llama()
     before = model.lm_head.weight.detach().clone()

@@ -27,6 +27,7 @@ def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *a
     return found
 
 
+@pytest.mark.slow
 def test_a_cluster_is_planned_with_its_price(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -60,6 +60,7 @@ def make_job(folder: Path, steps: int = 4) -> Job:
     )
 
 
+@pytest.mark.slow
 def test_qlora_from_a_folder_to_peft(tmp_path: Path) -> None:
     job, plan, machine = make_job(tmp_path), tightfit.Plan(), Machine.detect()
     text = tightfit.explain(job, plan=plan)

@@ -156,6 +156,7 @@ def test_the_list_shows_every_name(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert shown.count("explain only") == sum(row.get("explain_only", False) for row in devices().values())
 
 
+@pytest.mark.slow
 def test_what_is_only_explained_is_not_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

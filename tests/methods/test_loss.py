@@ -507,6 +507,7 @@ def trained_on_some_labels(fields: dict[str, Any]) -> tuple[list[float], dict[st
     return [result.loss for result in tightfit.train(run)], cases.state_of(run), left_out
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize(
     "fields", [{"tp": 2}, {"pp": 2, "micro_batch": 4}, {"dp_shard": 2, "zero": 3}, {"cp": 2}], ids=str

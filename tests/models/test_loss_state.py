@@ -59,6 +59,7 @@ def plan_and_build(loss: Any) -> Any:
     return tightfit.build(asked, chosen.plan)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("form", ["object", "method", "objective"])
 def test_planning_does_not_change_an_object(form: str) -> None:

@@ -37,6 +37,7 @@ def test_build_uses_the_job_s_pins_without_a_plan() -> None:
     assert tightfit.build(job("reference")).plan == tightfit.build(job()).plan == tightfit.Plan()
 
 
+@pytest.mark.slow
 def test_search_adds_its_pins_to_those_of_the_job() -> None:
     pinned = job({"micro_batch": 4, "precision": "fp32"})
     alone = tightfit.search(pinned, "l4")[0].plan

@@ -35,7 +35,7 @@ def convolution(
     flops = 2.0 * places * channels * inside * 9 * (2 if backward else 1)
     width = 4 if dtype in ("float32", "tf32") else 2
     moved = width * ((3 if backward else 2) * places * channels + channels * inside * 9)
-    sizes = tuple(BatchLinear(float(one)) for one in (groups, places, inside, inside, 9))
+    sizes = tuple(BatchLinear(float(one)) for one in (groups, places, inside, inside, 9, 0))
     name = f"aten.convolution{'_backward' * backward}{CHANNELS_LAST * last}"
     return Operation(name, dtype, BatchLinear(flops), BatchLinear(float(moved)), sizes)
 
@@ -74,18 +74,19 @@ def test_a_measured_rate_of_convolutions_counts() -> None:
 
 
 def test_measured_convolutions_of_few_channels_are_slower() -> None:
-    """A window of one pixel and groups of few channels have rates of their own."""
+    """A window of one pixel, groups of few channels and transposed convolutions have rates of their own."""
     rates = {
         "convolution/bfloat16": {64: 1e12},
         "pointwise convolution/bfloat16": {64: 1e11},
         "depthwise convolution/bfloat16": {9: 1e10},
+        "transposed convolution/bfloat16": {64: 1e9},
     }
     model = CostModel(H100.replace(rates=rates))
 
-    def rate(groups: int, channels: int, depth: int, window: int) -> float:
+    def rate(groups: int, channels: int, depth: int, window: int, transposed: bool = False) -> float:
         places = 1e6
         flops = 2.0 * groups * places * channels * depth * window
-        sizes = tuple(BatchLinear(float(one)) for one in (groups, places, channels, depth, window))
+        sizes = tuple(BatchLinear(float(one)) for one in (groups, places, channels, depth, window, transposed))
         operation = Operation(
             f"aten.convolution{CHANNELS_LAST}", "bfloat16", BatchLinear(flops), BatchLinear(1.0), sizes
         )
@@ -95,6 +96,7 @@ def test_measured_convolutions_of_few_channels_are_slower() -> None:
     assert rate(1, 64, 64, 1) == pytest.approx(1e11)
     assert rate(64, 1, 1, 9) == rate(16, 4, 4, 9) == pytest.approx(1e10)
     assert rate(4, 64, 64, 9) == pytest.approx(1e12)
+    assert rate(1, 64, 64, 16, transposed=True) == pytest.approx(1e9)
 
 
 def test_a_bound_holds_for_both_layouts() -> None:
@@ -130,7 +132,7 @@ def test_a_backward_has_twice_the_flops_of_its_forward(groups: int, transposed: 
     forward = {sizes: count for (phase, sizes), count in flops.items() if phase == "forward"}
     assert len(forward) == 2
     for sizes, count in forward.items():
-        assert count == 2 * math.prod(size.at(2) for size in sizes)
+        assert count == 2 * math.prod(size.at(2) for size in sizes[:5])
         is_first = sizes[3].at(2) == 3  # its image needs no gradient
         assert flops["backward", sizes] == count * (1 if is_first else 2)
 

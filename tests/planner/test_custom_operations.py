@@ -15,6 +15,7 @@ from tightfit.planner.time_model import BATCHED, PRODUCT
 
 MACHINE = tightfit.Machine.named("l4")
 WIDTH = 512
+OTHER_EXPERTS = [("bf16-mixed", "none"), ("fp32", "none"), ("fp32", "block")]
 
 
 @torch.library.custom_op("tests::squared_product", mutates_args=())
@@ -84,8 +85,10 @@ def test_a_formula_of_the_user_counts() -> None:
     assert seconds(found, "forward", PRODUCT) > 0.0
 
 
-@pytest.mark.parametrize("compile", ["none", "block"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize(
+    ("precision", "compile"),
+    [("bf16-mixed", "block"), *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHER_EXPERTS)],
+)
 def test_compiled_experts_compute_as_much_as_others(precision: str, compile: str) -> None:
     """Compiled, transformers multiplies experts whose weights are fp32 by an operation of its own."""
     model = {
@@ -97,10 +100,10 @@ def test_compiled_experts_compute_as_much_as_others(precision: str, compile: str
         data={"synthetic": "tokens", "sequence_length": 64},
         train=tightfit.Train(batch=4, steps=1),
     )
-    ledger = tightfit.estimate(job, {"precision": precision, "compile": compile}, MACHINE).ledger
+    found = tightfit.estimate(job, {"precision": precision, "compile": compile}, MACHINE)
     flops = sum(
         operation.flops.at(4) * operation.count.at(4)
-        for segment in ledger.training
+        for segment in found.ledger.training
         for operation in segment.timeline.operations
         if "grouped_mm" in operation.name
     )

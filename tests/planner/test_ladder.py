@@ -76,6 +76,7 @@ def test_rungs_add_up_in_the_order_of_guides() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_methods")
 def test_what_the_job_does_not_allow_has_no_rung() -> None:
     found = ladder.climb(cases.job("llama").replace(allow=[]), L4)

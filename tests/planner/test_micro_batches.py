@@ -49,6 +49,7 @@ def found_by(seen: list[Estimate]) -> int:
     return max((one.plan.micro_batch_of(BATCH) for one in seen if one.fits), default=0)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(12)
 @pytest.mark.parametrize("fitting", [*SIZES, 0], ids=lambda size: f"none fits {size}")
 def test_the_largest_size_that_fits_is_found(fitting: int) -> None:

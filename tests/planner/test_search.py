@@ -291,6 +291,7 @@ def test_a_deep_model_is_dry_run_with_few_blocks(name: str) -> None:
     assert config.hidden_size == model_config(ModelSpec(preset=name)).hidden_size
 
 
+@pytest.mark.slow
 def test_recomputation_and_slower_machines_take_longer() -> None:
     job = tightfit.Job(
         model={"preset": "gpt2"},
@@ -578,6 +579,7 @@ def test_a_refused_plan_keeps_what_was_compiled(own_cache: None, monkeypatch: py
     assert forgotten
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize(("saving", "chosen"), [(0.9, 4096), (-9.0, None)])
 def test_the_loss_is_chosen_for_the_chosen_precision(

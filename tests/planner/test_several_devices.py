@@ -299,6 +299,7 @@ def test_a_search_shards_models_too_large_for_replicas() -> None:
     assert without_input[0] <= without_input[1] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_sequence_parallel_takes_less_memory(estimator: Estimator, recompute: str) -> None:
     """Norms, residual stream and inputs of matrix products are sharded: all but the tensors inside

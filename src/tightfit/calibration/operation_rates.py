@@ -214,6 +214,7 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 CHANNELS = (4, 16, 32, 64, 128)
 LARGE_CHANNELS = (256, 512)  # in addition on a GPU
 POINTWISE_CHANNELS = (16, 64, 256)
+TRANSPOSED_CHANNELS = (16, 64, 128)
 WINDOWS = (3, 5, 7)  # sides of depthwise convolutions
 DEPTHWISE_CHANNELS = 64
 
@@ -221,16 +222,19 @@ DEPTHWISE_CHANNELS = 64
 def _convolution_shapes(which: str, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
     """Yield (size, channels, groups, side of the window) of convolutions to time.
 
-    which  "": 3 x 3 windows, "pointwise": 1 x 1 windows; their size is the number of channels.
+    which  "": 3 x 3 windows, "pointwise": 1 x 1 windows, "transposed": 4 x 4 windows, which double the sides
+           of the images; their size is the number of channels.
            "depthwise": each channel is a group; their size is the number of pixels of the window
     """
     if which == "depthwise":
         for side in WINDOWS:
             yield side**2, DEPTHWISE_CHANNELS, DEPTHWISE_CHANNELS, side
         return
-    channels = POINTWISE_CHANNELS if which == "pointwise" else CHANNELS
+    channels, side = {"": (CHANNELS, 3), "pointwise": (POINTWISE_CHANNELS, 1), "transposed": (TRANSPOSED_CHANNELS, 4)}[
+        which
+    ]
     for count in channels if device.type == "cpu" else (*channels, *LARGE_CHANNELS):
-        yield count, count, 1, 1 if which == "pointwise" else 3
+        yield count, count, 1, side
 
 
 def _convolutions(
@@ -244,7 +248,10 @@ def _convolutions(
     """
     samples = 16 if device.type == "cpu" else 64
     for size, channels, groups, side in _convolution_shapes(which, device):
-        convolve = partial(functional.conv2d, padding=side // 2, groups=groups)
+        if which == "transposed":
+            convolve = partial(functional.conv_transpose2d, stride=2, padding=1)
+        else:
+            convolve = partial(functional.conv2d, padding=side // 2, groups=groups)
         flops = 2.0 * samples * 32 * 32 * channels * channels // groups * side**2
 
         def inputs(channels: int = channels, groups: int = groups, side: int = side) -> tuple[Tensor, ...]:
@@ -269,7 +276,7 @@ _CONVOLUTIONS = {
     " ".join(filter(None, (which, layout, f"convolution{' backward' * backward}"))): partial(
         _convolutions, which=which, backward=backward, memory_format=memory_format
     )
-    for which in ("", "pointwise", "depthwise")
+    for which in ("", "pointwise", "depthwise", "transposed")
     for layout, memory_format in (("", torch.contiguous_format), ("channels-last", torch.channels_last))
     for backward in (False, True)
 }
@@ -429,6 +436,20 @@ def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
         def work(gradient: Tensor = gradient, index: Tensor = index, places: int = places) -> Tensor:
             return torch.ops.aten.embedding_dense_backward(gradient, index, places, -1, False)
+
+        yield moved, float(moved), work
+
+
+def _indexed_sum(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Yield the backward of rows that an index selects to time, as cases (size, bytes accessed, function)."""
+    for places, width, rows in _embeddings(device):
+        gradient = _random((rows, width), dtype, device)
+        index = torch.randint(0, places, (rows,), device=device)
+        total = torch.zeros((places, width), dtype=dtype, device=device)
+        moved = gradient.nbytes + 2 * total.nbytes + 8 * rows
+
+        def work(gradient: Tensor = gradient, index: Tensor = index, total: Tensor = total) -> Tensor:
+            return total.index_put((index,), gradient, accumulate=True)
 
         yield moved, float(moved), work
 
@@ -639,6 +660,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "softmax": _softmax,
     "gather": _gather,
     "scatter": _scatter,
+    "indexed sum": _indexed_sum,
     "search": _search,
     "pooling": _pooling,
     "channels-last pooling": partial(_pooling, memory_format=torch.channels_last),

@@ -84,9 +84,9 @@ class Operation:
                     mask
     bytes_accessed  bytes that the kernel reads and writes
     sizes           for a matrix product: (batches, rows, columns, depth), depth being the summed
-                    dimension. For a convolution: (groups, places, channels, depth, window), which are
-                    pixels of the output, output and input channels of a group, pixels of the kernel.
-                    Else empty
+                    dimension. For a convolution: (groups, places, channels, depth, window, transposed),
+                    which are pixels of the output, output and input channels of a group, pixels of the
+                    kernel, and 1 or 0. Else empty
     count           number of equal kernels
     computed_share  share of `flops` that the kernel really computes: less than 1 for attention that
                     skips the pairs that a causal mask hides

@@ -32,6 +32,7 @@ _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
     "safetensors", "filelock", "typing_inspection", "typing_extensions", "idna", "packaging", "tqdm", "certifi",
     "requests", "urllib3", "fsspec", "datasets", "tensorboard", "accelerate", "anyio", "truststore", "markupsafe", "google",
     "annotated_types", "pip", "setuptools", "sklearn", "joblib", "xdist", "execnet", "coverage",
+    "pygments", "pluggy", "iniconfig", "py", "functorch", "markdown_it", "mdurl", "shellingham", "attr", "attrs",
 }  # fmt: skip
 
 _Cache = Any  # a function with an lru_cache

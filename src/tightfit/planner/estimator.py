@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from tightfit.calibration.this_machine import measured_machine_of
-from tightfit.cost.entries import BucketedReduction, Parameter, Update, with_fp32_gradients
+from tightfit.cost.entries import BucketedReduction, Parameter, with_fp32_gradients
 from tightfit.cost.fewer_blocks import with_depth
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import ScheduledAction
@@ -300,7 +300,7 @@ class Estimator:
         if self.job.train.checkpoint_every == "never":
             return 0.0, 0.0
         parameters = sum(parameter.bytes for parameter in self.profiler.model.parameters(plan)) * plan.tp
-        return parameters, sum(update.state_bytes for update in self.profiler.model.updates(plan).values()) * plan.tp
+        return parameters, self.profiler.model.state_bytes(plan) * plan.tp
 
     def _checkpoint_buffer_bytes(self, plan: Plan) -> float:
         """Return the bytes of host memory that a process needs, while it saves a checkpoint, for
@@ -324,11 +324,11 @@ class Estimator:
         largest block computes.
         """
         after = plan.replace(update_in_backward=False)  # has the same optimizer states, and shares their trace
-        updates, parameters = self.profiler.model.updates(after), self.profiler.model.parameters(plan)
+        parameters = self.profiler.model.parameters(plan)
         if plan.master_weights:
             parameters = with_fp32_gradients(parameters)
         size, gradients, largest = _sizes_of(parameters)
-        states = _bytes_of_states(updates) / (plan.shards if plan.zero >= 1 else 1)
+        states = self.profiler.model.state_bytes(after) / (plan.shards if plan.zero >= 1 else 1)
         there = float(largest if plan.update_in_backward else gradients)
         weights = size / (plan.shards if plan.zero >= 3 else 1)
         states, weights, there = (
@@ -395,10 +395,6 @@ def _sizes_of(parameters: tuple[Parameter, ...]) -> tuple[int, int, int]:
 
 
 @remembered(32)
-def _bytes_of_states(updates: dict[str, Update]) -> int:
-    return sum(one.state_bytes for one in updates.values())
-
-
 def _has_slow_traces(plan: Plan) -> bool:
     """Return whether a trace of `plan` takes seconds, because the traced blocks communicate. Of such
     plans, each size of the micro-batch is traced by itself."""

@@ -95,9 +95,9 @@ _KINDS = {
     ),
     "gather": ("aten.embedding", "aten.index", "aten.index_select", "aten.gather"),
     "scatter": (
-        "aten.embedding_dense_backward", "aten.index_put", "aten.index_put_", "aten.scatter", "aten.scatter_add",
-        "aten.scatter_", "aten._index_put_impl_", "aten.index_add",
+        "aten.embedding_dense_backward", "aten.scatter", "aten.scatter_add", "aten.scatter_", "aten.index_add",
     ),
+    "indexed sum": ("aten.index_put", "aten.index_put_", "aten._index_put_impl_"),
     "search": ("aten.bucketize", "aten.searchsorted"),
     "sort": ("aten.sort", "aten.topk", "aten.argsort", "aten.kthvalue", "aten.median", "aten.unique_consecutive"),
     "fourier transform": ("aten._fft_r2c", "aten._fft_c2c", "aten._fft_c2r"),
@@ -545,7 +545,7 @@ class CostModel:
         kind   a kind of CONVOLUTIONS
         moved  the operation's bytes accessed
         """
-        groups, places, channels, depth, window = (max(size.at(samples), 1.0) for size in operation.sizes)
+        groups, places, channels, depth, window = (max(size.at(samples), 1.0) for size in operation.sizes[:5])
         forward_flops = 2 * groups * places * channels * depth * window
         backward = kind in (CONVOLUTION_BACKWARD, IN_CHANNELS_LAST[1])
         gradients = min(max(round(operation.flops.at(samples) / forward_flops), 1), 2) if backward else 0
@@ -644,7 +644,9 @@ def _measured_convolution(kind: str, operation: Operation, samples: int) -> tupl
     """Return (kind, size) of the measured convolution that is most like `operation`, as
     `calibration/operation_rates.py` names them: the geometric mean of the channels of input and output, or for
     a depthwise convolution the pixels of its window."""
-    groups, _, channels, depth, window = (size.at(samples) for size in operation.sizes)
+    groups, _, channels, depth, window, transposed = (size.at(samples) for size in operation.sizes)
+    if transposed:
+        return f"transposed {kind}", math.sqrt(channels * depth)
     if groups > 1 and min(channels, depth) < FEW_CHANNELS:
         return f"depthwise {kind}", window
     return (f"pointwise {kind}" if window == 1 else kind), math.sqrt(channels * depth)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tightfit._torch.compiler import forget_compilations
 from tightfit._torch.fake import FakeTensorMode
@@ -45,7 +46,7 @@ from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
-from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_updates
+from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_states, trace_updates
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.method import traced_fields
@@ -75,6 +76,7 @@ class FakeModel:
         self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, BlockMap]] = {}
         self._tensor_parallel_models: dict[Any, tuple[nn.Module, BlockMap]] = {}
         self._updates: dict[Any, dict[str, Update]] = {}
+        self._state_bytes: dict[Any, int] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
         self._segments_tried = False
@@ -247,6 +249,22 @@ class FakeModel:
         """Return parameter name -> the optimizer's update of this parameter (its optimizer states,
         temporary bytes and operations), with the plan's kernels and dtypes of states. Raises
         InputError if a name pattern of the job's parameter groups matches no parameter."""
+        key = self._key_of_updates(plan)
+        if key not in self._updates:
+            self._updates[key] = self._trace_optimizer(plan, trace_updates)
+        return self._updates[key]
+
+    def state_bytes(self, plan: Plan) -> int:
+        """Return the bytes of the optimizer states of one device's parameters, as `updates` has them, but
+        without recording the updates: a search compares many plans by these bytes alone."""
+        key = self._key_of_updates(plan)
+        if key not in self._state_bytes:
+            known = self._updates.get(key) or self._trace_optimizer(plan, trace_states)
+            self._state_bytes[key] = sum(update.state_bytes for update in known.values())
+        return self._state_bytes[key]
+
+    def _key_of_updates(self, plan: Plan) -> Any:
+        """Return what `updates` depends on."""
         fields = (
             plan.states,
             plan.rounding,
@@ -258,16 +276,20 @@ class FakeModel:
         together = optimizer_states.uses_foreach(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
         undoes = optimizer_states.keeps_undo_copies(plan, self.device)
-        key = (plan.has_16_bit_weights, plan.precision == "fp16-true", together, batched, undoes, *fields)
-        if key not in self._updates:
-            with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
-                model, depth = self.sharded(plan)
-                widen_gradients(model.parameters(), plan.master_weights)
-                head = head_of(model, self.job.blocks_name) if self.job.train.optimizer == "muon" else None
-                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
-                updates = trace_updates(model, optimizer, together, plan.precision == "fp16-true")
-                self._updates[key] = self._in_groups(model, depth, updates)
-        return self._updates[key]
+        return (plan.has_16_bit_weights, plan.precision == "fp16-true", together, batched, undoes, *fields)
+
+    def _trace_optimizer(
+        self, plan: Plan, trace: Callable[[nn.Module, Optimizer, bool, bool], dict[str, Update]]
+    ) -> dict[str, Update]:
+        """Return parameter name -> update, as `trace` finds it (`optimizer_trace.py`)."""
+        with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
+            model, depth = self.sharded(plan)
+            widen_gradients(model.parameters(), plan.master_weights)
+            head = head_of(model, self.job.blocks_name) if self.job.train.optimizer == "muon" else None
+            optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
+            foreach = optimizer_states.uses_foreach(plan, self.device)
+            updates = trace(model, optimizer, foreach, plan.precision == "fp16-true")
+            return self._in_groups(model, depth, updates)
 
     def _in_groups(self, model: nn.Module, depth: BlockMap, updates: dict[str, Update]) -> dict[str, Update]:
         """Return parameter name -> update for the full-depth model (with all of its blocks), each

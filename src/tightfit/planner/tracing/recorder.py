@@ -391,6 +391,8 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     dtype = str((floating or tensors)[0].dtype).removeprefix("torch.") if tensors else ""
     if name == "aten._scaled_mm":  # its rate depends on the dtype of its factors
         dtype = FLOAT8
+    elif name in _RECURRENT:  # the gradients of narrow weights may be fp32
+        dtype = str(args[0].dtype).removeprefix("torch.")
     sizes = _convolution_sizes(name, args, outputs) if name in _CONVOLUTIONS else _product_sizes(name, args)
     if name in _IMAGES and _is_channels_last(args[_IMAGES[name]]):
         name += CHANNELS_LAST
@@ -529,9 +531,9 @@ def _product_sizes(name: str, args: Any) -> tuple[BatchLinear, ...]:
 
 
 def _convolution_sizes(name: str, args: Any, outputs: list[Tensor]) -> tuple[BatchLinear, ...]:
-    """Return (groups, places, channels, depth, window) of a convolution, forward or backward: output
-    pixels of all samples, output and input channels of a group, and pixels of the kernel. A transposed
-    convolution has the places of its input.
+    """Return (groups, places, channels, depth, window, transposed) of a convolution, forward or backward:
+    output pixels of all samples, output and input channels of a group, pixels of the kernel, and 1 if it is
+    transposed, else 0. A transposed convolution has the places of its input.
 
     outputs  the tensors that the operation returns
     """
@@ -540,7 +542,8 @@ def _convolution_sizes(name: str, args: Any, outputs: list[Tensor]) -> tuple[Bat
     places, channels, depth = (args[0] if at else outputs[0]), weight.shape[0] // groups, weight.shape[1]
     if transposed:
         places, channels, depth = image, depth, channels
-    sizes = (groups, places.shape[0] * math.prod(places.shape[2:]), channels, depth, math.prod(weight.shape[2:]))
+    pixels, window = places.shape[0] * math.prod(places.shape[2:]), math.prod(weight.shape[2:])
+    sizes = (groups, pixels, channels, depth, window, int(transposed))
     return tuple(BatchLinear(float(size)) for size in sizes)
 
 
