@@ -18,6 +18,7 @@ from tightfit.machine import Machine
 from tightfit.models.expert_routing import RoutedExperts
 from tightfit.models.fake_kernels import grouped_mm_flops, grouped_mm_sizes
 from tightfit.planner.estimator import Estimator
+from tightfit.planner.tracing.fake_tensors import FakeValues
 
 ROWS, DEPTH, COLUMNS, GROUPS = 32, 16, 32, 2  # bf16 takes multiples of 8 in each group
 
@@ -118,3 +119,23 @@ def test_failures_on_fake_tensors_raise_and_log_nothing(logged: list[str]) -> No
     with pytest.raises(Untraceable, match="fails on fake tensors"):
         Estimator(job, Machine.named("a100-80gb")).estimate(tightfit.Plan())
     assert not logged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [[True, True, True], [True, False, False]])
+def test_group_norm_gradients_have_their_real_dtypes(dtype: torch.dtype, wanted: list[bool]) -> None:
+    """Under autocast on a CPU, the input is bf16 and the weights are fp32."""
+
+    def gradients() -> list[torch.dtype | None]:
+        given, weight = torch.ones((2, 4, 3), dtype=dtype), torch.ones(4)
+        _, mean, rstd = torch.ops.aten.native_group_norm(given, weight, weight, 2, 4, 3, 2, 1e-5)
+        backward = torch.ops.aten.native_group_norm_backward
+        found = backward(given, given, mean.float(), rstd.float(), weight, 2, 4, 3, 2, wanted)
+        return [one if one is None else one.dtype for one in found]
+
+    with FakeTensorMode(), FakeValues():
+        fake = gradients()
+    assert [one for one, is_wanted in zip(fake, wanted, strict=True) if is_wanted] == [
+        one for one, is_wanted in zip(gradients(), wanted, strict=True) if is_wanted
+    ]
+    assert fake[0] is dtype

@@ -91,6 +91,22 @@ def fake_output(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
+def group_norm_gradients(func: Any, args: Any) -> Any:
+    """Return what the backward of a group norm returns for a 16-bit input beside fp32 weights, as under
+    autocast on a CPU: the gradient of the input has its dtype. torch's own fake kernel says fp32. Return None
+    for any other operation, and if the dtypes are equal."""
+    if func is not torch.ops.aten.native_group_norm_backward.default:
+        return None
+    given, weight, wanted = args[1], args[4], args[9]
+    if weight is None or weight.dtype == given.dtype:
+        return None
+    return (
+        torch.empty_like(given) if wanted[0] else None,
+        torch.empty_like(weight) if wanted[1] else None,
+        torch.empty_like(weight) if wanted[2] else None,
+    )
+
+
 @contextmanager
 def without_fake_tensor_logs() -> Iterator[None]:
     """Inside this context, torch does not log a traceback when an operation fails on fake tensors.
@@ -109,6 +125,7 @@ def _drop_record(record: logging.LogRecord) -> bool:
 
 __all__ = [
     "GROUPED_MM",
+    "group_norm_gradients",
     "grouped_mm_flops",
     "grouped_mm_output",
     "grouped_mm_sizes",

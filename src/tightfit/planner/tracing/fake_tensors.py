@@ -34,7 +34,7 @@ from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import innermost_model_line
 from tightfit.models.expert_routing import ExpertRouting, forget_values
-from tightfit.models.fake_kernels import without_fake_tensor_logs
+from tightfit.models.fake_kernels import group_norm_gradients, without_fake_tensor_logs
 from tightfit.models.value_reads import ValueReads
 from tightfit.planner.tracing.ctc import ctc_output
 from tightfit.planner.tracing.recurrent_layers import recurrent_output
@@ -117,6 +117,8 @@ class FakeValues(TorchDispatchMode):
         if func is torch.ops.aten.equal.default:
             return self.reads.value(True)
         if (made := recurrent_output(func, args)) is not None or (made := ctc_output(func, args)) is not None:
+            return made
+        if (made := group_norm_gradients(func, args)) is not None:
             return made
         return self.routing.run(func, args, kwargs or {})
 
