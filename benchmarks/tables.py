@@ -445,7 +445,8 @@ here. Figures of memory do not depend on the pace.
 {len(others)} pairs of {len({pair["model"] for pair in others})} models that tightfit was not developed with: other
 architectures of transformers, and networks of layers that language models do not have
 (`benchmarks/other_models.py`). Kinds of operations that a first comparison showed to be missing were then measured by
-the calibration: convolutions of few channels, sorts, Fourier transforms, sampled grids.
+the calibration: convolutions of few channels, grouped and transposed ones, sorts, sums by an index, Fourier transforms,
+sampled grids.
 
 {SOURCES["prediction_others"].cite()}
 
@@ -823,6 +824,8 @@ def readme_table() -> str:
     rungs = read("memory_ladder")["rungs"]
     pairs = read("prediction")["pairs"]
     memory, time = (median_and_worst(errors(pairs, what)) for what in ("memory, estimated", "step time"))
+    others = read("prediction_others")["pairs"]
+    of_others = [median_and_worst(errors(others, what)) for what in ("memory, estimated", "step time")]
     summary = read("published")["summary"]
     unseen, newest = summary["b"]["all"], summary["d"]["all"]
     memories, speeds = unseen["memory"], unseen["speed, calibrated"]
@@ -858,7 +861,9 @@ def readme_table() -> str:
         (
             "prediction",
             f"{len(pairs)} pairs of a small model and a plan. Peak memory: median error {memory[0]}, worst"
-            f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}.",
+            f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}. Of"
+            f" {len({pair['model'] for pair in others})} models that tightfit was not developed with (`--others`):"
+            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}.",
             "prediction",
         ),
         (

@@ -6,8 +6,8 @@ within a source are alike. Runs are divided into classes, because the error depe
 of the machine, on the number of devices and on the model. `intervals.json` holds the quantiles of each
 class; `python -m benchmarks.intervals` derives them from the records of the benchmarks.
 
-Example: of predicted step times on a measured CPU, 90 % of the measurements were between 0.93 and
-1.21 times the prediction. A predicted step of 14.6 ms has the interval 13.6 to 17.7 ms.
+Example: of predicted step times on a measured CPU, 90 % of the measurements were between 0.86 and
+1.51 times the prediction. A predicted step of 14.6 ms has the interval 12.6 to 22.0 ms.
 """
 
 from __future__ import annotations
