@@ -388,6 +388,7 @@ SHAPES: dict[str, type[Shape]] = {
     "memory_ladder": MemoryLadder,
     "prediction": Prediction,
     "prediction_single": Prediction,
+    "prediction_others": Prediction,
     "published": Published,
     "refusals": Refusals,
     "search": Search,
