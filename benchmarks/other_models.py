@@ -1,8 +1,8 @@
-"""Families of models that tightfit was not developed with, for `benchmarks/prediction.py --others`.
+"""Other families of models, for `benchmarks/prediction.py --others`.
 
-Architectures of transformers, at sizes whose steps take a fraction of a second on two cores, and small networks of
-layers that language models do not have: grouped, transposed and 3-D convolutions, recurrences, graphs, sorting, Fourier
-transforms, sampled grids.
+Most are architectures of transformers. Their steps take a fraction of a second on two cores. The others are small
+networks of layers that language models do not have: grouped, transposed and 3-D convolutions, recurrences, graphs,
+sorting, Fourier transforms, sampled grids.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 
 
 class Unet(nn.Module):
-    """Down by pooling, up by a transposed convolution and by interpolation."""
+    """Scales images down by pooling, and up by a transposed convolution and by interpolation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Fourier(nn.Module):
 
 
 class Graph(nn.Module):
-    """Four rounds in which the nodes of a fixed graph add up what their neighbours send."""
+    """The nodes of a fixed graph add up what their neighbours send, four times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Graph(nn.Module):
 
 
 class Sorted(nn.Module):
-    """Reads its inputs in order, and the largest of them."""
+    """Linear layers on the sorted inputs and on the largest of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Recurrent(nn.Module):
 
 
 class Prototypes(nn.Module):
-    """Weights learned points by their distances to the input."""
+    """Returns the mean of learned points, weighted by their distances to the input."""
 
     def __init__(self) -> None:
         super().__init__()

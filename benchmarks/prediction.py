@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/prediction.py --out records/prediction.json
     .venv/bin/python benchmarks/prediction.py --only llama     # the pairs of one model
     .venv/bin/python benchmarks/prediction.py --single --out records/prediction_single.json    # the pairs in fp32
-    .venv/bin/python benchmarks/prediction.py --others --out records/prediction_others.json    # families of others
+    .venv/bin/python benchmarks/prediction.py --others --out records/prediction_others.json    # other families
 
 Each pair runs in a process of its own. It has three figures of memory:
 
@@ -20,7 +20,7 @@ step. `measured_s` is the median of the steps' ratios to it, at the speed of the
 and `pace` keep both. A pair whose time is off by more than 20 % runs twice more, because another
 tenant of the machine can slow a whole process. The median of the three counts, and `runs_s` keeps all.
 
-`--others` takes families of models that tightfit was not developed with (`benchmarks/other_models.py`).
+`--others` takes other families of models (`benchmarks/other_models.py`).
 `--single` is for CPUs without bf16 instructions, on which a step in bf16 takes minutes.
 """
 
@@ -216,7 +216,7 @@ def show(rows: list[dict[str, Any]], memory: bool) -> dict[str, dict[str, float]
 def main() -> None:
     parser = harness.make_parser(__doc__, only="the pairs of one model; pairs that --out has are not run again")
     parser.add_argument("--single", action="store_true", help="the pairs that compute in fp32")
-    parser.add_argument("--others", action="store_true", help="families of models that tightfit was not developed with")
+    parser.add_argument("--others", action="store_true", help="other families of models")
     parser.add_argument("--memory", action="store_true", help="memory alone, in fewer steps")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each pair")
     arguments = parser.parse_args()

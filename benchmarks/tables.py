@@ -115,7 +115,7 @@ SOURCES = {
         Source(
             "prediction_others",
             _script("prediction", "--others ", "prediction_others"),
-            "60 (model, plan) pairs of families that tightfit was not developed with: predicted against measured memory and time",
+            "60 (model, plan) pairs of other families of models: predicted against measured memory and time",
             ZEN5,
         ),
         Source(
@@ -440,13 +440,13 @@ times are given at the pace of the calibration. The pace moved between {min(pace
 off by more than 20 % runs twice more, and the median of its three runs counts: {again or "no"} pairs
 here. Figures of memory do not depend on the pace.
 
-### Families of others
+### Other families
 
-{len(others)} pairs of {len({pair["model"] for pair in others})} models that tightfit was not developed with: other
-architectures of transformers, and networks of layers that language models do not have
-(`benchmarks/other_models.py`). Kinds of operations that a first comparison showed to be missing were then measured by
-the calibration: convolutions of few channels, grouped and transposed ones, sorts, sums by an index, Fourier transforms,
-sampled grids.
+{len(others)} pairs of {len({pair["model"] for pair in others})} models of other families (`benchmarks/other_models.py`):
+architectures of transformers, and networks of layers that language models do not have. A first comparison showed
+kinds of operations that the calibration did not measure. They were added after it: pointwise, grouped and transposed
+convolutions, sorts, sums by an index, Fourier transforms, sampled grids. The pairs of mixtral, olmoe, unet, graph and
+lstm were then measured again; those of the other models are older than sums by an index and transposed convolutions.
 
 {SOURCES["prediction_others"].cite()}
 
@@ -862,7 +862,8 @@ def readme_table() -> str:
             "prediction",
             f"{len(pairs)} pairs of a small model and a plan. Peak memory: median error {memory[0]}, worst"
             f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}. Of"
-            f" {len({pair['model'] for pair in others})} models that tightfit was not developed with (`--others`):"
+            f" {len({pair['model'] for pair in others})} models of other families, compared last"
+            " (`--others`, [record](records/prediction_others.json)):"
             f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}.",
             "prediction",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import surely_exceeds_memory
 from tightfit.planner.micro_batches import search_micro_batch
 from tightfit.planner.search import search
+from tightfit.planner.tracing.profiler import Profiler
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +180,30 @@ def test_unequal_blocks_are_bounded_by_their_neighbours() -> None:
         Parameter(f"blocks.{number}.w", (size,), 4 * size, True, (number,)) for number, size in enumerate((1, 1, 8))
     ]
     assert least_unsharded_bytes(parameters, tightfit.Plan(zero=3, dp_shard=2)) == 4 * (8 + 8 + 1 + 1)
+
+
+WITHOUT_NARROW_STATES: tuple[dict[str, Any], ...] = (
+    {},
+    {"precision": "bf16-true", "rounding": "kahan"},
+    {"precision": "bf16-true", "master_weights": True},
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("optimizer", "fields"),
+    [
+        ("adamw", {"states": "8-bit"}),
+        *itertools.product(("adamw", "sgd", "adafactor", "lamb", "muon"), WITHOUT_NARROW_STATES),
+    ],
+    ids=str,
+)
+def test_states_without_recording_have_the_same_bytes(device: str, optimizer: str, fields: dict[str, Any]) -> None:
+    plan = tightfit.Plan(**fields)
+    train = tightfit.Train(batch=2, steps=2, optimizer=optimizer, groups=[{"match": "*norm*", "learning_rate": 0.1}])
+    data = {"synthetic": "tokens", "sequence_length": 16}
+    job = tightfit.Job(model=cases.LLAMA, data=data, train=train, allow=["bf16", "8-bit-states"])
+    model = Profiler(job, device).model
+    alone = model.state_bytes(plan)
+    assert alone == sum(update.state_bytes for update in model.updates(plan).values())
+    assert alone > 0 or optimizer == "sgd"

@@ -1,5 +1,8 @@
 """The machine that runs this process, with figures of its speed: a CPU that was never calibrated gets a
-quick calibration. It imports torch only then, because commands print their plan before that import."""
+quick calibration.
+
+torch is imported only for the calibration: commands print their plan before that import.
+"""
 
 from __future__ import annotations
 

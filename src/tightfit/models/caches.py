@@ -287,8 +287,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _looked_at(container: Any) -> list[Any]:
-    """Return the values of a list, tuple or dict: of a long one, such as a data set, only the first and the
-    last, because what a forward adds is at the end."""
+    """Return the values of a list, tuple or dict. Of a long one, such as a data set, return only the first
+    and the last ones: what a forward adds is at the end."""
     values = container.values() if isinstance(container, dict) else container
     if len(container) <= 2 * _ENDS:
         return list(values)

@@ -655,7 +655,7 @@ def _measured_convolution(kind: str, operation: Operation, samples: int) -> tupl
 def _product_size(operation: Operation, samples: int) -> float:
     """Return the size of a matrix product by which the machine's rate for it is looked up: the cube
     root of rows x columns x depth of a single product, also for batched products. If they are unknown, it is
-    that of all its FLOPs.
+    the cube root of half of the FLOPs.
 
     samples  number of samples of a micro-batch, on which rows and columns depend
     """
