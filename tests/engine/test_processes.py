@@ -48,13 +48,20 @@ class Training:
         )
 
     def wait_for_steps(self) -> None:
-        """Until the first step is done."""
+        """Until the first step is done. The watchdog's first, long limit still holds then."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.shown += line
             if line.startswith("step "):
                 return
         raise AssertionError(self.process.communicate()[1])
+
+    def wait_for_third_step(self) -> None:
+        """Until the third step is done. From the second on, an operation may only take --timeout."""
+        self.wait_for_steps()
+        while self.steps < 3:
+            assert self.process.poll() is None
+            time.sleep(0.05)
 
     @property
     def ranks(self) -> list[psutil.Process]:
@@ -121,7 +128,7 @@ def test_a_local_run_listens_on_loopback_and_saves_on_sigterm(tmp_path: Path) ->
 def test_a_stopped_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     job, several = tiny.write(tmp_path, checkpoint_every=1), ("--nproc", "2", "--set", "plan.dp_replicate=2")
     with training(job, tmp_path / "out", *several, "--timeout", "0.05", "--set", ENDLESS) as run:
-        run.wait_for_steps()
+        run.wait_for_third_step()
         while not run.saved:
             time.sleep(0.05)
         second = run.ranks[1]
