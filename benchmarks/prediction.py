@@ -155,10 +155,12 @@ def measure(pair: dict[str, Any], steps: int) -> dict[str, Any]:
     from tightfit.measure.observer import SAMPLED, Observer
     from tightfit.planner.dry_run import dry_run
     from tightfit.planner.estimator import Estimator
+    from tightfit.planner.model_convolutions import measure_model
 
     job = job_of(pair, steps + SAMPLED + 1)
     plan, machine = tightfit.Plan(**pair["plan"]), tightfit.Machine.detect()
     estimator = Estimator(job, machine)
+    measure_model(estimator, plan, pair["plan"])
     estimate = estimator.estimate(plan)
     dry_run_bytes = dry_run(job, plan).total
     settled = estimator.include_allocator(estimate)

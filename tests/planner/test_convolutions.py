@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tightfit
-from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Operation
+from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Convolution, Operation
 from tightfit.machine import Machine
 from tightfit.planner.time_model import CostModel
 from tightfit.planner.tracing.profiler import Profiler
@@ -35,9 +35,12 @@ def convolution(
     flops = 2.0 * places * channels * inside * 9 * (2 if backward else 1)
     width = 4 if dtype in ("float32", "tf32") else 2
     moved = width * ((3 if backward else 2) * places * channels + channels * inside * 9)
-    sizes = tuple(BatchLinear(float(one)) for one in (groups, places, inside, inside, 9, 0))
-    name = f"aten.convolution{'_backward' * backward}{CHANNELS_LAST * last}"
-    return Operation(name, dtype, BatchLinear(flops), BatchLinear(float(moved)), sizes)
+    shape = Convolution(
+        (channels, SIDE, SIDE), (channels, inside, 3, 3), (1, 1), (1, 1), (1, 1), (0, 0), groups, gradients=2 * backward
+    )
+    assert samples * shape.flops == flops
+    name, images = f"aten.convolution{'_backward' * backward}{CHANNELS_LAST * last}", (BatchLinear(float(samples)),)
+    return Operation(name, dtype, BatchLinear(flops), BatchLinear(float(moved)), images, convolution=shape)
 
 
 @pytest.mark.parametrize(("backward", "last"), MEASURED)
@@ -84,19 +87,26 @@ def test_measured_convolutions_of_few_channels_are_slower() -> None:
     model = CostModel(H100.replace(rates=rates))
 
     def rate(groups: int, channels: int, depth: int, window: int, transposed: bool = False) -> float:
-        places = 1e6
-        flops = 2.0 * groups * places * channels * depth * window
-        sizes = tuple(BatchLinear(float(one)) for one in (groups, places, channels, depth, window, transposed))
+        weight = (channels * groups, depth, window, window)
+        if transposed:
+            weight = (depth * groups, channels, window, window)
+        one, none = (1, 1), (0, 0)
+        shape = Convolution((groups * depth, 32, 32), weight, one, none, one, none, groups, transposed)
         operation = Operation(
-            f"aten.convolution{CHANNELS_LAST}", "bfloat16", BatchLinear(flops), BatchLinear(1.0), sizes
+            f"aten.convolution{CHANNELS_LAST}",
+            "bfloat16",
+            BatchLinear(float(shape.flops)),
+            BatchLinear(1.0),
+            (BatchLinear(1.0),),
+            convolution=shape,
         )
-        return flops / model.operation_s(operation, 1)
+        return shape.flops / model.operation_s(operation, 1)
 
-    assert rate(1, 64, 64, 9) == pytest.approx(1e12)
+    assert rate(1, 64, 64, 3) == pytest.approx(1e12)
     assert rate(1, 64, 64, 1) == pytest.approx(1e11)
-    assert rate(64, 1, 1, 9) == rate(16, 4, 4, 9) == pytest.approx(1e10)
-    assert rate(4, 64, 64, 9) == pytest.approx(1e12)
-    assert rate(1, 64, 64, 16, transposed=True) == pytest.approx(1e9)
+    assert rate(64, 1, 1, 3) == rate(16, 4, 4, 3) == pytest.approx(1e10)
+    assert rate(4, 64, 64, 3) == pytest.approx(1e12)
+    assert rate(1, 64, 64, 4, transposed=True) == pytest.approx(1e9)
 
 
 def test_a_bound_holds_for_both_layouts() -> None:
@@ -124,17 +134,19 @@ def test_a_backward_has_twice_the_flops_of_its_forward(groups: int, transposed: 
     job = tightfit.Job(model=lambda: Grouped(groups, transposed), data=data, train=tightfit.Train(batch=2, steps=1))
     ledger = Profiler(job, "cuda").ledger(tightfit.Plan())
     flops = {
-        (segment.phase, operation.sizes): operation.flops.at(2)
+        (segment.phase, operation.convolution.weight): (operation.convolution, operation.flops.at(2))
         for segment in ledger.training
         for operation in segment.timeline.operations
-        if operation.name.startswith("aten.convolution")
+        if operation.convolution
     }
-    forward = {sizes: count for (phase, sizes), count in flops.items() if phase == "forward"}
-    assert len(forward) == 2
-    for sizes, count in forward.items():
-        assert count == 2 * math.prod(size.at(2) for size in sizes[:5])
-        is_first = sizes[3].at(2) == 3  # its image needs no gradient
-        assert flops["backward", sizes] == count * (1 if is_first else 2)
+    forward = {weight: found for (phase, weight), found in flops.items() if phase == "forward"}
+    assert set(forward) == {(8, 3, 1, 1), (8, 16 // groups, 3, 3) if transposed else (16, 8 // groups, 3, 3)}
+    for weight, (shape, count) in forward.items():
+        assert count == 2 * shape.flops
+        is_first = weight == (8, 3, 1, 1)  # its image needs no gradient
+        backward, double = flops["backward", weight]
+        assert double == 2 * backward.flops == count * (1 if is_first else 2)
+        assert backward.gradients == (1 if is_first else 2)
 
 
 def test_a_normalization_over_a_batch_reads_its_input_twice() -> None:

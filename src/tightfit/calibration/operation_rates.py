@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tightfit.calibration.cases import Case, in_turn, random_tensor
 from tightfit.calibration.clock_drift import ClockDrift
+from tightfit.calibration.convolutions import CONVOLUTIONS
 from tightfit.calibration.timing import Pick, timed
 from tightfit.capabilities import can_compile
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
@@ -36,11 +38,6 @@ LARGE_PRODUCTS = (
 )
 BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
 LARGE_BYTES = (2**29,)  # on a GPU, whose L2 cache holds 2**26 and more
-COLD = {  # bytes of other inputs that are read before an input is used again: about one block's
-    "cpu": 2**24,
-    "cuda": 2**28,
-}
-MOST_SETS = 256
 PATIENCE_S = 0.25  # the longest time that one run of a case may take
 LEAST_S = 0.02  # each case is repeated for at least this many seconds
 ALONE_S = 0.2  # the same for a kind that has only one case
@@ -51,9 +48,6 @@ SUSTAINED_S = 0.15
 GLANCE_S, GLANCE_CASES = 0.003, 3
 ROUNDS = 2  # of a calibration of a CPU
 
-Work = Callable[[], object]
-Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to time
-
 
 def measure_rates(
     device: torch.device, pace: ClockDrift, say: Callable[[str], None], quick: bool = False
@@ -63,7 +57,7 @@ def measure_rates(
 
     The size of a matrix product or of attention is the cube root of the product of its three
     dimensions. The size of a convolution is its number of channels, or of pixels of its window
-    (`_convolution_shapes`), and that of all other kinds the bytes accessed.
+    (`convolutions.py`), and that of all other kinds the bytes accessed.
 
     A rate is the number of FLOPs (or bytes accessed) that the operation achieves in the time of one
     run of the control, a fixed workload (see `calibration/clock_drift.py`). To get FLOPs or bytes per
@@ -159,27 +153,6 @@ def _bytes(device: torch.device) -> tuple[int, ...]:
     return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
 
 
-def _in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
-    """Return a function that calls `make` with other tensors each time, so that neither its inputs
-    nor its output are in the cache, as in a training step.
-
-    make    the operation to time
-    inputs  creates the arguments of one call. It is called several times, and the function uses the
-            created arguments in turn
-    """
-    first = inputs()
-    cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
-    sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
-    kept: list[object] = [None] * len(sets)
-    places = itertools.cycle(range(len(sets)))
-
-    def work() -> None:
-        place = next(places)
-        kept[place] = make(*sets[place])
-
-    return work
-
-
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Yield matrix products to time, as cases (size, FLOPs, function). Each function computes the
     three products of a linear layer with input (4 s, s) and weight (s, s): the forward, the
@@ -190,13 +163,13 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
         def inputs(rows: int = rows, depth: int = depth, columns: int = columns) -> tuple[Tensor, ...]:
             shapes = (rows, depth), (columns, depth), (rows, columns)
-            return tuple(_random(shape, dtype, device) for shape in shapes)
+            return tuple(random_tensor(shape, dtype, device) for shape in shapes)
 
         def make(rows: Tensor, weight: Tensor, gradient: Tensor) -> object:
             return torch.mm(rows, weight.t()), torch.mm(gradient, weight), torch.mm(gradient.t(), rows)
 
         one = rows * depth * columns
-        yield round(one ** (1 / 3)), 3 * 2.0 * one, _in_turn(make, inputs)
+        yield round(one ** (1 / 3)), 3 * 2.0 * one, in_turn(make, inputs)
 
 
 def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -205,81 +178,12 @@ def _batched(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for length in (64, 128, 256, 512, *((1024,) if device.type == "cuda" else ())):
 
         def inputs(length: int = length) -> tuple[Tensor, ...]:
-            return _random((64, length, 64), dtype, device), _random((64, 64, length), dtype, device)
+            return random_tensor((64, length, 64), dtype, device), random_tensor((64, 64, length), dtype, device)
 
         size = round((length * length * 64) ** (1 / 3))
-        yield size, 2.0 * 64 * 64 * length**2, _in_turn(torch.bmm, inputs)
+        yield size, 2.0 * 64 * 64 * length**2, in_turn(torch.bmm, inputs)
 
 
-CHANNELS = (4, 16, 32, 64, 128)
-LARGE_CHANNELS = (256, 512)  # in addition on a GPU
-POINTWISE_CHANNELS = (16, 64, 256)
-TRANSPOSED_CHANNELS = (16, 64, 128)
-WINDOWS = (3, 5, 7)  # sides of depthwise convolutions
-DEPTHWISE_CHANNELS = 64
-
-
-def _convolution_shapes(which: str, device: torch.device) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (size, channels, groups, side of the window) of convolutions to time.
-
-    which  "": 3 x 3 windows, "pointwise": 1 x 1 windows, "transposed": 4 x 4 windows, which double the sides
-           of the images; their size is the number of channels.
-           "depthwise": each channel is a group; their size is the number of pixels of the window
-    """
-    if which == "depthwise":
-        for side in WINDOWS:
-            yield side**2, DEPTHWISE_CHANNELS, DEPTHWISE_CHANNELS, side
-        return
-    channels, side = {"": (CHANNELS, 3), "pointwise": (POINTWISE_CHANNELS, 1), "transposed": (TRANSPOSED_CHANNELS, 4)}[
-        which
-    ]
-    for count in channels if device.type == "cpu" else (*channels, *LARGE_CHANNELS):
-        yield count, count, 1, side
-
-
-def _convolutions(
-    dtype: torch.dtype, device: torch.device, which: str, backward: bool, memory_format: torch.memory_format
-) -> Iterator[Case]:
-    """Yield convolutions to time, as cases (size, FLOPs, function). Images have 32 x 32 pixels, and as many
-    output as input channels.
-
-    which     see `_convolution_shapes`
-    backward  time the gradients with respect to the image and the weight
-    """
-    samples = 16 if device.type == "cpu" else 64
-    for size, channels, groups, side in _convolution_shapes(which, device):
-        if which == "transposed":
-            convolve = partial(functional.conv_transpose2d, stride=2, padding=1)
-        else:
-            convolve = partial(functional.conv2d, padding=side // 2, groups=groups)
-        flops = 2.0 * samples * 32 * 32 * channels * channels // groups * side**2
-
-        def inputs(channels: int = channels, groups: int = groups, side: int = side) -> tuple[Tensor, ...]:
-            image = _random((samples, channels, 32, 32), dtype, device).contiguous(memory_format=memory_format)
-            return image, _random((channels, channels // groups, side, side), dtype, device)
-
-        def run(inputs: Any = inputs, convolve: Any = convolve) -> tuple[Tensor, ...]:
-            image, weight = inputs()
-            output = convolve(image.requires_grad_(), weight.requires_grad_())
-            return image, weight, output, torch.ones_like(output)
-
-        def make(image: Tensor, weight: Tensor, output: Tensor, gradient: Tensor) -> object:
-            return torch.autograd.grad(output, (image, weight), gradient, retain_graph=True)
-
-        if backward:
-            yield size, 2 * flops, _in_turn(make, run)
-        else:
-            yield size, flops, _in_turn(convolve, inputs)
-
-
-_CONVOLUTIONS = {
-    " ".join(filter(None, (which, layout, f"convolution{' backward' * backward}"))): partial(
-        _convolutions, which=which, backward=backward, memory_format=memory_format
-    )
-    for which in ("", "pointwise", "depthwise", "transposed")
-    for layout, memory_format in (("", torch.contiguous_format), ("channels-last", torch.channels_last))
-    for backward in (False, True)
-}
 LENGTHS = (64, 128, 256, 1024)
 GPU_LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 GPU_TOKENS = 2**14  # in all samples together, the usual size for comparing attention kernels
@@ -296,7 +200,7 @@ def _lengths(device: torch.device) -> tuple[int, ...]:
 
 
 def _attention_inputs(length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    return [_random(_heads(length, device), dtype, device).requires_grad_() for _ in range(3)]
+    return [random_tensor(_heads(length, device), dtype, device).requires_grad_() for _ in range(3)]
 
 
 def _attention_size(length: int, device: torch.device) -> int:
@@ -389,10 +293,10 @@ def _of_bytes(make: Callable[..., Tensor], touched: int, inputs: int = 1) -> Cal
             shape = (max(moved // touched // dtype.itemsize // 512, 1), 512)
 
             def tensors(shape: tuple[int, int] = shape) -> tuple[Tensor, ...]:
-                return tuple(_random(shape, dtype, device) for _ in range(inputs))
+                return tuple(random_tensor(shape, dtype, device) for _ in range(inputs))
 
             exact = float(touched * shape[0] * shape[1] * dtype.itemsize)
-            yield moved, exact, _in_turn(make, tensors)
+            yield moved, exact, in_turn(make, tensors)
 
     return cases
 
@@ -405,9 +309,9 @@ def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         count = moved // 6
 
         def inputs(count: int = count) -> tuple[Tensor, ...]:
-            return (_random((count,), other, device),)
+            return (random_tensor((count,), other, device),)
 
-        yield moved, 6.0 * count, _in_turn(lambda values: values.to(dtype), inputs)
+        yield moved, 6.0 * count, in_turn(lambda values: values.to(dtype), inputs)
 
 
 def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -415,14 +319,14 @@ def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
         rows = max(moved // 2 // dtype.itemsize // 4096, 1)
 
         def inputs(rows: int = rows) -> tuple[Tensor, ...]:
-            return (_random((rows, 4096), dtype, device),)
+            return (random_tensor((rows, 4096), dtype, device),)
 
-        yield moved, 2.0 * rows * 4096 * dtype.itemsize, _in_turn(lambda values: torch.log_softmax(values, -1), inputs)
+        yield moved, 2.0 * rows * 4096 * dtype.itemsize, in_turn(lambda values: torch.log_softmax(values, -1), inputs)
 
 
 def _gather(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for places, width, rows in _embeddings(device):
-        table = _random((places, width), dtype, device)
+        table = random_tensor((places, width), dtype, device)
         index = torch.randint(0, places, (rows,), device=device)
         moved = table.nbytes + rows * (width * dtype.itemsize + 8)
         yield moved, float(moved), partial(functional.embedding, index, table)
@@ -430,7 +334,7 @@ def _gather(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for places, width, rows in _embeddings(device):
-        gradient = _random((rows, width), dtype, device)
+        gradient = random_tensor((rows, width), dtype, device)
         index = torch.randint(0, places, (rows,), device=device)
         moved = gradient.nbytes + places * width * dtype.itemsize + 8 * rows
 
@@ -443,7 +347,7 @@ def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _indexed_sum(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Yield the backward of rows that an index selects to time, as cases (size, bytes accessed, function)."""
     for places, width, rows in _embeddings(device):
-        gradient = _random((rows, width), dtype, device)
+        gradient = random_tensor((rows, width), dtype, device)
         index = torch.randint(0, places, (rows,), device=device)
         total = torch.zeros((places, width), dtype=dtype, device=device)
         moved = gradient.nbytes + 2 * total.nbytes + 8 * rows
@@ -490,15 +394,15 @@ def _pooling(
         make = partial(functional.max_pool2d, kernel_size=2, return_indices=True)
 
         def inputs(channels: int = channels) -> tuple[Tensor, ...]:
-            return (_random((1, channels, 64, 64), dtype, device).contiguous(memory_format=memory_format),)
+            return (random_tensor((1, channels, 64, 64), dtype, device).contiguous(memory_format=memory_format),)
 
-        yield moved, float(exact), _in_turn(make, inputs)
+        yield moved, float(exact), in_turn(make, inputs)
 
 
 def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for moved in _bytes(device)[1:-1]:
         channels = max(moved // 2 // dtype.itemsize // (64 * 64), 1)
-        image = _random((1, channels, 64, 64), dtype, device)
+        image = random_tensor((1, channels, 64, 64), dtype, device)
 
         def work(image: Tensor = image, channels: int = channels) -> Tensor:
             mean, variance = torch.zeros(channels, device=device), torch.ones(channels, device=device)
@@ -513,7 +417,7 @@ def _sort(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for moved in _bytes(device)[:-2]:
         rows = max(moved // (2 * dtype.itemsize + 8) // 512, 1)
         exact = rows * 512 * (2 * dtype.itemsize + 8)
-        yield moved, float(exact), _in_turn(torch.sort, partial(_one, (rows, 512), dtype, device))
+        yield moved, float(exact), in_turn(torch.sort, partial(_one, (rows, 512), dtype, device))
 
 
 def _fourier(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -521,11 +425,11 @@ def _fourier(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     Yield nothing for a `dtype` other than fp32."""
     for moved in _bytes(device)[1:-1] if dtype is torch.float32 else ():
         shape = (moved // 8 // (64 * 64), 64, 64)  # the result has half as many values, which are complex
-        yield moved, 8.0 * math.prod(shape), _in_turn(torch.fft.rfft2, partial(_one, shape, dtype, device))
+        yield moved, 8.0 * math.prod(shape), in_turn(torch.fft.rfft2, partial(_one, shape, dtype, device))
 
 
 def _one(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    return (_random(shape, dtype, device),)
+    return (random_tensor(shape, dtype, device),)
 
 
 def _grid_sample(dtype: torch.dtype, device: torch.device, backward: bool) -> Iterator[Case]:
@@ -539,7 +443,7 @@ def _grid_sample(dtype: torch.dtype, device: torch.device, backward: bool) -> It
 
         def inputs(count: int = count) -> tuple[Tensor, Tensor]:
             grid = torch.rand((count, 64, 64, 2), device=device).to(dtype) * 2 - 1
-            return _random((count, 16, 64, 64), dtype, device), grid
+            return random_tensor((count, 16, 64, 64), dtype, device), grid
 
         def run(inputs: Any = inputs) -> tuple[Tensor, ...]:
             images, grid = inputs()
@@ -551,9 +455,9 @@ def _grid_sample(dtype: torch.dtype, device: torch.device, backward: bool) -> It
 
         images, points = count * 16 * 64 * 64 * dtype.itemsize, count * 64 * 64 * 2 * dtype.itemsize
         if backward:
-            yield moved, 3.0 * images + 2 * points, _in_turn(make, run)
+            yield moved, 3.0 * images + 2 * points, in_turn(make, run)
         else:
-            yield moved, 2.0 * images + points, _in_turn(sample, inputs)
+            yield moved, 2.0 * images + points, in_turn(sample, inputs)
 
 
 def _within_kernels(
@@ -617,8 +521,8 @@ def _eight(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def _update(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     for count in (2**14, 2**18, 2**22, *((2**26,) if device.type == "cuda" else ())):
-        weight = _random((count,), dtype, device).requires_grad_()
-        weight.grad = _random((count,), dtype, device)
+        weight = random_tensor((count,), dtype, device).requires_grad_()
+        weight.grad = random_tensor((count,), dtype, device)
         optimizer = torch.optim.AdamW([weight], fused=True)
         optimizer.step()
         moved = 4 * weight.nbytes + 4
@@ -639,7 +543,7 @@ def _fetch_rate(device: torch.device) -> float:
 _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "product": _products,
     "batched product": _batched,
-    **_CONVOLUTIONS,
+    **CONVOLUTIONS,
     "attention": _attention,
     "attention backward": _attention_backward,
     "causal attention": partial(_attention, causal=True),
@@ -686,7 +590,3 @@ _LIMITED_BY_POWER = (
     "batched product",
     *(f"{mask}attention{way}" for mask in ("", "causal ") for way in ("", " backward")),
 )
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(shape, device=device).uniform_(-1, 1).to(dtype)

@@ -23,7 +23,8 @@ that is added to the gradients that exist already, 6 MiB, so the peak for one sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -75,6 +76,89 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution:
+    """The shape of a convolution, without the number of samples. A convolution in one dimension, as of
+    audio, has one number in place of the height and the width.
+
+    image           (input channels, height, width) of a sample
+    weight          (output channels, input channels of a group, height, width of the window); of a
+                    transposed one, (input channels, output channels of a group, height, width)
+    stride, padding, dilation, output_padding  as those of `torch.convolution`
+    groups          number of groups of channels
+    transposed      whether it is a transposed convolution
+    gradients       0 for a forward; for a backward the number of gradients of the image and the weight
+    """
+
+    image: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+    gradients: int = 0
+
+    @classmethod
+    def of(cls, tuples: Iterable[tuple[int, ...]], groups: int, transposed: bool, gradients: int) -> Convolution:
+        """Return the convolution with these values of the fields, of which `tuples` has the first six."""
+        image, weight, stride, padding, dilation, output_padding = tuples
+        return cls(image, weight, stride, padding, dilation, output_padding, groups, transposed, gradients)
+
+    def __str__(self) -> str:
+        """Return the shape as text, such as "64x56x56 by 128x64x3x3, stride 2x2, padding 1x1"."""
+        found = f"{_sizes(self.image)} by {_sizes(self.weight)}"
+        for name, sizes, usual in (
+            ("stride", self.stride, 1),
+            ("padding", self.padding, 0),
+            ("dilation", self.dilation, 1),
+            ("output padding", self.output_padding, 0),
+        ):
+            found += f", {name} {_sizes(sizes)}" if set(sizes) != {usual} else ""
+        found += f", {self.groups} groups" if self.groups > 1 else ""
+        found += ", transposed" if self.transposed else ""
+        return found + (", of the weight alone" if self.gradients == 1 else "")
+
+    @property
+    def window(self) -> int:
+        """Pixels of the window."""
+        return math.prod(self.weight[2:])
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """(output channels, input channels) of a group."""
+        first, second = self.weight[:2]
+        return (second, first // self.groups) if self.transposed else (first // self.groups, second)
+
+    @property
+    def places(self) -> int:
+        """Places of the window in a sample: pixels of the output, or of a transposed one's input."""
+        if self.transposed:
+            return math.prod(self.image[1:])
+        sides = zip(self.image[1:], self.weight[2:], self.stride, self.padding, self.dilation, strict=True)
+        return math.prod(
+            (side + 2 * padding - dilation * (window - 1) - 1) // stride + 1
+            for side, window, stride, padding, dilation in sides
+        )
+
+    @property
+    def flops(self) -> int:
+        """FLOPs for one sample."""
+        return 2 * self.places * self.groups * math.prod(self.channels) * self.window * max(self.gradients, 1)
+
+    def rate_name(self, kind: str) -> str:
+        """Return the name under which a machine has the rate that this convolution itself reached.
+
+        kind  the kind of operation, such as "channels-last convolution"
+        """
+        return f"{kind} of {self}"
+
+
+def _sizes(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes))
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One kernel, or `count` equal kernels. `flops` and `bytes_accessed` are those of one kernel.
 
@@ -84,14 +168,13 @@ class Operation:
                     mask
     bytes_accessed  bytes that the kernel reads and writes
     sizes           for a matrix product: (batches, rows, columns, depth), depth being the summed
-                    dimension. For a convolution: (groups, places, channels, depth, window, transposed),
-                    which are pixels of the output, output and input channels of a group, pixels of the
-                    kernel, and 1 or 0. Else empty
+                    dimension. For a convolution: (images,). Else empty
     count           number of equal kernels
     computed_share  share of `flops` that the kernel really computes: less than 1 for attention that
                     skips the pairs that a causal mask hides
     alignment       for a matrix product: bytes of which the beginnings of its matrices' rows are
                     multiples, at most 16
+    convolution     the shape of a convolution; None for other operations
     """
 
     name: str
@@ -102,6 +185,7 @@ class Operation:
     count: BatchLinear = BatchLinear(1.0)
     computed_share: float = 1.0
     alignment: int = 16
+    convolution: Convolution | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,7 @@ from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import peak_heap_bytes
 from tightfit.planner.estimate import Estimate, workspace_bytes
+from tightfit.planner.model_convolutions import measure_model
 from tightfit.planner.time_model import CostModel, Time
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
@@ -188,6 +189,12 @@ class Estimator:
             notes=self.profiler.notes,
         )
 
+    def use_machine(self, machine: Machine) -> None:
+        """Predict for `machine` from now on, which differs from the machine before only in its rates."""
+        self.machine = machine
+        self.cost_model, self.bound_model = CostModel(machine), CostModel(machine, any_shape=True)
+        self._estimates, self._settled = {}, {}
+
     def with_job(self, job: Job, machine: Machine) -> Estimator:
         """Return an estimator for `job` and `machine` that shares this estimator's traces.
 
@@ -195,9 +202,8 @@ class Estimator:
         depend on: permissions, limits and the number of devices.
         """
         other = copy.copy(self)
-        other.job, other.machine, other.cost_model = job, machine, CostModel(machine)
-        other.bound_model = CostModel(machine, any_shape=True)
-        other._estimates, other._settled = {}, {}
+        other.job, other.untraceable = job, {}
+        other.use_machine(machine)
         other.limit_bytes = job.limits.memory or machine.memory_bytes.value
         return other
 
@@ -444,6 +450,7 @@ def estimate(job: Job, plan: Plan | Mapping[str, Any] | None = None, machine: Ma
     plan, machine = plan_of(plan, job), measured_machine_of(machine)
     check_possible(plan, job, machine)
     estimator = Estimator(job, machine)
+    measure_model(estimator, plan, plan.model_dump())
     return estimator.include_allocator(estimator.estimate(plan))
 
 

@@ -35,6 +35,7 @@ from tightfit.planner.estimator import Estimator, check_possible
 from tightfit.planner.finalists import DryRunResults, first_that_nearly_fits
 from tightfit.planner.kernels import with_best_kernels
 from tightfit.planner.leanest import leanest, offloads
+from tightfit.planner.model_convolutions import measure_model
 from tightfit.planner.parallel_plans import context_parallelism_may_fit, estimate_parallelism, first_supported
 from tightfit.planner.parallelism import balanced_split, limited_to_batch, with_sequence_parallel
 from tightfit.planner.refusal import describe_shortages, does_not_fit
@@ -98,6 +99,8 @@ def search(
         if not choices:
             raise InputError("choices", "is empty", "give at least one plan, or leave choices out")
         return _search(estimator, job, machine, pins, choices)
+    measure_model(estimator, complete(job, limited_to_batch(machine, job, pins), pins)[0], pins)
+    machine = estimator.machine
     with tracing_ahead(estimator, pins):
         found = _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
         return _without_recomputation(estimator, pins, found)
@@ -205,6 +208,7 @@ def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estim
             open_ = {name: value for name, value in pins.items() if name != "split"}
             plan = plan.replace(**balanced_split(estimator, plan.replace(pp=1, virtual_stages=1), open_, plan.pp))
         check_possible(plan, estimator.job, estimator.machine)
+        measure_model(estimator, plan, pins)
         return [estimator.include_allocator(estimator.estimate(plan))]
     return search(estimator.job, estimator.machine, pins, estimator)
 

@@ -517,6 +517,8 @@ class CostModel:
         flops, moved = operation.flops.at(samples) * operation.computed_share, operation.bytes_accessed.at(samples)
         if kind not in ARITHMETIC:
             return moved / self._bytes_per_s(kind, operation, moved) / self.memory_share
+        if kind in CONVOLUTIONS and (rate := self._rate_of_itself(kind, operation, samples)):
+            return flops / rate / self.compute_share
         if kind in CONVOLUTIONS and self._knows_convolutions_by_shape(operation):
             return self._convolution_s(kind, operation, samples, moved)
         arithmetic_s = flops / self._arithmetic_rate(kind, operation, samples)
@@ -529,11 +531,19 @@ class CostModel:
             return self.machine.bandwidth(moved) / passes
         return self.machine.achieved(kind, operation.dtype, moved)
 
+    def _rate_of_itself(self, kind: str, operation: Operation, samples: int) -> float | None:
+        """Return the rate in FLOP/s that this very convolution reached when it was timed on the machine
+        (see `planner/model_convolutions.py`), None if it was not."""
+        name = operation.convolution.rate_name(kind) if operation.convolution else ""
+        if f"{name}/{operation.dtype}" not in self.machine.rates:
+            return None
+        return self.machine.achieved(name, operation.dtype, operation.sizes[0].at(samples))
+
     def _knows_convolutions_by_shape(self, operation: Operation) -> bool:
         """Return whether the time of a convolution follows from its shape: on NVIDIA's GPUs, if no rate
         of convolutions was measured."""
         measured = f"{CONVOLUTION}/{operation.dtype}" in self.machine.rates
-        return bool(operation.sizes) and not measured and self.machine.architecture.startswith("sm_")
+        return not measured and self.machine.architecture.startswith("sm_")
 
     def _convolution_s(self, kind: str, operation: Operation, samples: int, moved: float) -> float:
         """Return the seconds of a convolution by cuDNN, without its launch.
@@ -545,10 +555,12 @@ class CostModel:
         kind   a kind of CONVOLUTIONS
         moved  the operation's bytes accessed
         """
-        groups, places, channels, depth, window = (max(size.at(samples), 1.0) for size in operation.sizes[:5])
+        shape = operation.convolution
+        assert shape is not None
+        channels, depth = map(float, shape.channels)
+        groups, places, window = shape.groups, shape.places * max(operation.sizes[0].at(samples), 1.0), shape.window
         forward_flops = 2 * groups * places * channels * depth * window
-        backward = kind in (CONVOLUTION_BACKWARD, IN_CHANNELS_LAST[1])
-        gradients = min(max(round(operation.flops.at(samples) / forward_flops), 1), 2) if backward else 0
+        gradients = shape.gradients
         seconds = 0.0
         for product in convolution_products((groups, places, channels, depth, window), gradients):
             rate = MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
@@ -580,7 +592,7 @@ class CostModel:
             return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment, flash)
         masked = f"causal {kind}" if causal else kind
         if kind in CONVOLUTIONS:
-            kind, size = _measured_convolution(kind, operation, samples)
+            kind, size = similar_convolution(kind, operation)
             return self.machine.achieved(kind, operation.dtype, size)
         rate = self.machine.achieved(masked, operation.dtype, _product_size(operation, samples))
         if kind in (ATTENTION, ATTENTION_BACKWARD) and operation.sizes:
@@ -640,16 +652,18 @@ def _input_s(ledger: Ledger, work_s: float) -> float:
 FEW_CHANNELS = 8  # a group with fewer channels is as slow as a depthwise convolution
 
 
-def _measured_convolution(kind: str, operation: Operation, samples: int) -> tuple[str, float]:
-    """Return (kind, size) of the measured convolution that is most like `operation`, as
-    `calibration/operation_rates.py` names them: the geometric mean of the channels of input and output, or for
+def similar_convolution(kind: str, operation: Operation) -> tuple[str, float]:
+    """Return (kind, size) of the calibration's convolution that is most like `operation`, as
+    `calibration/convolutions.py` names them: the geometric mean of the channels of input and output, or for
     a depthwise convolution the pixels of its window."""
-    groups, _, channels, depth, window, transposed = (size.at(samples) for size in operation.sizes)
-    if transposed:
+    shape = operation.convolution
+    assert shape is not None
+    channels, depth = shape.channels
+    if shape.transposed:
         return f"transposed {kind}", math.sqrt(channels * depth)
-    if groups > 1 and min(channels, depth) < FEW_CHANNELS:
-        return f"depthwise {kind}", window
-    return (f"pointwise {kind}" if window == 1 else kind), math.sqrt(channels * depth)
+    if shape.groups > 1 and min(channels, depth) < FEW_CHANNELS:
+        return f"depthwise {kind}", shape.window
+    return (f"pointwise {kind}" if shape.window == 1 else kind), math.sqrt(channels * depth)
 
 
 def _product_size(operation: Operation, samples: int) -> float:

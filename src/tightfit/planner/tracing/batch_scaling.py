@@ -153,6 +153,7 @@ class _BatchScaling:
             self.line(small.count.fixed, large.count.fixed),
             computed_share=small.computed_share,
             alignment=min(small.alignment, large.alignment),
+            convolution=large.convolution,
         )
 
 

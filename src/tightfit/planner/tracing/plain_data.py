@@ -7,11 +7,20 @@ a damaged file is an error and never a wrong trace.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 from tightfit.cost.entries import Parameter
-from tightfit.cost.recorded_step import TRACED_ROWS, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
+from tightfit.cost.recorded_step import (
+    TRACED_ROWS,
+    BatchLinear,
+    BlockInput,
+    Buffer,
+    Convolution,
+    Operation,
+    Segment,
+    Timeline,
+)
 
 PHASES = ("forward", "backward", "inference")
 
@@ -98,6 +107,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
                 _pair(one.count),
                 one.computed_share,
                 one.alignment,
+                None if one.convolution is None else list(astuple(one.convolution)),
             ]
             for one in operations
         ],
@@ -129,8 +139,9 @@ def from_content(content: Any) -> RecordedStep:
             _read_linear(count),
             _read_share(computed),
             _read_count(aligned),
+            None if convolution is None else _read_convolution(*convolution),
         )
-        for name, dtype, flops, moved, sizes, count, computed, aligned in content["operations"]
+        for name, dtype, flops, moved, sizes, count, computed, aligned, convolution in content["operations"]
     ]
     timelines = []
     for one in content["timelines"]:
@@ -190,6 +201,15 @@ def _read_linear(value: Any) -> BatchLinear:
     if not (math.isfinite(fixed) and math.isfinite(per_sample)):
         raise ValueError(f"{value} is not a finite size")
     return BatchLinear(fixed, per_sample)
+
+
+def _read_convolution(*values: Any) -> Convolution:
+    *sizes, groups, transposed, gradients = values
+    tuples = [tuple(map(_read_count, one)) for one in sizes]
+    dimensions = len(tuples[0]) - 1
+    if [len(one) for one in tuples[1:]] != [dimensions + 2, *[dimensions] * 4] or not _read_count(groups):
+        raise ValueError(f"{values} is not a convolution")
+    return Convolution.of(tuples, groups, _one_of(transposed, (True, False)), _one_of(gradients, (0, 1, 2)))
 
 
 def _read_share(value: Any) -> float:

@@ -39,7 +39,16 @@ from tightfit._torch.operations import (
 )
 from tightfit._torch.pytree import tree_flatten_with_path
 from tightfit._torch.tensors import next_sequence_number
-from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, BlockInput, Buffer, Operation, Segment, Timeline
+from tightfit.cost.recorded_step import (
+    CHANNELS_LAST,
+    BatchLinear,
+    BlockInput,
+    Buffer,
+    Convolution,
+    Operation,
+    Segment,
+    Timeline,
+)
 from tightfit.machine import FLOAT8
 from tightfit.machines.shapes import ALIGNMENT
 from tightfit.methods.attention import causal_pairs, probability_count
@@ -393,7 +402,10 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
         dtype = FLOAT8
     elif name in _RECURRENT:  # the gradients of narrow weights may be fp32
         dtype = str(args[0].dtype).removeprefix("torch.")
-    sizes = _convolution_sizes(name, args, outputs) if name in _CONVOLUTIONS else _product_sizes(name, args)
+    sizes, convolution = _product_sizes(name, args), None
+    if name in _CONVOLUTIONS:
+        images, convolution = _convolution(name, args)
+        sizes = (BatchLinear(float(images)),)
     if name in _IMAGES and _is_channels_last(args[_IMAGES[name]]):
         name += CHANNELS_LAST
     moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
@@ -406,7 +418,14 @@ def _operation(func: Any, name: str, args: Any, kwargs: Any, inputs: list[Tensor
     if name in _PRODUCTS and not in_compiled_graph():  # the compiler pads rows that are not aligned
         aligned = _alignment([*(args[at] for at in _PRODUCTS[name]), *outputs])
     return Operation(
-        name, dtype, BatchLinear(float(flops)), BatchLinear(moved), sizes, computed_share=computed, alignment=aligned
+        name,
+        dtype,
+        BatchLinear(float(flops)),
+        BatchLinear(moved),
+        sizes,
+        computed_share=computed,
+        alignment=aligned,
+        convolution=convolution,
     )
 
 
@@ -530,21 +549,25 @@ def _product_sizes(name: str, args: Any) -> tuple[BatchLinear, ...]:
     return tuple(BatchLinear(float(size)) for size in (batches, left.shape[-2], right.shape[-1], left.shape[-1]))
 
 
-def _convolution_sizes(name: str, args: Any, outputs: list[Tensor]) -> tuple[BatchLinear, ...]:
-    """Return (groups, places, channels, depth, window, transposed) of a convolution, forward or backward:
-    output pixels of all samples, output and input channels of a group, pixels of the kernel, and 1 if it is
-    transposed, else 0. A transposed convolution has the places of its input.
+def _convolution(name: str, args: Any) -> tuple[int, Convolution]:
+    """Return (number of images, shape) of a convolution, forward or backward.
 
-    outputs  the tensors that the operation returns
+    name  the operation's name, such as "aten.convolution"
+    args  the arguments with which it is called
     """
     at = _CONVOLUTIONS[name]
-    image, weight, transposed, groups = args[at], args[at + 1], args[at + 6], args[at + 8]
-    places, channels, depth = (args[0] if at else outputs[0]), weight.shape[0] // groups, weight.shape[1]
-    if transposed:
-        places, channels, depth = image, depth, channels
-    pixels, window = places.shape[0] * math.prod(places.shape[2:]), math.prod(weight.shape[2:])
-    sizes = (groups, pixels, channels, depth, window, int(transposed))
-    return tuple(BatchLinear(float(size)) for size in sizes)
+    image, weight = args[at], args[at + 1]
+    stride, padding, dilation, transposed, output_padding, groups = args[at + 3 : at + 9]
+    each = [_of_each(value, image.dim() - 2) for value in (stride, padding, dilation, output_padding)]
+    gradients = sum(args[10][:2]) if at else 0
+    return image.shape[0], Convolution.of(
+        [tuple(image.shape[1:]), tuple(weight.shape), *each], groups, transposed, gradients
+    )
+
+
+def _of_each(values: list[int], dimensions: int) -> tuple[int, ...]:
+    """Return one value for each dimension. torch takes a single value for all of them, too."""
+    return tuple(values) if len(values) == dimensions else (values[0],) * dimensions
 
 
 def record_step(

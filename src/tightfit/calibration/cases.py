@@ -1,0 +1,47 @@
+"""Cases: operations to time. Their inputs and outputs are not in the cache, as in a training step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+COLD = {  # bytes of other inputs that are read before an input is used again: about one block's
+    "cpu": 2**24,
+    "cuda": 2**28,
+}
+MOST_SETS = 256
+
+Work = Callable[[], object]
+Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to time
+
+
+def in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
+    """Return a function that calls `make` with other tensors each time, so that neither its inputs
+    nor its output are in the cache, as in a training step.
+
+    make    the operation to time
+    inputs  creates the arguments of one call. It is called several times, and the function uses the
+            created arguments in turn
+    """
+    first = inputs()
+    cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
+    sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
+    kept: list[object] = [None] * len(sets)
+    places = itertools.cycle(range(len(sets)))
+
+    def work() -> None:
+        place = next(places)
+        kept[place] = make(*sets[place])
+
+    return work
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of random values between -1 and 1."""
+    return torch.empty(shape, device=device).uniform_(-1, 1).to(dtype)
+
+
+__all__ = ["Case", "Work", "in_turn", "random_tensor"]
