@@ -72,7 +72,7 @@ def test_rates_are_scaled_to_the_machine_s_usual_speed(monkeypatch: pytest.Monke
     assert rates == {"3": 3 * DILATED.flops / 0.5 * 2}
 
 
-def test_the_last_convolutions_are_left_out_when_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_convolutions_are_left_out_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "timed", lambda work, device, **named: 1.0)
     monkeypatch.setattr(convolutions, "LIMIT_S", -1.0)
     assert json.loads(measured(_given(None, wanted()))) == {}

@@ -218,6 +218,18 @@ def test_a_model_without_blocks_is_refused() -> None:
         build("full", Blockless)
 
 
+def test_an_estimate_refuses_what_a_build_refuses() -> None:
+    data = [(torch.zeros(WIDTH), 0)] * 4
+    job = tightfit.Job(model=Blockless, data=data, train=tightfit.Train(batch=2, steps=1))
+    unsupported, plain = tightfit.Plan(recompute="first-3"), tightfit.Plan()
+    assert tightfit.search(job, "l4", choices=[unsupported, plain])[0].plan == plain
+    with pytest.raises(InputError, match="first-3"):
+        tightfit.search(job, "l4", choices=[unsupported])
+    for value in ("full", "sqrt", "every-2", "selective"):
+        with pytest.raises(InputError, match="the model has no repeated blocks to recompute"):
+            tightfit.estimate(job, tightfit.Plan(recompute=value))
+
+
 class Alone(Net):
     """Calls its first block by itself before all blocks, as a model does that computes its own targets."""
 

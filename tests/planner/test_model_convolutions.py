@@ -84,7 +84,7 @@ def test_every_precision_and_format_of_a_search_is_timed(timed: list[list[str]])
     assert sum(key.startswith("channels-last") for key in timed[0]) == len(timed[0]) / 2
 
 
-def test_a_search_times_the_model_and_its_estimates_use_the_rates(timed: list[list[str]]) -> None:
+def test_a_search_times_the_model_first(timed: list[list[str]]) -> None:
     found = search(job(), calibrated(), {"precision": "fp32", "compile": "none"})
     assert len(timed) == 1
     assert f"convolution of {FIRST}/float32" in found[0].machine.rates

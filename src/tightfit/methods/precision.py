@@ -43,7 +43,6 @@ from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.run import Run
 from tightfit.target_device import kind_of
 
-LARGEST_FP16 = 65504.0
 MOST_LOOKED_AT = 10**7  # elements of a buffer that is searched for numbers that 16 bits round
 
 

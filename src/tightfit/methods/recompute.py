@@ -96,11 +96,7 @@ def apply(run: Run, plan: Plan) -> Run:
     if plan.recompute == "attention":
         return _recompute_attention(run, plan, blocks or [run.model])
     if not blocks:
-        raise InputError(
-            f"plan: recompute={plan.recompute}",
-            f"{type(run.model).__name__} has no repeated blocks to recompute",
-            "name its list of blocks in the job (model: {..., blocks: encoder.layers}), or use recompute: none",
-        )
+        raise no_blocks(plan, type(run.model).__name__)
     generators = GlobalGenerators()
     if plan.recompute == "sqrt":
         segments = make_segments(blocks)
@@ -116,6 +112,18 @@ def apply(run: Run, plan: Plan) -> Run:
         block = blocks[number]
         block.forward = recomputed(block.forward, [block], _selective(plan), generators)
     return run
+
+
+def no_blocks(plan: Plan, model: str) -> InputError:
+    """Return the error for a plan that recomputes blocks of a model which has none.
+
+    model  what the message calls the model
+    """
+    return InputError(
+        f"plan: recompute={plan.recompute}",
+        f"{model} has no repeated blocks to recompute",
+        "name its list of blocks in the job (model: {..., blocks: encoder.layers}), or use recompute: none",
+    )
 
 
 def _recompute_attention(run: Run, plan: Plan, modules: list[nn.Module]) -> Run:

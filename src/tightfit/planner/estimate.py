@@ -25,12 +25,12 @@ from tightfit.rules import needed_permissions
 from tightfit.runtime.run_length import length_of
 from tightfit.units import format_bytes, format_seconds
 
-# safety margin for what no row predicts, as a share of the predicted bytes without the runtime row,
-# which is known
 UNKNOWN_ARITHMETIC = (
     "the arithmetic of {} is unknown: only the bytes that it reads and writes are counted. "
     "torch.utils.flop_counter.register_flop_formula gives it a formula"
 )
+# safety margin for what no row predicts, as a share of the predicted bytes without the runtime row,
+# which is known
 MARGIN = 0.03
 
 

@@ -26,7 +26,7 @@ from tightfit.distributed.nccl import communicator_bytes
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.methods import METHODS
+from tightfit.methods import METHODS, recompute
 from tightfit.parallel.fsdp.planning import least_unsharded_bytes
 from tightfit.plan import Plan, plan_of
 from tightfit.planner.allocators.cuda import reserved_bytes
@@ -113,6 +113,20 @@ class Estimator:
         """Return the bytes of the runtime row of `plan`: those that every plan has, and those of
         NCCL's communicators."""
         return float(self.runtime_bytes + communicator_bytes(plan, self.machine))
+
+    def estimate_given(self, plan: Plan) -> Estimate:
+        """Return the estimate of a plan that the user has given, with the bytes that the allocator
+        reserves. On a calibrated CPU, the model's convolutions are timed first.
+
+        Raises InputError if the job or the machine does not permit the plan, or if the model cannot be
+        traced or does not support it.
+        """
+        check_possible(plan, self.job, self.machine)
+        measure_model(self, plan, plan.model_dump())
+        found = self.estimate(plan)
+        if plan.recomputes_blocks and not found.ledger.blocks and not recompute.changes_trace(plan):
+            raise recompute.no_blocks(plan, "the model")
+        return self.include_allocator(found)
 
     def estimate(self, plan: Plan) -> Estimate:
         """Return the estimate of `plan`, without the bytes that the allocator reserves beyond the
@@ -400,7 +414,6 @@ def _sizes_of(parameters: tuple[Parameter, ...]) -> tuple[int, int, int]:
     return sum(one.bytes for one in parameters), sum(gradients), max(gradients, default=0)
 
 
-@remembered(32)
 def _has_slow_traces(plan: Plan) -> bool:
     """Return whether a trace of `plan` takes seconds, because the traced blocks communicate. Of such
     plans, each size of the micro-batch is traced by itself."""
@@ -408,8 +421,8 @@ def _has_slow_traces(plan: Plan) -> bool:
 
 
 def _activation_key(plan: Plan) -> tuple[Any, ...]:
-    """Return what plans have in common whose activations are alike, without recomputation or with
-    recompute: full."""
+    """Return a key that is equal for plans whose activations take the same bytes for a sample, without
+    recomputation or with recompute: full."""
     kept = plan.compile if plan.recompute == "none" else "recomputed"
     return plan.tp, plan.cp, plan.sequence_parallel, plan.precision in ("fp32", "tf32"), kept
 
@@ -447,11 +460,7 @@ def estimate(job: Job, plan: Plan | Mapping[str, Any] | None = None, machine: Ma
     Raises InputError if the job or the machine does not permit the plan, if the model cannot be
     traced, or if a method of the plan does not support it; the message says what to do instead.
     """
-    plan, machine = plan_of(plan, job), measured_machine_of(machine)
-    check_possible(plan, job, machine)
-    estimator = Estimator(job, machine)
-    measure_model(estimator, plan, plan.model_dump())
-    return estimator.include_allocator(estimator.estimate(plan))
+    return Estimator(job, measured_machine_of(machine)).estimate_given(plan_of(plan, job))
 
 
 __all__ = ["Estimator", "check_possible", "estimate", "estimated_ledger"]

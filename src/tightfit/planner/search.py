@@ -171,7 +171,7 @@ def _search(
     if choices is None:
         found, lean = _estimate_possible_plans(estimator, job, machine, pins)
     else:
-        found = [estimator.estimate(plan) for plan in choices if is_legal(plan, job, machine.device)]
+        found = _estimate_choices(estimator, [plan for plan in choices if is_legal(plan, job, machine.device)])
     finals, any_size = DryRunResults(), choices is None and "micro_batch" not in pins
     found += dry_run_fastest(finals, estimator, found, any_size)
     if finals.chosen is None and lean is not None:
@@ -194,6 +194,21 @@ def _search(
     return [chosen, *(replace(one, rejected_because=_rejection_reason(one, chosen)) for one in others[: RETURNED - 1])]
 
 
+def _estimate_choices(estimator: Estimator, choices: list[Plan]) -> list[Estimate]:
+    """Return the estimates of those plans that the model supports. Raises InputError if there are plans,
+    but none is supported."""
+    found: list[Estimate] = []
+    refused: list[InputError] = []
+    for plan in choices:
+        try:
+            found.append(estimator.estimate(plan))
+        except InputError as error:
+            refused.append(error)
+    if refused and not found:
+        raise refused[0]
+    return found
+
+
 def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
     """Search for the fastest plan, as `search` does, and return the estimates. If `pins` (field ->
     value) sets every plan field, there is nothing to search: return only the estimate of this plan.
@@ -207,9 +222,7 @@ def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estim
         if plan.pp > 1 and plan.split is None:
             open_ = {name: value for name, value in pins.items() if name != "split"}
             plan = plan.replace(**balanced_split(estimator, plan.replace(pp=1, virtual_stages=1), open_, plan.pp))
-        check_possible(plan, estimator.job, estimator.machine)
-        measure_model(estimator, plan, pins)
-        return [estimator.include_allocator(estimator.estimate(plan))]
+        return [estimator.estimate_given(plan)]
     return search(estimator.job, estimator.machine, pins, estimator)
 
 

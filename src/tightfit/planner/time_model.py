@@ -2,8 +2,9 @@
 
 This is a roofline model. An operation takes the longer of its arithmetic time (FLOPs / FLOP/s) and
 its memory time (bytes accessed / bandwidth), plus the time of a kernel launch. The rates depend on
-the kind, dtype and size of the operation. Nothing is fitted to a neural network: if a prediction is
-wrong, measure the rate of the kind of operation whose time is wrong.
+the kind, dtype and size of the operation. They are measured for each kind of operation, not fitted to
+neural networks: if a prediction is wrong, measure the rate of the kind of operation whose time is wrong.
+Only the four shares of EFFICIENCIES can be fitted to whole runs (`tightfit machine --record`).
 
 Example: a bf16 matrix product of 4096 x 4096 x 4096 has 2 * 4096**3 = 137 GFLOP and accesses
 3 * 32 MiB = 101 MB. At 600 TFLOP/s and 3 TB/s, arithmetic takes 229 us and memory traffic 34 us, so

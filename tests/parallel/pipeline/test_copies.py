@@ -104,6 +104,53 @@ def test_muon_updates_the_same_matrices_in_a_pipeline() -> None:
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
+class Rotating(Block):
+    """Passes a complex tensor and a tensor of bytes on to the next block."""
+
+    def forward(self, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, turned, kept = state
+        x = super().forward(x) * kept.unsqueeze(-1)
+        pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2).contiguous())
+        return x + torch.view_as_real(turned).flatten(-2), turned + pairs * 1j, kept * 1
+
+
+class Phases(Language):
+    def __init__(self, wide: bool = False) -> None:
+        super().__init__(Rotating)
+        self.wide = wide
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.token(input_ids) + self.position(torch.arange(input_ids.shape[1]))
+        turned = torch.zeros(*input_ids.shape, WIDTH // 2, dtype=torch.complex64)
+        kept = (input_ids % 5 > 0).to(torch.int16 if self.wide else torch.uint8)
+        state = (x, turned, kept)
+        for block in self.blocks:
+            state = block(state)
+        return functional.linear(self.norm(state[0]), self.token.weight)
+
+
+def losses_of_phases(pp: int) -> list[float]:
+    return trained(Phases, {"pp": pp, "micro_batch": 4})[1]
+
+
+def test_complex_numbers_and_bytes_cross_a_boundary() -> None:
+    expected = losses_of_phases(1)
+    for losses in together(2, HERE + "losses_of_phases", 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def refused_type() -> str:
+    try:
+        trained(lambda: Phases(wide=True), {"pp": 2, "micro_batch": 4})
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_type_that_stages_cannot_send_is_refused() -> None:
+    assert "a torch.int16 tensor with 2 dimensions, which stages cannot send" in together(2, HERE + "refused_type")[0]
+
+
 def difference_of_replicas(check_split: str) -> float:
     run, _ = trained(averaging, {"pp": 2, "dp_replicate": 2, "micro_batch": 2}, check_split=check_split)
     buffer = next(one for name, one in run.model.named_buffers() if name.endswith("mean") and bool(one.any()))

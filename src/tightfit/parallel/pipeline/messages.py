@@ -28,11 +28,34 @@ from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
 from tightfit.runtime.run import DummyMicroBatch, Run, without_full_masks
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.int8,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+)
 MAX_DIMS = 8
 
 # description of a tensor that is sent: (dtype, shape, whether it requires a gradient)
 TensorSpec = tuple[torch.dtype, tuple[int, ...], bool]
+
+
+def _refuse_unknown_types(tensors: list[Tensor]) -> None:
+    """Raise InputError if stages cannot send one of the tensors, on the sending and the receiving rank."""
+    for tensor in tensors:
+        if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMS:
+            raise InputError(
+                "plan: pp",
+                f"a block returns a {tensor.dtype} tensor with {tensor.dim()} dimensions, which stages cannot send",
+                f"let it return another type and at most {MAX_DIMS} dimensions, or use pp: 1",
+            )
 
 
 class StageInputs:
@@ -202,6 +225,7 @@ class StageMessages:
         """
         specs = [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
         if tensors and (known := (action.stage, "out", key)) not in self.tensor_specs:
+            _refuse_unknown_types(tensors)
             self.tensor_specs[known] = specs
             header = torch.zeros(len(specs), 3 + MAX_DIMS, dtype=torch.int64, device=tensors[0].device)
             for row, (dtype, shape, is_differentiable) in enumerate(specs):
@@ -303,6 +327,7 @@ class StageMessages:
         elif not arguments:
             self.tensor_specs[known] = []
         elif known not in self.tensor_specs:
+            _refuse_unknown_types(arguments)
             header = torch.zeros(len(arguments), 3 + MAX_DIMS, dtype=torch.int64, device=arguments[0].device)
             self._receive_now(header, group, rank)
             rows = header.tolist()
