@@ -57,7 +57,7 @@ from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes
 from tightfit.planner.estimate import Estimate
 from tightfit.planner.estimator import Estimator, estimated_ledger
-from tightfit.planner.time_model import CONTENTION, CostModel
+from tightfit.planner.time_model import CONTENTION, TimeModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
 from tightfit.units import parse_bytes
@@ -378,7 +378,7 @@ def compare_speed(row: dict[str, Any], estimate: Estimate, wider: Estimate) -> d
         "tokens_per_s_per_device": lambda: value * estimate.plan.devices,
     }[unit]()
     time = estimate.time
-    saved_s = saved_by_their_loop(estimate, wider, row["loop"], CostModel(machine_of(row)))
+    saved_s = saved_by_their_loop(estimate, wider, row["loop"], TimeModel(machine_of(row)))
     parts = ("compute_s", "memory_s", "launch_s", "optimizer_s", "communication_s", "bubble_s")
     return {
         "published_speed": published,
@@ -388,7 +388,7 @@ def compare_speed(row: dict[str, Any], estimate: Estimate, wider: Estimate) -> d
     }
 
 
-def saved_by_their_loop(estimate: Estimate, wider: Estimate, loop: dict[str, Any], model: CostModel) -> float:
+def saved_by_their_loop(estimate: Estimate, wider: Estimate, loop: dict[str, Any], model: TimeModel) -> float:
     """Seconds of a step that a framework's loop does not take, and tightfit's does. wider: the same without float8."""
     saved = model.gradient_sums_s(estimate.ledger) if loop.get("fused_sums") else 0.0
     if loop.keys() & {"late_reduction", "narrow_reduction", "overlapped_gathers", "broadcasts"}:
@@ -421,7 +421,7 @@ def saved_by_their_loop(estimate: Estimate, wider: Estimate, loop: dict[str, Any
     return saved
 
 
-def choices_of_update_s(ledger: Ledger, model: CostModel) -> float:
+def choices_of_update_s(ledger: Ledger, model: TimeModel) -> float:
     """Return the seconds that an update in fp16 takes for copies. It copies weights and states first, and then chooses
     between the copy and the new value, because the loss scale may have been too large."""
     parts = {"aten.clone": 1, "aten.where": 2}

@@ -21,7 +21,7 @@ from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
 from tightfit.planner.estimate import Estimate
 from tightfit.planner.estimator import Estimator
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing import profiler
 
 GPUS = Machine.named("h100-sxm:8")
@@ -78,7 +78,7 @@ def test_unlimited_gathers_hold_weights_twice_and_gradients(precision: Any, widt
 
 
 def test_overlapped_tensor_parallelism_hides_communication() -> None:
-    parallel, model = estimate(Plan(tp=2, dp_replicate=4)), CostModel(GPUS)
+    parallel, model = estimate(Plan(tp=2, dp_replicate=4)), TimeModel(GPUS)
     assert published.saved_by_their_loop(parallel, parallel, {}, model) == 0
     saved = published.saved_by_their_loop(parallel, parallel, {"tp_overlap": True}, model)
     assert 0 < saved < parallel.time.communication_s
@@ -90,10 +90,10 @@ def test_a_fused_update_of_narrow_states_is_faster() -> None:
     wide = {**cases.SPECS["llama"], "hidden_size": 128, "intermediate_size": 256}  # large enough to be in 8 bits
     machine = Machine.named("h100-sxm")
     narrow = Estimator(job.replace(model=wide), machine).estimate(tightfit.Plan(states="8-bit"))
-    saved = published.saved_by_their_loop(narrow, narrow, {"fused_low_bit": True}, CostModel(machine))
+    saved = published.saved_by_their_loop(narrow, narrow, {"fused_low_bit": True}, TimeModel(machine))
     assert 0.5 * narrow.time.optimizer_s < saved < narrow.time.optimizer_s
     same = Estimator(job, machine).estimate(tightfit.Plan())
-    assert published.saved_by_their_loop(same, same, {"fused_low_bit": True}, CostModel(machine)) == 0
+    assert published.saved_by_their_loop(same, same, {"fused_low_bit": True}, TimeModel(machine)) == 0
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_megatron_reduces_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_late_reduction_overlaps_with_nothing() -> None:
-    model = CostModel(GPUS)
+    model = TimeModel(GPUS)
     for plan in (Plan(dp_replicate=8), Plan(dp_shard=8, zero=1)):
         parallel = estimate(plan)
         sent = sum(one.bytes / (one.bytes_per_s * model.link_share) + one.latency_s for one in parallel.ledger.messages)
@@ -260,7 +260,7 @@ def test_narrow_reductions_send_half_of_the_gradients() -> None:
 @pytest.mark.slow
 def test_each_rank_broadcasts_its_weights() -> None:
     """The latency grows with the square of the ranks, and nothing overlaps."""
-    model, sharded = CostModel(GPUS), estimate(Plan(dp_shard=8, zero=1))
+    model, sharded = TimeModel(GPUS), estimate(Plan(dp_shard=8, zero=1))
     (sent,) = [one for one in sharded.ledger.messages if one.name == "parameters"]
     theirs = published.as_they_send(sent, {"broadcasts": True}, 8 * sent.latency_s)
     assert theirs == replace(sent, overlaps=False, latency_s=8 * sent.latency_s)
@@ -272,14 +272,14 @@ def test_each_rank_broadcasts_its_weights() -> None:
 def test_samples_on_the_device_are_not_waited_for() -> None:
     one = estimate(Plan(), Machine.named("h100-sxm"))
     assert one.time.input_s > 0
-    saved = published.saved_by_their_loop(one, one, {"inputs_on_device": True}, CostModel(GPUS))
+    saved = published.saved_by_their_loop(one, one, {"inputs_on_device": True}, TimeModel(GPUS))
     assert saved == one.time.input_s
 
 
 @pytest.mark.slow
 def test_a_host_that_skips_steps_keeps_no_copies() -> None:
     """Of weights and states: without them, the update is as long as in bf16."""
-    model, machine = CostModel(GPUS), Machine.named("h100-sxm")
+    model, machine = TimeModel(GPUS), Machine.named("h100-sxm")
     job = cases.job("llama").replace(allow=["bf16", "fp16"])
     narrow, plain = (
         Estimator(job, machine).estimate(Plan(precision=precision)) for precision in ("fp16-mixed", "bf16-mixed")
@@ -312,7 +312,7 @@ def test_transformer_engine_saves_a_part_of_the_casts() -> None:
     wide, narrow = (
         estimate(Plan(**fields, float8=recipe), Machine.named("h100-sxm")) for recipe in ("none", "tensorwise")
     )
-    model = CostModel(GPUS)
+    model = TimeModel(GPUS)
     saved = published.saved_by_their_loop(narrow, wide, {"te_float8": True}, model)
     assert saved == pytest.approx((1 - published.TE_CASTS) * (narrow.time.memory_s - wide.time.memory_s))
     assert published.saved_by_their_loop(wide, wide, {"te_float8": True}, model) == 0

@@ -19,7 +19,7 @@ from tightfit.machine import Machine
 from tightfit.measure.memory import sample_step
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimator import estimated_ledger
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.planner.tracing.recorder import Recorder
 
@@ -185,8 +185,8 @@ def test_each_later_micro_batch_adds_its_gradients(profilers: dict[str, Profiler
 
 def test_the_time_of_micro_batches_contains_the_sums(profilers: dict[str, Profiler]) -> None:
     ledger = estimated_ledger(profilers["llama"], tightfit.Plan(micro_batch=1), MACHINE)
-    clock = CostModel(MACHINE)
-    without = clock.step_time(replace(ledger, takes_gradients=True))
+    clock = TimeModel(MACHINE)
+    without = clock.step_time(replace(ledger, offloads_gradients=True))
     sums_s = sum(clock.operation_s(one, 1) * one.count.at(1) for one in ledger.gradient_sums())
     assert clock.step_time(ledger).memory_s == pytest.approx(without.memory_s + sums_s, rel=1e-9)
 

@@ -21,7 +21,7 @@ def completing(size: float) -> ReplayedSegment:
 
 
 def test_gradients_move_to_the_buckets_that_have_begun() -> None:
-    held, overlay = memory(), BucketOverlay(BucketedReduction(1, 25.0, always=False), 100.0)
+    held, overlay = memory(), BucketOverlay(BucketedReduction(1, 25.0, each_micro_batch=False), 100.0)
     overlay.begin_run(MicroBatchRun((), reduces=True, later=False))
     assert overlay.at_peak(BLOCK, completing(60.0)) == {"gradients": 50.0}  # 30 are complete
     overlay.end_segment(held, BLOCK, completing(60.0))
@@ -34,7 +34,7 @@ def test_gradients_move_to_the_buckets_that_have_begun() -> None:
 
 
 def test_buckets_reuse_the_memory_of_earlier_sums() -> None:
-    held, overlay = memory(gradients=100.0), BucketOverlay(BucketedReduction(4, 25.0, always=False), 100.0)
+    held, overlay = memory(gradients=100.0), BucketOverlay(BucketedReduction(4, 25.0, each_micro_batch=False), 100.0)
     overlay.begin_run(MicroBatchRun((), reduces=True, later=True))
     overlay.end_segment(held, BLOCK, completing(60.0))
     assert held.rows["gradients"] == 40.0
@@ -44,14 +44,14 @@ def test_buckets_reuse_the_memory_of_earlier_sums() -> None:
 
 def test_weights_are_gathered_where_the_gradients_were() -> None:
     held = memory(gradients=25.0)
-    BucketOverlay(BucketedReduction(4, 25.0, always=False, coming=30.0), 100.0).end_step(held)
+    BucketOverlay(BucketedReduction(4, 25.0, each_micro_batch=False, gather_bytes=30.0), 100.0).end_step(held)
     ((phase, part, rows),) = held.instants
     assert (phase, part, rows["gradients"], rows["communication"]) == ("optimizer", "gather", 0.0, 30.0)
 
 
 def test_unsharding_and_reduction_overlap_with_blocks() -> None:
     # bf16 gradients, which are reduced in fp32
-    sharded = ShardedParameters(shards=4, block=8.0, rest=3.0, reduced=16.0, prefetched=8.0)
+    sharded = ShardedParameters(shards=4, block_bytes=8.0, outside_bytes=3.0, reduced_bytes=16.0, prefetched_bytes=8.0)
     run, held, overlay = MicroBatchRun((), False, False), memory(), ShardOverlay(sharded, 5.0, in_pipeline=False)
     overlay.begin_step(held)
     assert held.rows["communication"] == 3.0

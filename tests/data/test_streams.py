@@ -354,7 +354,7 @@ def test_a_streamed_training_resumes_with_the_same_losses(file: str, tmp_path: P
         for steps_trained in lengths:
             wanted = job(data, model, **settings, steps=steps_trained)
             again = steps_trained != lengths[0]
-            train_in_folder(wanted, plan, Machine.detect(), tmp_path / name, again=again)
+            train_in_folder(wanted, plan, Machine.detect(), tmp_path / name, resumes=again)
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in lines])
     assert len(losses[0]) == 6

@@ -321,7 +321,7 @@ def test_the_host_has_the_full_model_for_a_moment() -> None:
     found = []
     for lora in ({"rank": 4}, LORA):
         ledger = tightfit.estimate(make_job(lora), tightfit.Plan(), machine).ledger
-        found.append((ledger.passing["materialize"], ledger.phases["materialize"]))
+        found.append((ledger.transient_host_bytes["materialize"], ledger.phases["materialize"]))
     (host, device), (host_4_bits, device_4_bits) = found
     largest = 64 * 128
     assert host_4_bits == pytest.approx(host + quantizing_bytes(largest))

@@ -253,7 +253,7 @@ def test_gathers_hidden_by_the_forward_take_no_gpu_time() -> None:
     assert updated.at_start == pytest.approx(at_start, rel=0.01)
     waiting = replace(found.ledger, messages=(replace(updated, overlaps=False, at_start=0.0),))
     beside = replace(found.ledger, messages=(updated,))
-    whole_s, shown_s = (estimator.cost_model.step_time(one).communication_s for one in (waiting, beside))
+    whole_s, shown_s = (estimator.time_model.step_time(one).communication_s for one in (waiting, beside))
     assert updated.at_start * whole_s <= shown_s < whole_s
     one_region = estimator.estimate(tightfit.Plan(zero=1, dp_shard=2, micro_batch=16, compile="model"))
     assert not one_region.ledger.messages[-1].overlaps

@@ -16,7 +16,7 @@ from tightfit.cost.recorded_step import BatchLinear, Operation
 from tightfit.machine import Figure, Machine
 from tightfit.methods.attention import blocked_attention, causal_pairs
 from tightfit.planner.estimator import Estimator
-from tightfit.planner.time_model import KIND, CostModel
+from tightfit.planner.time_model import KIND, TimeModel
 from tightfit.planner.tracing import plain_data
 from tightfit.planner.tracing.recorder import record_step
 
@@ -80,9 +80,9 @@ def test_time_follows_computed_pairs_and_their_kernel_s_rate() -> None:
     name = "aten._scaled_dot_product_flash_attention_for_cpu"
     flops = BatchLinear(1e12)
     full, half = (Operation(name, "float32", flops, BatchLinear(1.0), computed_share=share) for share in (1.0, 0.5))
-    clock = CostModel(machine({"attention": 1e12}))
+    clock = TimeModel(machine({"attention": 1e12}))
     assert clock.operation_s(half, 1) == pytest.approx(0.5 * clock.operation_s(full, 1))
-    slower = CostModel(machine({"attention": 1e12, "causal attention": 5e11}))
+    slower = TimeModel(machine({"attention": 1e12, "causal attention": 5e11}))
     assert slower.operation_s(half, 1) == pytest.approx(slower.operation_s(full, 1)) == pytest.approx(1.0)
 
 
@@ -93,7 +93,7 @@ def test_a_cpu_computes_whole_blocks_of_queries() -> None:
         sizes = tuple(map(BatchLinear, (64.0, queries, queries, 64.0)))
         name, flops = "aten._scaled_dot_product_flash_attention_for_cpu", BatchLinear(1e9 * queries)
         here = machine({"attention": 1e12}).replace(device=device)
-        return CostModel(here).operation_s(Operation(name, "float32", flops, BatchLinear(1.0), sizes), 1)
+        return TimeModel(here).operation_s(Operation(name, "float32", flops, BatchLinear(1.0), sizes), 1)
 
     assert seconds(145, "cpu") == pytest.approx(seconds(160, "cpu"))
     assert seconds(129, "cpu") == pytest.approx(seconds(160, "cpu"))
@@ -108,5 +108,5 @@ def test_causal_attention_is_faster_with_the_same_flops() -> None:
     assert attention
     assert all(0.5 < one.computed_share < 0.6 for one in attention)
     kept = plain_data.to_content(estimator.profiler.recorded_step(tightfit.Plan(), 8)[0])
-    assert len({row[-2] for row in kept["operations"]}) == 2  # what is kept on disk says so, too
+    assert len({row[-3] for row in kept["operations"]}) == 2  # what is kept on disk says so, too
     assert plain_data.to_content(plain_data.from_content(kept)) == kept

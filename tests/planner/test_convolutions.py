@@ -12,7 +12,7 @@ from torch import nn
 import tightfit
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Convolution, Operation
 from tightfit.machine import Machine
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing.profiler import Profiler
 
 H100, V100, MI300X = (Machine.named(name) for name in ("h100-sxm", "v100-32gb", "mi300x"))
@@ -47,7 +47,7 @@ def convolution(
 def test_convolutions_follow_those_measured_on_an_h100(backward: bool, last: bool) -> None:
     for (samples, channels), tflops in zip(((64, 256), (128, 512)), MEASURED[backward, last], strict=True):
         one = convolution(samples, channels, backward, last)
-        assert one.flops.at(1) / CostModel(H100).operation_s(one, 1) / 1e12 == pytest.approx(tflops, rel=0.13)
+        assert one.flops.at(1) / TimeModel(H100).operation_s(one, 1) / 1e12 == pytest.approx(tflops, rel=0.13)
 
 
 def test_only_tensor_cores_need_the_channels_last() -> None:
@@ -56,24 +56,24 @@ def test_only_tensor_cores_need_the_channels_last() -> None:
         (MI300X, "bfloat16", False),
     ):  # fmt: skip
         first, last = (
-            CostModel(machine).operation_s(convolution(64, 64, last=one, dtype=dtype), 1) for one in (False, True)
+            TimeModel(machine).operation_s(convolution(64, 64, last=one, dtype=dtype), 1) for one in (False, True)
         )
         assert (first > 1.2 * last) is differ
 
 
 def test_a_depthwise_convolution_waits_for_memory() -> None:
     one = convolution(64, 256, backward=True, groups=256)
-    seconds = CostModel(H100).operation_s(one, 1)
+    seconds = TimeModel(H100).operation_s(one, 1)
     assert seconds == pytest.approx(one.bytes_accessed.at(1) / H100.bandwidth(one.bytes_accessed.at(1)), rel=0.1)
-    few = CostModel(H100).operation_s(convolution(64, 256, groups=4), 1)
-    assert few < CostModel(H100).operation_s(convolution(64, 256), 1)
+    few = TimeModel(H100).operation_s(convolution(64, 256, groups=4), 1)
+    assert few < TimeModel(H100).operation_s(convolution(64, 256), 1)
 
 
 def test_a_measured_rate_of_convolutions_counts() -> None:
     machine = H100.replace(rates={"convolution/bfloat16": {64: 1e11, 256: 1e12}})
     for channels, rate in ((64, 1e11), (128, math.sqrt(1e11 * 1e12)), (256, 1e12), (512, 1e12)):
         one = convolution(64, channels)
-        assert CostModel(machine).operation_s(one, 1) == pytest.approx(one.flops.at(1) / rate)
+        assert TimeModel(machine).operation_s(one, 1) == pytest.approx(one.flops.at(1) / rate)
 
 
 def test_measured_convolutions_of_few_channels_are_slower() -> None:
@@ -84,7 +84,7 @@ def test_measured_convolutions_of_few_channels_are_slower() -> None:
         "depthwise convolution/bfloat16": {9: 1e10},
         "transposed convolution/bfloat16": {64: 1e9},
     }
-    model = CostModel(H100.replace(rates=rates))
+    model = TimeModel(H100.replace(rates=rates))
 
     def rate(groups: int, channels: int, depth: int, window: int, transposed: bool = False) -> float:
         weight = (channels * groups, depth, window, window)
@@ -112,7 +112,7 @@ def test_measured_convolutions_of_few_channels_are_slower() -> None:
 def test_a_bound_holds_for_both_layouts() -> None:
     for last in (False, True):
         one = convolution(8, 64, backward=True, last=last)
-        assert CostModel(H100, any_shape=True).operation_s(one, 1) <= CostModel(H100).operation_s(one, 1)
+        assert TimeModel(H100, assumes_best_shapes=True).operation_s(one, 1) <= TimeModel(H100).operation_s(one, 1)
 
 
 class Grouped(nn.Module):
@@ -157,4 +157,4 @@ def test_a_normalization_over_a_batch_reads_its_input_twice() -> None:
         ("aten.relu", 1),
     ):
         one = Operation(name, "float32", BatchLinear(), moved)
-        assert CostModel(H100).operation_s(one, 1) == pytest.approx(passes * 1e9 / H100.bandwidth(1e9))
+        assert TimeModel(H100).operation_s(one, 1) == pytest.approx(passes * 1e9 / H100.bandwidth(1e9))

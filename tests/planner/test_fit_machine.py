@@ -17,7 +17,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.machine import Figure, Machine
 from tightfit.planner.estimator import Estimator, estimated_ledger
 from tightfit.planner.fit_machine import TimedRun, fit_efficiencies, fit_machine
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing import fake_inputs
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.record import PeakBytes, Record
@@ -45,7 +45,7 @@ def estimated() -> list[Ledger]:
 @pytest.mark.slow
 def test_runs_as_fast_as_predicted_change_nothing(estimated: list[Ledger]) -> None:
     refined = fit_efficiencies(
-        L4, [TimedRun(ledger, CostModel(L4).step_time(ledger).step_s, L4) for ledger in estimated]
+        L4, [TimedRun(ledger, TimeModel(L4).step_time(ledger).step_s, L4) for ledger in estimated]
     )
     assert all(figure.value == pytest.approx(1.0) for figure in refined.efficiency.values())
 
@@ -56,10 +56,10 @@ def test_a_machine_slower_than_its_figures_is_detected(estimated: list[Ledger]) 
         efficiency={name: Figure(value=value, source="measured") for name, value in
                     (("compute", 0.8), ("memory", 0.6), ("launch", 1.0))}
     )  # fmt: skip
-    seen = [TimedRun(ledger, CostModel(true).step_time(ledger).step_s, L4) for ledger in estimated]
+    seen = [TimedRun(ledger, TimeModel(true).step_time(ledger).step_s, L4) for ledger in estimated]
     refined = fit_efficiencies(L4, seen)
     before, after = (
-        max(abs(CostModel(machine).step_time(one.ledger).step_s / one.seconds - 1) for one in seen)
+        max(abs(TimeModel(machine).step_time(one.ledger).step_s / one.seconds - 1) for one in seen)
         for machine in (L4, refined)
     )
     assert before > 0.2
@@ -75,7 +75,7 @@ def test_links_at_half_of_their_figures_are_detected(estimated: list[Ledger]) ->
     seen_by = [replace(ledger, messages=(sends.times(share),)) for ledger in estimated for share in (0.0, 0.3, 1.0)]
     true = L4.replace(efficiency={"link": Figure(value=0.5, source="measured")})
     refined = fit_efficiencies(
-        L4, [TimedRun(ledger, CostModel(true).step_time(ledger).step_s, L4) for ledger in seen_by]
+        L4, [TimedRun(ledger, TimeModel(true).step_time(ledger).step_s, L4) for ledger in seen_by]
     )
     assert refined.efficiency["link"].value == pytest.approx(0.5, rel=0.15)
     assert all(refined.efficiency[name].value == pytest.approx(1.0, rel=0.1) for name in ("compute", "memory"))
@@ -83,7 +83,7 @@ def test_links_at_half_of_their_figures_are_detected(estimated: list[Ledger]) ->
 
 @pytest.mark.slow
 def test_one_slow_run_changes_efficiencies_within_bounds(estimated: list[Ledger]) -> None:
-    seconds = CostModel(L4).step_time(estimated[0]).step_s
+    seconds = TimeModel(L4).step_time(estimated[0]).step_s
     refined = fit_efficiencies(L4, [TimedRun(estimated[0], 100 * seconds, L4)])
     assert all(0.2 < figure.value < 5 for figure in refined.efficiency.values())
 

@@ -22,7 +22,7 @@ from tightfit.methods.loader import SERVER_BYTES, WORKER_BYTES
 from tightfit.methods.materialize import SLACK_BYTES
 from tightfit.planner.estimator import HOST_PROCESS_BYTES, Estimator
 from tightfit.planner.search import search
-from tightfit.planner.time_model import EXPOSED_SHARE, CostModel
+from tightfit.planner.time_model import EXPOSED_SHARE, TimeModel
 
 GPU = Machine.named("a100-80gb")
 ADAM, PLAIN = tightfit.Plan(materialize="device"), tightfit.Plan()
@@ -49,8 +49,10 @@ def test_a_model_created_on_the_host_takes_its_fp32_bytes(estimator: Estimator) 
     usual, there = (
         estimator.estimate(tightfit.Plan(precision="bf16-true", materialize=where)) for where in ("host", "device")
     )
-    assert usual.ledger.passing["materialize"] == parameters(estimator)  # in fp32, and on the device in half as much
-    assert there.ledger.passing["materialize"] == pytest.approx(SLACK_BYTES, rel=0.2)  # and one parameter
+    assert usual.ledger.transient_host_bytes["materialize"] == parameters(
+        estimator
+    )  # in fp32, and on the device in half as much
+    assert there.ledger.transient_host_bytes["materialize"] == pytest.approx(SLACK_BYTES, rel=0.2)  # and one parameter
 
 
 def test_host_memory_includes_work_outside_steps(estimator: Estimator) -> None:
@@ -122,7 +124,7 @@ def test_offloaded_states_count_on_the_host_or_the_disk(estimator: Estimator) ->
 
 def test_states_are_copied_both_ways_during_the_update(estimator: Estimator) -> None:
     """The step waits only for copies that outlast the update; on a disk and in a backward, for all."""
-    ledger, clock = estimator.estimate(ADAM).ledger, CostModel(GPU)
+    ledger, clock = estimator.estimate(ADAM).ledger, TimeModel(GPU)
     assert not ledger.messages
     update_s = clock.step_time(ledger).optimizer_s
 
@@ -206,8 +208,8 @@ def test_images_are_decoded_before_or_during_a_step(tmp_path: Path) -> None:
     )
     estimator = Estimator(job, GPU)
     alone, beside = (estimator.estimate(ADAM.replace(loader_workers=workers)) for workers in (0, 4))
-    assert alone.ledger.seconds["prepare"] > 64 * 1e-4
-    assert alone.time.input_s >= alone.ledger.seconds["prepare"]
+    assert alone.ledger.host_work_s["prepare"] > 64 * 1e-4
+    assert alone.time.input_s >= alone.ledger.host_work_s["prepare"]
     assert beside.time.input_s < 0.5 * alone.time.input_s
     assert search(job, GPU, {"compile": "none"})[0].plan.loader_workers > 0
     assert search(job, GPU, {"compile": "none", "loader_workers": 0})[0].plan.loader_workers == 0

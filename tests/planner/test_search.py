@@ -30,7 +30,7 @@ from tightfit.planner.dry_run import dry_run, dry_run_bytes
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest
 from tightfit.planner.search import search
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing import fake_inputs, fake_model
 from tightfit.planner.waterfall import waterfall
 from tightfit.report.commands import explain_command
@@ -304,7 +304,7 @@ def test_recomputation_and_slower_machines_take_longer() -> None:
     assert 1.1 * plain < again < 1.6 * plain
     slower = Estimator(job, Machine.named("t4")).estimate(tightfit.Plan())
     assert slower.time.step_s > plain
-    assert isinstance(CostModel(GPU).step_time(slower.ledger).step_s, float)
+    assert isinstance(TimeModel(GPU).step_time(slower.ledger).step_s, float)
 
 
 def test_the_picture_has_a_layer_for_each_row(tmp_path: Path) -> None:

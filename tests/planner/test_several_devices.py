@@ -232,7 +232,7 @@ def test_tensor_parallel_messages_lengthen_pipeline_bubbles() -> None:
     estimator = Estimator(JOB, Machine.named("a100-80gb:4"))
     ledgers = {device: estimated_ledger(estimator.profiler, plan, estimator.machine, device) for device in range(2)}
     silent = {device: replace(ledger, messages=()) for device, ledger in ledgers.items()}
-    time, silent_time = (estimator.cost_model.pipeline_time(those)[0] for those in (ledgers, silent))
+    time, silent_time = (estimator.time_model.pipeline_time(those)[0] for those in (ledgers, silent))
     assert time.communication_s > 0.1 * (time.compute_s + time.memory_s)
     assert time.bubble_s > 1.01 * silent_time.bubble_s
 
@@ -475,7 +475,7 @@ def test_shards_of_replicas_are_summed_after_backward() -> None:
         ledger = estimator.estimate(tightfit.Plan(zero=zero, dp_shard=2, dp_replicate=2)).ledger
         across = [one for one in ledger.messages if one.name == "gradients"][-1]
         assert across.overlaps is (zero == 3)
-        assert ledger.summed_bytes == (0 if zero == 3 else whole / 2)
+        assert ledger.replica_sum_bytes == (0 if zero == 3 else whole / 2)
 
 
 def test_a_parameter_server_sends_fp32_always() -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tightfit._torch.compiler import inductor_read_limits
 from tightfit.machine import Machine
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing.profiler import profile
 from tightfit.runtime.fake_compiler import fake_backend
 
@@ -147,7 +147,7 @@ def test_kernel_functions_take_time_if_measured() -> None:
         if operation.name == "compiled tanh"
     )
     assert computed == 2 * 2 * 4 * (4 * 32 * 4 * 64)  # blocks, forward and backward, bytes, elements
-    free, charged = (CostModel(machine).step_time(ledger) for machine in (known, slower))
+    free, charged = (TimeModel(machine).step_time(ledger) for machine in (known, slower))
     assert charged.step_s - free.step_s == pytest.approx(computed / 1e9)
     assert charged.launch_s == free.launch_s
 

@@ -81,36 +81,36 @@ def with_fp32_gradients(parameters: tuple[Parameter, ...]) -> tuple[Parameter, .
 class Update:
     """The optimizer's update of one parameter: what it costs in memory and operations.
 
-    state_bytes      bytes of the optimizer states, which live from step to step
-    transient_bytes  bytes of temporary tensors during the update
-    operations       the update's kernels
-    foreach_bytes    the part of transient_bytes that a multi-tensor (foreach) kernel allocates for
-                     all parameters at once
-    left_bytes       the part of transient_bytes that is still allocated while the next parameter of
-                     the same group is updated
-    group            index of the optimizer's parameter group
-    elements, dtype  for a parameter that is updated in one batch with other parameters: its number
-                     of elements and its dtype. The first update of a batch has the transient bytes
-                     and the operations of the whole batch
-    comes            bytes of offloaded tensors that are copied to the device for this update, while
-                     the update of the parameter before it runs
-    leaves           bytes of offloaded tensors that are copied back after this update, while the
-                     update of the parameter after it runs
-    unpacked_bytes   for states that are quantized to 8 or 4 bits: their bytes in fp32. A rank's
-                     shard stays in fp32 if it is not a whole number of quantization blocks
+    state_bytes           bytes of the optimizer states, which live from step to step
+    transient_bytes       bytes of temporary tensors during the update
+    operations            the update's kernels
+    foreach_bytes         the part of transient_bytes that a multi-tensor (foreach) kernel allocates for
+                          all parameters at once
+    held_into_next_bytes  the part of transient_bytes that is still allocated while the next parameter of
+                          the same group is updated
+    group                 index of the optimizer's parameter group
+    elements, dtype       for a parameter that is updated in one batch with other parameters: its number
+                          of elements and its dtype. The first update of a batch has the transient bytes
+                          and the operations of the whole batch
+    upload_bytes          bytes of offloaded tensors that are copied to the device for this update, while
+                          the update of the parameter before it runs
+    download_bytes        bytes of offloaded tensors that are copied back after this update, while the
+                          update of the parameter after it runs
+    fp32_state_bytes      for states that are quantized to 8 or 4 bits: their bytes in fp32. A rank's
+                          shard stays in fp32 if it is not a whole number of quantization blocks
     """
 
     state_bytes: int
     transient_bytes: int
     operations: tuple[Operation, ...] = ()
     foreach_bytes: int = 0
-    left_bytes: int = 0
+    held_into_next_bytes: int = 0
     group: int = 0
     elements: int = 0
     dtype: str = ""
-    comes: int = 0
-    leaves: int = 0
-    unpacked_bytes: int = 0
+    upload_bytes: int = 0
+    download_bytes: int = 0
+    fp32_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +133,25 @@ class PeakInstant:
 class BucketedReduction:
     """Says how gradients are reduced over the data-parallel ranks in buckets, while backward runs.
 
-    shards  number of ranks over which each gradient is sharded (reduce-scatter); 1: every rank gets
-            the full gradient (all-reduce)
-    bucket  bytes of one bucket
-    always  True: the gradients of each micro-batch are reduced. False: gradients are summed over
-            the micro-batches, and the sums are reduced during the last micro-batch
-    coming  bytes of the buffers in which updated weights are gathered after the update
-    stays   whether these buffers live until the next forward begins
+    shards                number of ranks over which each gradient is sharded (reduce-scatter); 1: every
+                          rank gets the full gradient (all-reduce)
+    bucket_bytes          bytes of one bucket
+    each_micro_batch      True: the gradients of each micro-batch are reduced. False: gradients are summed
+                          over the micro-batches, and the sums are reduced during the last micro-batch
+    gather_bytes          bytes of the buffers in which updated weights are gathered after the update
+    keeps_gather_buffers  whether these buffers live until the next forward begins
     """
 
     shards: int
-    bucket: float
-    always: bool
-    coming: float = 0.0
-    stays: bool = False
+    bucket_bytes: float
+    each_micro_batch: bool
+    gather_bytes: float = 0.0
+    keeps_gather_buffers: bool = False
 
     def begun_bytes(self, done: float, whole: float) -> float:
         """Return the bytes of the allocated buckets when `done` of the `whole` bytes of gradients
         are complete: `done` rounded up to whole buckets, and at most `whole`."""
-        return min(math.ceil(done / self.bucket) * self.bucket, whole)
+        return min(math.ceil(done / self.bucket_bytes) * self.bucket_bytes, whole)
 
     def rows_during(self, done: float, whole: float) -> dict[str, float]:
         """Return the bytes of gradient shards (row "gradients") and of buckets (row
@@ -159,44 +159,48 @@ class BucketedReduction:
         are not sharded, the buckets are in the row "gradients"."""
         if self.shards == 1:
             return {"gradients": self.begun_bytes(done, whole)}
-        return {"gradients": done / self.shards, "communication": min(2 * self.bucket, self.begun_bytes(done, whole))}
+        return {
+            "gradients": done / self.shards,
+            "communication": min(2 * self.bucket_bytes, self.begun_bytes(done, whole)),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameters:
     """Sizes of parameters that are unsharded only while their block computes (ZeRO-3, FSDP).
 
-    shards      number of ranks over which parameters and gradients are sharded. Infinity if
-                gradients are offloaded, because this device then keeps no gradient
-    block       bytes of the largest block's parameters, in the dtype in which they are gathered
-    rest        bytes of the parameters outside the blocks, which stay unsharded from the beginning
-                of forward to the end of backward
-    reduced     bytes of the largest block's gradients, in the dtype in which they are reduced
-    prefetched  bytes of the next block's parameters, which are gathered while a block computes its
-                backward
-    ahead       whether the next block's parameters are prefetched in forward, too
-    always      True: the gradients of each micro-batch are reduced. False: full gradients are summed
-                over the micro-batches in fp32, and the sums are reduced during the last micro-batch
-    block_sums  bytes of the fp32 sum of a block's gradients, divided by their bytes in the dtype in
-                which backward computes them
-    rest_sums   the same for the gradients outside of blocks
+    shards                  number of ranks over which parameters and gradients are sharded. Infinity if
+                            gradients are offloaded, because this device then keeps no gradient
+    block_bytes             bytes of the largest block's parameters, in the dtype in which they are gathered
+    outside_bytes           bytes of the parameters outside the blocks, which stay unsharded from the
+                            beginning of forward to the end of backward
+    reduced_bytes           bytes of the largest block's gradients, in the dtype in which they are reduced
+    prefetched_bytes        bytes of the next block's parameters, which are gathered while a block computes
+                            its backward
+    prefetches_in_forward   whether the next block's parameters are prefetched in forward, too
+    each_micro_batch        True: the gradients of each micro-batch are reduced. False: full gradients are
+                            summed over the micro-batches in fp32, and the sums are reduced during the last
+                            micro-batch
+    block_sum_ratio         bytes of the fp32 sum of a block's gradients, divided by their bytes in the
+                            dtype in which backward computes them
+    outside_sum_ratio       the same for the gradients outside of blocks
     """
 
     shards: float
-    block: float
-    rest: float
-    reduced: float
-    prefetched: float
-    ahead: bool = False
-    always: bool = True
-    block_sums: float = 1.0
-    rest_sums: float = 1.0
+    block_bytes: float
+    outside_bytes: float
+    reduced_bytes: float
+    prefetched_bytes: float
+    prefetches_in_forward: bool = False
+    each_micro_batch: bool = True
+    block_sum_ratio: float = 1.0
+    outside_sum_ratio: float = 1.0
 
     @property
     def reduce_dtype_ratio(self) -> float:
         """Bytes of a gradient in the dtype in which it is reduced, divided by its bytes in the
         dtype in which backward computes it. Example: 2 if bf16 gradients are reduced in fp32."""
-        return self.reduced / self.block if self.block else 1.0
+        return self.reduced_bytes / self.block_bytes if self.block_bytes else 1.0
 
 
 @dataclass(frozen=True, slots=True)

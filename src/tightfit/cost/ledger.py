@@ -59,58 +59,58 @@ ROWS = ("parameters", "gradients", "optimizer", "activations", "temporaries", "c
 class Ledger:
     """The ledger of one device: all memory and work of one optimizer step. Sizes are in bytes.
 
-    micro_batch         number of samples in one micro-batch
-    micro_batches       number of micro-batches in one step
-    training            recorded step of one micro-batch: forward, then backward
-    inference           function that returns the recorded step of one micro-batch of an evaluation.
-                        Its first call traces the model
-    parameters          the model's parameters and buffers
-    blocks              number of repeated blocks
-    experts             for each kind of mixture of experts: (number of experts, number that a token
-                        chooses)
-    dataflow            function that returns which tensors a forward computes from which
-                        (`models/dataflow.py`), for the methods that cut the model
-    check_segments      function that raises InputError if the model's blocks cannot be recomputed
-                        in groups
-    updates             parameter name -> the optimizer's update of this parameter
-    whole_step          operations that run once in a step and belong to no segment and no update,
-                        such as gradient clipping
-    batch_bytes         bytes of one sample's data, in device memory (on a CPU: in host memory)
-    batches_ahead       number of micro-batches of data in device memory beside the current one
-    update_in_backward  whether each parameter is updated as soon as its gradient is complete
-    foreach             whether the optimizer updates all parameters with multi-tensor kernels
-    host_batch          whether the device is the CPU, so that the data of all micro-batches of a
-                        step is in its memory
-    caches_memory       whether the process keeps freed memory and uses it again
-    mmap_threshold      if caches_memory is False: an allocation of at least this many bytes gets a
-                        memory mapping of its own, whose pages are faulted in again each time. None
-                        if the allocator adapts the threshold (see `planner/allocators/glibc.py`)
-    keeps_step          whether the memory of forward and backward is kept from step to step and
-                        used by nothing else, as the memory pool of CUDA graphs is
-    fixed               row -> bytes that live through the whole step and do not belong to the
-                        model, such as those of the CUDA context
-    phases              name of a phase before the first step -> its peak in bytes, without `fixed`
-    seconds             purpose -> seconds of work that is done once in a step
-    ahead               the keys of `seconds` whose work overlaps with the step's computation
-    sample_s            measured seconds to prepare one sample
-    stream_bytes        the most bytes of host memory that a process needs to read streamed data; 0
-                        if data is not streamed
-    host                purpose -> bytes of host memory that are not this device's memory
-    passing             purpose -> bytes of host memory that are used only before the first step or
-                        between steps
-    disk                purpose -> bytes of files
-    saving              bytes of a checkpoint's files that each process holds in host memory while
-                        it writes them
-    compile_s           seconds of compilation before the first step
-    summed_bytes        bytes of temporary tensors of a reduction of gradients that runs after
-                        backward
-    bucketed_reduction  how gradients are reduced in buckets over the data-parallel ranks; None if
-                        they are not
-    sharded_parameters  how parameters are gathered and resharded; None if they are not sharded
-    messages            all communication of a step
-    takes_gradients     whether each gradient is offloaded as soon as it is complete
-    pipeline_rank       the pipeline rank that this ledger describes
-    rank_program        what this pipeline rank does in a step; None without a pipeline
+    micro_batch              number of samples in one micro-batch
+    micro_batches            number of micro-batches in one step
+    training                 recorded step of one micro-batch: forward, then backward
+    inference                function that returns the recorded step of one micro-batch of an evaluation.
+                             Its first call traces the model
+    parameters               the model's parameters and buffers
+    blocks                   number of repeated blocks
+    experts                  for each kind of mixture of experts: (number of experts, number that a token
+                             chooses)
+    dataflow                 function that returns which tensors a forward computes from which
+                             (`models/dataflow.py`), for the methods that cut the model
+    check_segments           function that raises InputError if the model's blocks cannot be recomputed
+                             in groups
+    updates                  parameter name -> the optimizer's update of this parameter
+    once_per_step            operations that run once in a step and belong to no segment and no update,
+                             such as gradient clipping
+    batch_bytes              bytes of one sample's data, in device memory (on a CPU: in host memory)
+    batches_ahead            number of micro-batches of data in device memory beside the current one
+    update_in_backward       whether each parameter is updated as soon as its gradient is complete
+    foreach                  whether the optimizer updates all parameters with multi-tensor kernels
+    host_batch               whether the device is the CPU, so that the data of all micro-batches of a
+                             step is in its memory
+    caches_memory            whether the process keeps freed memory and uses it again
+    uses_cuda_graphs         whether the memory of forward and backward is kept from step to step and
+                             used by nothing else, as the memory pool of CUDA graphs is
+    mmap_threshold           if caches_memory is False: an allocation of at least this many bytes gets a
+                             memory mapping of its own, whose pages are faulted in again each time. None
+                             if the allocator adapts the threshold (see `planner/allocators/glibc.py`)
+    fixed                    row -> bytes that live through the whole step and do not belong to the
+                             model, such as those of the CUDA context
+    phases                   name of a phase before the first step -> its peak in bytes, without `fixed`
+    host_work_s              purpose -> seconds of the host's work that is done once in a step
+    overlapped_work          the keys of `host_work_s` whose work overlaps with the step's computation
+    sample_s                 measured seconds to prepare one sample
+    stream_bytes             the most bytes of host memory that a process needs to read streamed data; 0
+                             if data is not streamed
+    host                     purpose -> bytes of host memory that are not this device's memory
+    transient_host_bytes     purpose -> bytes of host memory that are used only before the first step or
+                             between steps
+    disk                     purpose -> bytes of files
+    checkpoint_buffer_bytes  bytes of a checkpoint's files that each process holds in host memory while
+                             it writes them
+    compile_s                seconds of compilation before the first step
+    replica_sum_bytes        bytes of the flat copy in which gradient shards are all-reduced over the
+                             replicas after backward (ZeRO-1 and -2)
+    bucketed_reduction       how gradients are reduced in buckets over the data-parallel ranks; None if
+                             they are not
+    sharded_parameters       how parameters are gathered and resharded; None if they are not sharded
+    messages                 all communication of a step
+    offloads_gradients       whether each gradient is offloaded as soon as it is complete
+    pipeline_rank            the pipeline rank that this ledger describes
+    rank_program             what this pipeline rank does in a step; None without a pipeline
     """
 
     micro_batch: int
@@ -123,31 +123,31 @@ class Ledger:
     dataflow: Callable[[], Any] | None = None
     check_segments: Callable[[], None] | None = None
     updates: dict[str, Update] = field(default_factory=dict)
-    whole_step: tuple[Operation, ...] = ()
+    once_per_step: tuple[Operation, ...] = ()
     batch_bytes: float = 0.0
     batches_ahead: int = 0
     update_in_backward: bool = False
     foreach: bool = False
     host_batch: bool = False
     caches_memory: bool = False
-    keeps_step: bool = False
+    uses_cuda_graphs: bool = False
     mmap_threshold: float | None = None
     fixed: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    ahead: frozenset[str] = frozenset()
+    host_work_s: dict[str, float] = field(default_factory=dict)
+    overlapped_work: frozenset[str] = frozenset()
     sample_s: float = 0.0
     stream_bytes: float = 0.0
     host: dict[str, float] = field(default_factory=dict)
-    passing: dict[str, float] = field(default_factory=dict)
+    transient_host_bytes: dict[str, float] = field(default_factory=dict)
     disk: dict[str, float] = field(default_factory=dict)
-    saving: float = 0.0
+    checkpoint_buffer_bytes: float = 0.0
     compile_s: float = 0.0
-    summed_bytes: float = 0.0
+    replica_sum_bytes: float = 0.0
     bucketed_reduction: BucketedReduction | None = None
     sharded_parameters: ShardedParameters | None = None
     messages: tuple[Message, ...] = ()
-    takes_gradients: bool = False
+    offloads_gradients: bool = False
     pipeline_rank: int = 0
     rank_program: RankProgram | None = None
 
@@ -175,12 +175,12 @@ class Ledger:
         micro-batch are summed as shards.
         """
         later = self.micro_batches - 1
-        if later == 0 or self.takes_gradients or self.update_in_backward:
+        if later == 0 or self.offloads_gradients or self.update_in_backward:
             return ()
         shards, sharded = 1.0, self.sharded_parameters
-        if sharded is not None and not sharded.always:
+        if sharded is not None and not sharded.each_micro_batch:
             shards = 1 / sharded.shards  # full gradients, of parameters of which this device has shards
-        elif self.bucketed_reduction is not None and self.bucketed_reduction.always:
+        elif self.bucketed_reduction is not None and self.bucketed_reduction.each_micro_batch:
             shards = self.bucketed_reduction.shards
         return _gradient_sums(self.parameters, later, shards)
 
@@ -196,7 +196,7 @@ class Ledger:
         The first micro-batch allocates the gradients. Each later micro-batch adds its gradients to
         the existing ones.
         """
-        if not self.keeps_step:
+        if not self.uses_cuda_graphs:
             yield from self._replayed_step()
             return
         pool = self._pool_bytes()
@@ -249,8 +249,8 @@ class Ledger:
             if distinct:
                 seen[key] = run, memory.rows, copy.copy(overlay)
         overlay.end_backward(memory)
-        if self.summed_bytes:
-            memory.note("backward", "reduce", {"temporaries": self.summed_bytes})
+        if self.replica_sum_bytes:
+            memory.note("backward", "reduce", {"temporaries": self.replica_sum_bytes})
         memory.note("optimizer", "update", update)
         overlay.end_step(memory)
         return memory.instants
@@ -356,8 +356,8 @@ class Ledger:
         last  whether it is the last micro-batch of the step
         """
         if self.sharded_parameters is not None:
-            return self.sharded_parameters.always or last
-        return self.bucketed_reduction is not None and (self.bucketed_reduction.always or last)
+            return self.sharded_parameters.each_micro_batch or last
+        return self.bucketed_reduction is not None and (self.bucketed_reduction.each_micro_batch or last)
 
     def first_and_later(self, training: tuple[Segment, ...], micro_batches: int) -> list[tuple[Segment, ...]]:
         """Return [first], or with several micro-batches [first, later]: the recorded step of the
@@ -373,14 +373,16 @@ class Ledger:
         """
         edits: list[Callable[[Timeline], Timeline]] = []
         if self.update_in_backward:
-            needed = {name: float(update.transient_bytes + update.comes) for name, update in self.updates.items()}
+            needed = {
+                name: float(update.transient_bytes + update.upload_bytes) for name, update in self.updates.items()
+            }
             edits.append(lambda timeline: fuse_updates(timeline, needed))
-        if self.takes_gradients:
+        if self.offloads_gradients:
             edits.append(free_completed_gradients)
         first = edit_backward(training, edits)
-        if self.takes_gradients or self.sharded_parameters is not None:
+        if self.offloads_gradients or self.sharded_parameters is not None:
             return [first] * min(micro_batches, 2)
-        if self.bucketed_reduction is not None and (self.bucketed_reduction.always or micro_batches == 1):
+        if self.bucketed_reduction is not None and (self.bucketed_reduction.each_micro_batch or micro_batches == 1):
             first = edit_backward(first, [free_completed_gradients])
             return [first] * min(micro_batches, 2)
         return [first] if micro_batches == 1 else [first, edit_backward(first, [accumulate_gradients])]
@@ -391,7 +393,7 @@ class Ledger:
         "evaluation"."""
         rows = self.row_bytes()
         rows["activations"] += self.batch_bytes * self.micro_batch * (1 + self.batches_ahead)
-        if self.keeps_step:
+        if self.uses_cuda_graphs:
             rows["temporaries"] += self._pool_bytes()
         for segment in self.inference():
             played = replay(segment.timeline, self.micro_batch)
@@ -401,7 +403,7 @@ class Ledger:
     def peak(self) -> PeakInstant:
         """Return the instant of a step with the most memory. With CUDA graphs the instants of
         evaluations count, too, because evaluations need memory beside the graphs' pool."""
-        if self.keeps_step:
+        if self.uses_cuda_graphs:
             return _largest((*self.instants(), *self.evaluation()))
         return _largest(self._replayed_step(distinct=True))
 
@@ -422,7 +424,7 @@ class Ledger:
         """
         rows = self.row_bytes()
         fixed = sum(self.fixed.values())
-        checkpoint = sum(rows.values()) + (self.saving if self.host_batch else 0.0)
+        checkpoint = sum(rows.values()) + (self.checkpoint_buffer_bytes if self.host_batch else 0.0)
         return {**{name: size + fixed for name, size in self.phases.items()}, "checkpoint": checkpoint}
 
     def _update_bytes(self) -> float:
@@ -434,9 +436,9 @@ class Ledger:
         order = sorted(self.updates.values(), key=lambda update: update.group)
         order = [update for update in order if update.operations or not update.elements]  # others are part of a batch
         for update, following in zip(order, [*order[1:], None], strict=True):
-            beside = leaving + update.comes + (following.comes if following is not None else 0)
+            beside = leaving + update.upload_bytes + (following.upload_bytes if following is not None else 0)
             largest = max(largest, update.transient_bytes + left.get(update.group, 0) + beside)
-            left[update.group], leaving = update.left_bytes, update.leaves
+            left[update.group], leaving = update.held_into_next_bytes, update.download_bytes
         together = sum(update.foreach_bytes for update in self.updates.values())
         return max(largest, together) if self.foreach else largest
 
@@ -450,7 +452,7 @@ class Ledger:
         for segment in self.training:
             for operation in segment.timeline.operations:
                 yield segment.phase, segment.part, operation, operation.count.at(self.micro_batch) * self.micro_batches
-        for operation in self.whole_step:
+        for operation in self.once_per_step:
             yield "optimizer", "whole step", operation, operation.count.at(1)
         for update in self.updates.values():
             for operation in update.operations:

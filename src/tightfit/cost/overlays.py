@@ -128,12 +128,16 @@ class BucketOverlay(Overlay):
         return self.done, self.arrived, self.reduces, self.moves_sums
 
     def begin_step(self, memory: StepMemory) -> None:
-        memory.note("forward", "start", {"communication": self.reduction.coming if self.reduction.stays else 0.0})
+        memory.note(
+            "forward",
+            "start",
+            {"communication": self.reduction.gather_bytes if self.reduction.keeps_gather_buffers else 0.0},
+        )
 
     def begin_run(self, run: MicroBatchRun) -> None:
         self.done, self.reduces = 0.0, run.reduces
         # `memory` contains the sums over the earlier micro-batches until they move to buckets
-        self.moves_sums = run.later and not self.reduction.always
+        self.moves_sums = run.later and not self.reduction.each_micro_batch
 
     def at_peak(self, segment: Segment, replayed: ReplayedSegment) -> Rows:
         if not self.reduces:
@@ -161,16 +165,16 @@ class BucketOverlay(Overlay):
         memory.change({"gradients": self.arrived})
 
     def end_step(self, memory: StepMemory) -> None:
-        if self.reduction.coming:
+        if self.reduction.gather_bytes:
             memory.free_gradients()
-            memory.note("optimizer", "gather", {"communication": self.reduction.coming})
+            memory.note("optimizer", "gather", {"communication": self.reduction.gather_bytes})
 
     def _rows_after(self, done: float) -> Rows:
         """Return the bytes of gradient shards and of buckets, by row, when `done` bytes of
         gradients are complete."""
         rows = self.reduction.rows_during(done, self.whole)
         if self.arrived and self.reduction.shards > 1:  # a new shard, before it is added to the sum
-            rows["communication"] += 2 * self.reduction.bucket / self.reduction.shards
+            rows["communication"] += 2 * self.reduction.bucket_bytes / self.reduction.shards
         return {**rows, "gradients": max(rows["gradients"], self.arrived)}
 
 
@@ -199,13 +203,13 @@ class ShardOverlay(Overlay):
         return self.done, self.arrived
 
     def begin_step(self, memory: StepMemory) -> None:
-        memory.change({"communication": self.sharded.rest})
+        memory.change({"communication": self.sharded.outside_bytes})
         memory.note("forward", "start")
 
     def begin_run(self, run: MicroBatchRun) -> None:
         self.done = self.outside = 0.0
-        self.reduces = run.reduces or self.sharded.always
-        self.sums = run.later and not self.sharded.always
+        self.reduces = run.reduces or self.sharded.each_micro_batch
+        self.sums = run.later and not self.sharded.each_micro_batch
 
     def at_peak(self, segment: Segment, replayed: ReplayedSegment) -> Rows:
         return {"communication": self._unsharded_bytes(segment), "gradients": self._shard_bytes()}
@@ -213,21 +217,21 @@ class ShardOverlay(Overlay):
     def end_segment(self, memory: StepMemory, segment: Segment, replayed: ReplayedSegment) -> None:
         made = replayed.completed_gradients[1]
         if not self.reduces:
-            ratio = self.sharded.rest_sums if segment.block is None else self.sharded.block_sums
+            ratio = self.sharded.outside_sum_ratio if segment.block is None else self.sharded.block_sum_ratio
             memory.change({"gradients": -made if self.sums else made * (ratio - 1)})
             return
         if segment.block is None or not made:  # gradients outside of blocks are reduced at the end
             self.outside += made
             return
-        reduced = self.sharded.reduced * (1 + 1 / self.sharded.shards)
+        reduced = self.sharded.reduced_bytes * (1 + 1 / self.sharded.shards)
         memory.note(segment.phase, "reduce", {"communication": reduced, "gradients": self._shard_bytes()})
         self.done += made
-        memory.change({"gradients": -made * (1 + self.sharded.block_sums * self.sums)})
+        memory.change({"gradients": -made * (1 + self.sharded.block_sum_ratio * self.sums)})
 
     def end_run(self, memory: StepMemory, run: MicroBatchRun) -> None:
         if not run.ends or not self.reduces:
             return
-        outside_blocks = memory.rows["gradients"] if self.sharded.always else self.outside
+        outside_blocks = memory.rows["gradients"] if self.sharded.each_micro_batch else self.outside
         memory.note("backward", "reduce", {"gradients": self._shard_bytes(), "communication": outside_blocks})
         memory.change({"gradients": -memory.rows["gradients"]})
         self.arrived = self.whole
@@ -236,7 +240,7 @@ class ShardOverlay(Overlay):
         self.arrived = 0.0
 
     def end_backward(self, memory: StepMemory) -> None:
-        memory.change({"communication": -self.sharded.rest, "gradients": self.arrived})
+        memory.change({"communication": -self.sharded.outside_bytes, "gradients": self.arrived})
 
     def _shard_bytes(self) -> float:
         """Return the bytes of the gradient shards: those of earlier micro-batches, or those of the
@@ -254,11 +258,11 @@ class ShardOverlay(Overlay):
         if segment.block is None:
             return 0.0
         in_backward = segment.phase == "backward"
-        size = self.sharded.block
-        if in_backward or self.sharded.ahead:
-            size += self.sharded.prefetched
+        size = self.sharded.block_bytes
+        if in_backward or self.sharded.prefetches_in_forward:
+            size += self.sharded.prefetched_bytes
         if in_backward and self.reduces and (self.done > 0 or self.in_pipeline):
-            size += self.sharded.reduced
+            size += self.sharded.reduced_bytes
         return size
 
 

@@ -62,7 +62,7 @@ def build(
     kind = kind_of_device(machine)
     check(plan, job, TARGET.get() or kind)  # a dry run obeys the rules of its target device
     loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
-    run = begin(job, plan, kind, objective_of(loss, task_of(job.model)), data, alone, job.train.seed)
+    run = new_run(job, plan, kind, objective_of(loss, task_of(job.model)), data, alone, job.train.seed)
     run = apply_methods(run, keeps_data=data is not None)
     check_samples(run)
     check_uses(run)
@@ -84,7 +84,7 @@ def kind_of_device(machine: Machine | str | None) -> str:
     return machine.device
 
 
-def begin(
+def new_run(
     job: Job, plan: Plan, kind: str, objective: Objective, data: Data | None, alone: bool, seed: int | None
 ) -> Run:
     """Return a Run to which no method is applied yet. Its device, mesh, objective and store are
@@ -133,7 +133,7 @@ def _example(run: Run) -> Batch:
 
 
 def apply_methods(run: Run, keeps_data: bool) -> Run:
-    """Apply every method that the plan enables to `run`, which `begin` has returned. Return the
+    """Apply every method that the plan enables to `run`, which `new_run` has returned. Return the
     complete Run.
 
     keeps_data  whether the run has its data already, so that the method `loader` is left out

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.pytree import tree_map_only
-from tightfit.engine.build import apply_methods, begin, kind_of_device
+from tightfit.engine.build import apply_methods, kind_of_device, new_run
 from tightfit.engine.checkpoint.resume import resume
 from tightfit.engine.checkpoint.save import save
 from tightfit.engine.failures import naming_failures
@@ -294,7 +294,7 @@ def prepare(
     job = Job(model=_factory_of(model), data=_NoData(), train=train, allow=allow)
     kind = "cpu" if active_fake_mode() is not None else kind_of_device(machine)
     check(plan, job, TARGET.get() or kind)
-    run = begin(job, plan, kind, Objective(_forward, _one), _NoData(), False, None)  # type: ignore[arg-type]
+    run = new_run(job, plan, kind, Objective(_forward, _one), _NoData(), False, None)  # type: ignore[arg-type]
     run = apply_methods(replace(run, own_loop=True), keeps_data=True)
     if isinstance(optimizer, Optimizer) and run.optimizer is not optimizer:
         raise InputError(

@@ -100,7 +100,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     times = AUTOTUNE_FACTOR if plan.compile_mode == "max-autotune-no-cudagraphs" else 1.0
     graphed = plan.compile_mode == "reduce-overhead"
     compile_s = ledger.compile_s + times * (COMPILE_S[machine.device] + more)
-    return replace(ledger, compile_s=compile_s, keeps_step=graphed)
+    return replace(ledger, compile_s=compile_s, uses_cuda_graphs=graphed)
 
 
 def _count_of_blocks(parameters: tuple[Parameter, ...]) -> int:

@@ -55,10 +55,14 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     shrunk = size * _share_sent(ledger, plan)
     ring = 2 * (plan.replicas - 1) / plan.replicas * shrunk
     sums = message("gradients", ring, plan, machine, ("dp_replicate",), math.ceil(size / bucket), rounds=2)
-    sent = None if plan.compressed_gradients == "powersgd" else BucketedReduction(1, min(bucket, size), always=False)
+    sent = (
+        None
+        if plan.compressed_gradients == "powersgd"
+        else BucketedReduction(1, min(bucket, size), each_micro_batch=False)
+    )
     # the bf16 copy of each bucket exists until all reductions are done
     if plan.compressed_gradients == "bf16":
-        ledger = replace(ledger, summed_bytes=shrunk)
+        ledger = replace(ledger, replica_sum_bytes=shrunk)
     return replace(ledger, bucketed_reduction=sent, messages=(*ledger.messages, sums))
 
 
@@ -83,7 +87,7 @@ def _with_low_rank(ledger: Ledger, plan: Plan) -> Ledger:
     return replace(
         ledger,
         fixed={**ledger.fixed, "optimizer": ledger.fixed.get("optimizer", 0.0) + left + columns},
-        summed_bytes=summed,
+        replica_sum_bytes=summed,
     )
 
 

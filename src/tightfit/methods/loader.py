@@ -108,8 +108,8 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         ledger,
         batches_ahead=int(overlaps_uploads(plan, machine.device)),
         host={**ledger.host, **host},
-        seconds={**ledger.seconds, **seconds},
-        ahead=ledger.ahead | ahead,
+        host_work_s={**ledger.host_work_s, **seconds},
+        overlapped_work=ledger.overlapped_work | ahead,
     )
 
 

@@ -94,7 +94,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     return replace(
         ledger,
         phases={**ledger.phases, "materialize": float(on_device)},
-        passing={**ledger.passing, "materialize": on_host},
+        transient_host_bytes={**ledger.transient_host_bytes, "materialize": on_host},
     )
 
 

@@ -200,7 +200,7 @@ def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
     copies = [_Copy((2.0 * ledger.micro_batches - 1) * moved, "backward", "out"), _Copy(moved, "update", "in")]
     if place.is_copied:
         ledger = _copied_for_updates(ledger, sizes, returns=False)
-    return _Offloaded(replace(ledger, takes_gradients=not place.gathers), stored, copies)
+    return _Offloaded(replace(ledger, offloads_gradients=not place.gathers), stored, copies)
 
 
 def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
@@ -272,7 +272,7 @@ _OFFLOADS: dict[str, Callable[[Ledger, _Place], _Offloaded]] = {
 def _without_states(updates: dict[str, Update]) -> tuple[dict[str, Update], dict[str, int]]:
     """Return (updates without states, bytes of the states), both by name of the parameter."""
     sizes = {name: update.state_bytes for name, update in updates.items()}
-    return {name: replace(update, state_bytes=0, unpacked_bytes=0) for name, update in updates.items()}, sizes
+    return {name: replace(update, state_bytes=0, fp32_state_bytes=0) for name, update in updates.items()}, sizes
 
 
 @remembered(16)
@@ -305,7 +305,9 @@ def _with_copies(updates: dict[str, Update], sizes: dict[str, int], returns: boo
     found = {}
     for name, update in updates.items():
         size = sizes.get(name, 0)
-        found[name] = replace(update, comes=update.comes + size, leaves=update.leaves + size * returns)
+        found[name] = replace(
+            update, upload_bytes=update.upload_bytes + size, download_bytes=update.download_bytes + size * returns
+        )
     return found
 
 

@@ -115,7 +115,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         BatchLinear(),
         count=BatchLinear(float(LAUNCHES_PER_CALL * count)),
     )
-    return replace(ledger, updates=updates, whole_step=(*ledger.whole_step, calls))
+    return replace(ledger, updates=updates, once_per_step=(*ledger.once_per_step, calls))
 
 
 @remembered(16)
@@ -148,11 +148,14 @@ def _batched_updates(updates: dict[str, Update]) -> list[dict[str, Update]]:
             first = replace(
                 batch[0],
                 transient_bytes=sum(update.transient_bytes for update in batch),
-                comes=sum(update.comes for update in batch),
-                leaves=sum(update.leaves for update in batch),
+                upload_bytes=sum(update.upload_bytes for update in batch),
+                download_bytes=sum(update.download_bytes for update in batch),
                 operations=_merged_operations(batch),
             )
-            rest = (replace(update, transient_bytes=0, comes=0, leaves=0, operations=()) for update in batch[1:])
+            rest = (
+                replace(update, transient_bytes=0, upload_bytes=0, download_bytes=0, operations=())
+                for update in batch[1:]
+            )
             found.append(dict(zip((names[number] for number in numbers), (first, *rest), strict=True)))
     return found
 

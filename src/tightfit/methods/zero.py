@@ -101,7 +101,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
         reduced = message("gradients", across, plan, machine, ("dp_replicate",), calls, rounds=2)
         if plan.zero < 3:  # one flat copy of the shards' gradients is reduced after backward
             reduced = replace(reduced, overlaps=False)
-            ledger = replace(ledger, summed_bytes=size / plan.shards)
+            ledger = replace(ledger, replica_sum_bytes=size / plan.shards)
         ledger = replace(ledger, messages=(*ledger.messages, reduced))
     return _with_shards(ledger, plan)
 
@@ -254,7 +254,7 @@ def _scaled(update: Update, share: float, unpacked: bool) -> Update:
     share     the shard's fraction of the parameter's elements
     unpacked  whether the shard's states stay in fp32 although the parameter's are quantized
     """
-    states = update.unpacked_bytes if unpacked and update.unpacked_bytes else update.state_bytes
+    states = update.fp32_state_bytes if unpacked and update.fp32_state_bytes else update.state_bytes
     operations = tuple(
         replace(operation, flops=operation.flops.times(share), bytes_accessed=operation.bytes_accessed.times(share))
         for operation in update.operations
@@ -264,10 +264,10 @@ def _scaled(update: Update, share: float, unpacked: bool) -> Update:
         state_bytes=math.ceil(states * share),
         transient_bytes=math.ceil(update.transient_bytes * share),
         foreach_bytes=math.ceil(update.foreach_bytes * share),
-        left_bytes=math.ceil(update.left_bytes * share),
+        held_into_next_bytes=math.ceil(update.held_into_next_bytes * share),
         elements=math.ceil(update.elements * share),
-        comes=math.ceil(update.comes * share),
-        leaves=math.ceil(update.leaves * share),
+        upload_bytes=math.ceil(update.upload_bytes * share),
+        download_bytes=math.ceil(update.download_bytes * share),
         operations=operations,
     )
 

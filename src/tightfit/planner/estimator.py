@@ -34,7 +34,7 @@ from tightfit.planner.allocators.deep_models import extrapolate_layers
 from tightfit.planner.allocators.glibc import peak_heap_bytes
 from tightfit.planner.estimate import Estimate, workspace_bytes
 from tightfit.planner.model_convolutions import measure_model
-from tightfit.planner.time_model import CostModel, Time
+from tightfit.planner.time_model import Time, TimeModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.rules import check
 from tightfit.tensor_files import FILES_IN_MEMORY, file_bytes
@@ -80,8 +80,8 @@ class Estimator:
     need the same trace.
 
     profiler       traces the model
-    cost_model     predicts seconds from a ledger
-    bound_model    predicts lower bounds on them, which hold for every size of the micro-batch
+    time_model     predicts seconds from a ledger
+    lower_bound_model    predicts lower bounds on them, which hold for every size of the micro-batch
     limit_bytes    device memory that a plan may use
     runtime_bytes  device memory of the process that no tensor uses, whatever the plan: on a GPU the
                    CUDA context and the workspaces of cuBLAS
@@ -95,8 +95,8 @@ class Estimator:
                   and plan. Its machine may differ in everything but the kind of device
         """
         self.job, self.machine = job, machine
-        self.profiler, self.cost_model = profiler or Profiler(job, machine.device), CostModel(machine)
-        self.bound_model = CostModel(machine, any_shape=True)
+        self.profiler, self.time_model = profiler or Profiler(job, machine.device), TimeModel(machine)
+        self.lower_bound_model = TimeModel(machine, assumes_best_shapes=True)
         self.limit_bytes = job.limits.memory or machine.memory_bytes.value
         self.runtime_bytes = (
             psutil.Process().memory_info().rss
@@ -206,7 +206,7 @@ class Estimator:
     def use_machine(self, machine: Machine) -> None:
         """Predict for `machine` from now on, which differs from the machine before only in its rates."""
         self.machine = machine
-        self.cost_model, self.bound_model = CostModel(machine), CostModel(machine, any_shape=True)
+        self.time_model, self.lower_bound_model = TimeModel(machine), TimeModel(machine, assumes_best_shapes=True)
         self._estimates, self._settled = {}, {}
 
     def with_job(self, job: Job, machine: Machine) -> Estimator:
@@ -247,7 +247,7 @@ class Estimator:
             )
             for rank, ledger in self._ledgers(plan).items()
         }
-        model = self.bound_model
+        model = self.lower_bound_model
         time = model.pipeline_time(ledgers)[0] if plan.pp > 1 else model.step_time(ledgers[0])
         return time.step_s - time.launch_s - time.optimizer_s * (1 - 1 / plan.data_parallel)
 
@@ -259,7 +259,7 @@ class Estimator:
         for rank in _estimated_ranks(plan.pp):
             ledger = estimated_ledger(self.profiler, plan, self.machine, rank)
             fixed = {**ledger.fixed, "runtime": self.runtime_bytes_of(plan)}
-            ledgers[rank] = replace(ledger, fixed=fixed, saving=self._checkpoint_buffer_bytes(plan))
+            ledgers[rank] = replace(ledger, fixed=fixed, checkpoint_buffer_bytes=self._checkpoint_buffer_bytes(plan))
         return ledgers
 
     def _time(self, plan: Plan, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
@@ -267,8 +267,8 @@ class Estimator:
         list without a pipeline. `ledgers` holds the plan's ledger of each estimated pipeline
         rank."""
         if plan.pp > 1:
-            return self.cost_model.pipeline_time(ledgers)
-        return self.cost_model.step_time(ledgers[0]), []
+            return self.time_model.pipeline_time(ledgers)
+        return self.time_model.step_time(ledgers[0]), []
 
     def _limits(self) -> dict[str, float]:
         """Return the bytes that may be used of "host memory" and of "disk"; an unlimited resource
@@ -298,8 +298,8 @@ class Estimator:
         if self.machine.device == "cpu":
             return rows
         rows = {"processes": processes * HOST_PROCESS_BYTES, **rows}
-        passing = {name: processes * size for name, size in ledger.passing.items()}
-        passing["checkpoint"] = min(sum(self._checkpoint_bytes(plan)), processes * ledger.saving)
+        passing = {name: processes * size for name, size in ledger.transient_host_bytes.items()}
+        passing["checkpoint"] = min(sum(self._checkpoint_bytes(plan)), processes * ledger.checkpoint_buffer_bytes)
         most = max(passing, key=lambda name: passing[name])
         return {**rows, most: passing[most]}
 
@@ -389,7 +389,9 @@ class Estimator:
         if (
             ledger.sharded_parameters is not None
         ):  # the simulation knows full gradients only: let it free each as soon as it is complete
-            ledger = replace(ledger, sharded_parameters=None, bucketed_reduction=BucketedReduction(1, 1.0, always=True))
+            ledger = replace(
+                ledger, sharded_parameters=None, bucketed_reduction=BucketedReduction(1, 1.0, each_micro_batch=True)
+            )
         tensors = (
             ledger.peak().total - sum(ledger.fixed.values()) if ledger.messages else peak.total - peak.rows["runtime"]
         )
@@ -397,7 +399,7 @@ class Estimator:
         taken = extrapolate_layers(ledger, peak_heap_bytes if on_cpu else on_device)
         if ledger.bucketed_reduction is not None and any(message.at_start for message in ledger.messages):
             # weights are gathered on a side stream, for which the allocator keeps memory blocks apart
-            taken += ledger.bucketed_reduction.coming
+            taken += ledger.bucketed_reduction.gather_bytes
         rows = {**peak.rows, "allocator": max(taken - tensors, 0.0)}
         whole = estimate.ledger
         if on_cpu:

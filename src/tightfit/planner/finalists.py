@@ -121,25 +121,25 @@ def first_that_nearly_fits(
     """
     more = DryRunResults()
     seen = [finals.latest(one) for one in {one.plan: one for one in found}.values()]
-    hopeless = {_kind(one.plan) for one in seen if _is_too_large_for_certain(one)}
+    hopeless = {_update_memory_key(one.plan) for one in seen if _is_too_large_for_certain(one)}
     near = [one for one in seen if not one.rejected_because and _nearly_fits(one)]
     runs = 0
     for one in sorted(near, key=lambda one: one.peak_bytes):
-        if _kind(one.plan) in hopeless or runs == MAX_NEAR_DRY_RUNS:
+        if _update_memory_key(one.plan) in hopeless or runs == MAX_NEAR_DRY_RUNS:
             continue
         if _try(more, estimator, one, job, nearly=True):
             break
         tried = more.too_large.get(one.plan)
         if tried is not None and _is_too_large_for_certain(tried):
-            hopeless.add(_kind(one.plan))
+            hopeless.add(_update_memory_key(one.plan))
         else:
             runs += 1
     return more
 
 
-def _kind(plan: Plan) -> Plan:
-    """Return what all plans have in common that need the same memory outside of forward and
-    backward."""
+def _update_memory_key(plan: Plan) -> Plan:
+    """Return a key that is equal for plans that need the same memory outside of forward and backward: the
+    plan without its micro-batch, recompute, chunked loss and compile."""
     return plan.replace(micro_batch=None, recompute="none", chunked_loss=None, compile="none")
 
 
@@ -174,7 +174,7 @@ def has_dry_run(one: Estimate) -> bool:
     the graphs' memory pools.
     """
     small = one.plan.devices == 1 or one.ledger.blocks <= MAX_DRY_RUN_BLOCKS
-    return small and not one.ledger.keeps_step
+    return small and not one.ledger.uses_cuda_graphs
 
 
 def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Figure, Machine
 from tightfit.planner.estimator import estimated_ledger
-from tightfit.planner.time_model import EFFICIENCIES, CostModel
+from tightfit.planner.time_model import EFFICIENCIES, TimeModel
 from tightfit.planner.tracing.profiler import Profiler
 from tightfit.record import Record
 
@@ -97,7 +97,7 @@ def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: s
 
 
 def _mean_squared_error(seen: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
-    clocks = {id(one.machine): CostModel(_with_efficiencies(one.machine, logarithms)) for one in seen}
+    clocks = {id(one.machine): TimeModel(_with_efficiencies(one.machine, logarithms)) for one in seen}
     errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in seen)
     return sum(errors) / len(seen)
 

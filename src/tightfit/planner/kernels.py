@@ -138,7 +138,7 @@ def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> boo
     narrow_rate, rate = estimator.machine.rate(one.plan.precision), estimator.machine.rate(wider)
     if not one.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
         return False
-    launch_s = estimator.cost_model.launch_s
+    launch_s = estimator.time_model.launch_s
     casts_s = sum(seconds + count * launch_s for _, kind, seconds, count in one.time.rows if kind == "cast")
     return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
 

@@ -47,7 +47,7 @@ def measure_model(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> Non
     seconds: dict[ModelConvolution, float] = {}
     for one in operations:
         for wanted in _variants(estimator, one, samples, pins):
-            expected_s = estimator.cost_model.operation_s(one, samples) * one.count.at(samples)
+            expected_s = estimator.time_model.operation_s(one, samples) * one.count.at(samples)
             if wanted.rate_key not in machine.rates:
                 seconds[wanted] = max(seconds.get(wanted, 0.0), expected_s)
     if not seconds:
@@ -63,7 +63,7 @@ def measure_model(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> Non
 def _variants(estimator: Estimator, one: Operation, samples: int, pins: dict[str, Any]) -> list[ModelConvolution]:
     """Return the convolution `one` in each precision and memory format that a plan may have."""
     assert one.convolution is not None
-    per_image = estimator.cost_model.operation_s(one, samples) / max(one.sizes[0].at(samples), 1.0)
+    per_image = estimator.time_model.operation_s(one, samples) / max(one.sizes[0].at(samples), 1.0)
     images = max(min(one.sizes[0].at(samples), MOST_S / max(per_image, 1e-12)), 1.0)
     return [
         ModelConvolution(one.convolution, int(images), dtype, last)

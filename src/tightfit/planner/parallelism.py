@@ -80,7 +80,7 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     job, machine = estimator.job, estimator.machine
     ledger = estimator.profiler.ledger(start)
     samples = start.micro_batch_of(job.train.batch)
-    sample_s = estimator.bound_model.segments_s(ledger.training, samples) / samples
+    sample_s = estimator.lower_bound_model.segments_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
     bounds = []
     has_experts = any("experts" in one.name.split(".") for one in estimator.profiler.model.parameters(start))
@@ -175,5 +175,5 @@ def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: 
             here = ledger.blocks + 1
         elif segment.phase == "backward" and here == 1:
             here = 0
-        seconds[here] += estimator.cost_model.segments_s([segment], plan.micro_batch_of(estimator.job.train.batch))
+        seconds[here] += estimator.time_model.segments_s([segment], plan.micro_batch_of(estimator.job.train.batch))
     return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

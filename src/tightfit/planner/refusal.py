@@ -30,7 +30,7 @@ MIN_REDUCTION = 0.99  # a remedy must reduce the needed memory to less than this
 MOST_DEVICES = 1024  # the largest number of devices that is suggested
 DEVICES_PER_NODE = 8  # assumed for a machine that is not in the device table
 MIN_SEQUENCE_LENGTH = 64  # the shortest sequence that is suggested, in tokens
-KERNELS = ("chunked_loss", "compile", "attention")
+KEPT_KERNELS = ("chunked_loss", "compile", "attention")
 UNPINNABLE = (  # plan fields that a remedy may suggest not to pin
     "precision", "micro_batch", "recompute", "states", "update_in_backward", "offload", "zero", "dp_shard", "dp_replicate",
 )  # fmt: skip
@@ -192,7 +192,7 @@ def _leanest_with_same_kernels(
     pins          plan fields that the user fixed
     only_fitting  also return None if parameters, optimizer states and gradients alone do not fit
     """
-    kernels = {name: getattr(least.plan, name) for name in KERNELS}
+    kernels = {name: getattr(least.plan, name) for name in KEPT_KERNELS}
     try:
         start, _ = complete(estimator.job, estimator.machine, {**kernels, **pins})
     except InputError:

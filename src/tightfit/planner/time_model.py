@@ -221,20 +221,20 @@ class Time:
 Rows = dict[tuple[str, str], tuple[float, float]]  # (phase, kind) -> (seconds without launches, operations)
 
 
-class CostModel:
+class TimeModel:
     """Predicts how many seconds a step, a part of a step or a pipeline takes on one machine.
 
     The time of each recorded list of operations (a `Timeline`) is computed only once, because a
     model's equal blocks share it.
 
-    any_shape  if True, each matrix product takes as long as if its shape were the best one. The
+    assumes_best_shapes  if True, each matrix product takes as long as if its shape were the best one. The
                times are then lower bounds for every size of the micro-batch, of which the shapes
                depend
     """
 
-    def __init__(self, machine: Machine, any_shape: bool = False) -> None:
+    def __init__(self, machine: Machine, assumes_best_shapes: bool = False) -> None:
         self.machine = machine
-        self.any_shape = any_shape
+        self.assumes_best_shapes = assumes_best_shapes
         shares = [machine.efficiency[name].value if name in machine.efficiency else 1.0 for name in EFFICIENCIES]
         self.compute_share, self.memory_share, launch_share, self.link_share = shares
         launch_s = machine.launch_s.value if machine.launch_s else DEFAULT_LAUNCH_S[machine.device]
@@ -256,7 +256,7 @@ class CostModel:
                 )
         for phase, more in (
             ("backward", self._rows_of(ledger.gradient_sums())),
-            ("optimizer", self._rows_of(ledger.whole_step)),
+            ("optimizer", self._rows_of(ledger.once_per_step)),
             ("optimizer", self._update_rows(ledger.updates)),
         ):
             for kind, (seconds, count) in more.items():
@@ -284,8 +284,8 @@ class CostModel:
         found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
         for operation in operations:
             kind, count = kind_of(operation), operation.count.at(1)
-            seconds, started = found[kind]
-            found[kind] = seconds + self.operation_s(operation, 1) * count, started + count
+            seconds, launches = found[kind]
+            found[kind] = seconds + self.operation_s(operation, 1) * count, launches + count
         return found
 
     def _message_s(self, message: Message) -> float:
@@ -369,11 +369,11 @@ class CostModel:
     def segments_s(self, segments: Iterable[Segment], samples: int) -> float:
         """Return the seconds that `segments` (recorded parts of a step, such as the forward of one
         block) take for a micro-batch of `samples` samples, operation launches included."""
-        busy = started = 0.0
+        busy = launch_s = 0.0
         for segment in segments:
             for seconds, count in self._timeline_rows(segment.timeline, samples).values():
-                busy, started = busy + seconds, started + count * self.launch_s
-        return max(busy, started) if self.machine.device == "cuda" else busy + started
+                busy, launch_s = busy + seconds, launch_s + count * self.launch_s
+        return max(busy, launch_s) if self.machine.device == "cuda" else busy + launch_s
 
     def pipeline_time(self, ledgers: dict[int, Ledger]) -> tuple[Time, list[ScheduledAction]]:
         """Predict the time of a pipeline's step by simulating its schedule. Return (time of the
@@ -466,13 +466,13 @@ class CostModel:
         sums: dict[str, float] = defaultdict(float)
         table = []
         for (phase, kind), (seconds, count) in rows.items():
-            started = self.launch_s * count
-            table.append((phase, kind, seconds + started, count))
+            launch_s = self.launch_s * count
+            table.append((phase, kind, seconds + launch_s, count))
             if phase == "optimizer":
-                sums["optimizer"] += max(seconds, started) if self.machine.device == "cuda" else seconds + started
+                sums["optimizer"] += max(seconds, launch_s) if self.machine.device == "cuda" else seconds + launch_s
             else:
                 sums["compute" if kind in ARITHMETIC else "memory"] += seconds
-                sums["launch"] += started
+                sums["launch"] += launch_s
         busy = sums["compute"] + sums["memory"]
         return Time(
             compute_s=sums["compute"],
@@ -492,10 +492,10 @@ class CostModel:
         if key not in self._timelines:
             found: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
             for operation in timeline.operations:
-                kind, more, started = self._operation_row(operation, samples)
+                kind, more, launches = self._operation_row(operation, samples)
                 if kind != "nothing":
                     seconds, before = found[kind]
-                    found[kind] = seconds + more, before + started
+                    found[kind] = seconds + more, before + launches
             self._timelines[key] = found
         return self._timelines[key]
 
@@ -506,9 +506,9 @@ class CostModel:
         if key not in self._operations:
             kind, count = kind_of(operation), operation.count.at(samples)
             # the arithmetic of a compiled kernel has no launch of its own
-            started = 0.0 if kind in COMPILED_ARITHMETIC else count
+            launches = 0.0 if kind in COMPILED_ARITHMETIC else count
             seconds = 0.0 if kind == "nothing" else self.operation_s(operation, samples) * count
-            self._operations[key] = operation, (kind, seconds, started)  # the operation is kept: no other gets its id
+            self._operations[key] = operation, (kind, seconds, launches)  # the operation is kept: no other gets its id
         return self._operations[key][1]
 
     def operation_s(self, operation: Operation, samples: int) -> float:
@@ -565,14 +565,14 @@ class CostModel:
         seconds = 0.0
         for product in convolution_products((groups, places, channels, depth, window), gradients):
             rate = MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
-            if not self.any_shape:
+            if not self.assumes_best_shapes:
                 rate = self.machine.achieved_by_shape(PRODUCT, operation.dtype, (1.0, *product), False)
             if groups > 1:
                 rate = max(rate, self.machine.achieved(PRODUCT, "float32", LARGE))
             seconds += forward_flops / rate
         seconds = max(seconds / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
         has_units = _TENSOR_CORES.get(operation.dtype) in self.machine.matrix_flops_per_s
-        if kind in IN_CHANNELS_LAST or not has_units or self.any_shape:
+        if kind in IN_CHANNELS_LAST or not has_units or self.assumes_best_shapes:
             return seconds
         share = TRANSPOSES[operation.dtype in ("bfloat16", "float16")]
         transposed = transposed_bytes(moved, gradients)
@@ -587,7 +587,7 @@ class CostModel:
         causal = operation.computed_share < 1.0 and kind in (ATTENTION, ATTENTION_BACKWARD)
         if self.machine.device == "cuda" and operation.sizes and kind in _BY_SHAPE:
             batches, rows, columns, depth = (max(size.at(samples), 1.0) for size in operation.sizes)
-            if self.any_shape and kind in (PRODUCT, BATCHED):
+            if self.assumes_best_shapes and kind in (PRODUCT, BATCHED):
                 return MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
             sizes, flash = (batches, rows, columns, depth), "efficient" not in operation.name
             return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment, flash)
@@ -646,8 +646,10 @@ def _input_s(ledger: Ledger, work_s: float) -> float:
     ledger  names the work on samples, with its seconds per step, and which of it is done ahead
     work_s  seconds of the step's other work
     """
-    own = sum(seconds for name, seconds in ledger.seconds.items() if name not in ledger.ahead)
-    return own + max([seconds - work_s for name, seconds in ledger.seconds.items() if name in ledger.ahead] + [0.0])
+    own = sum(seconds for name, seconds in ledger.host_work_s.items() if name not in ledger.overlapped_work)
+    return own + max(
+        [seconds - work_s for name, seconds in ledger.host_work_s.items() if name in ledger.overlapped_work] + [0.0]
+    )
 
 
 FEW_CHANNELS = 8  # a group with fewer channels is as slow as a depthwise convolution

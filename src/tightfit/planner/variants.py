@@ -342,7 +342,7 @@ def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
         for message in one.ledger.messages
         if not message.has_activations
     ]
-    best = 0.0 if one.machine.rates else estimator.bound_model.arithmetic_s(one.ledger)
+    best = 0.0 if one.machine.rates else estimator.lower_bound_model.arithmetic_s(one.ledger)
     products = time.compute_s - best
     busy = time.compute_s + time.memory_s
     longer = max(2 * busy, busy + time.launch_s) / (busy + time.launch_s) - 1

@@ -119,7 +119,7 @@ def train_command(
     resume: bool,
     changes: list[str],
     nproc: int = 1,
-    surroundings: LaunchOptions | None = None,
+    launch_options: LaunchOptions | None = None,
     machine_name: str | None = None,
 ) -> None:
     """Run `tightfit train`: choose a plan, train with it in the folder `out`, and print the prediction, the
@@ -132,15 +132,15 @@ def train_command(
     resume        whether to continue from the last checkpoint in `out`, with its plan
     changes       changes of the job or plan, such as "train.steps=20"
     nproc         number of processes on this host
-    surroundings  how the processes find each other
+    launch_options  how the processes find each other
     machine_name  predict for this machine; None: this one
     """
     quiet_libraries()
     here, world = read_launcher()
-    out, around = out or Path("runs") / path.stem, surroundings or LaunchOptions()
-    with errors_printed_once(world, around):
+    out, options = out or Path("runs") / path.stem, launch_options or LaunchOptions()
+    with errors_printed_once(world, options):
         job, pins = read_job(path, plan, changes)
-        check_start(nproc, world, around)
+        check_start(nproc, world, options)
         figures = None if machine_name is None else figures_for_training(machine_name)
     if nproc > 1 and world == 1:
         check_out(out, resume)  # before processes are started, so that it is printed once
@@ -173,7 +173,7 @@ def train_command(
         held.enter_context(folder_held(out))
         return found
 
-    with watched_process(world, around) as join, ExitStack() as held:
+    with watched_process(world, options) as join, ExitStack() as held:
         predicted, chosen = choose() if world == 1 else on_rank_zero(choose, partial(join, machine.device))
         if predicted is not None:
             say(
@@ -193,7 +193,7 @@ def train_command(
         barrier()
     destroy_group()
     if stopped is not None:
-        sys.exit(around.code_of(stopped))
+        sys.exit(options.code_of(stopped))
 
 
 def launch_command(path: Path, kinds: list[str], nodes: int, nproc: int, accelerator: str, changes: list[str]) -> None:
@@ -515,16 +515,16 @@ def verify_command(
     changes: list[str],
     as_json: bool,
     nproc: int = 1,
-    surroundings: LaunchOptions | None = None,
+    launch_options: LaunchOptions | None = None,
 ) -> None:
     """Run `tightfit verify`: train `steps` steps with the plan and without, print how far losses, gradients
     and weights are apart, and exit with 1 if it is too far. Other arguments: see `train_command`."""
     quiet_libraries()
     here, world = read_launcher()
-    around = surroundings or LaunchOptions()
-    with errors_printed_once(world, around):
+    options = launch_options or LaunchOptions()
+    with errors_printed_once(world, options):
         job, pins = read_job(path, plan, changes)
-        check_start(nproc, world, around)
+        check_start(nproc, world, options)
     if world == 1:
         check_inputs(job)
     if nproc > 1 and world == 1:
@@ -538,7 +538,7 @@ def verify_command(
     choose = partial(choose_and_announce, job, machine, pins, say)
     from tightfit.report.out_of_memory import memory_errors_named
 
-    with watched_process(world, around) as join:
+    with watched_process(world, options) as join:
         _, chosen = choose() if world == 1 else on_rank_zero(choose, partial(join, machine.device))
         quiet_transformers(job)
         from tightfit.measure.verify import verify

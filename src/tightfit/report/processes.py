@@ -32,30 +32,30 @@ class LaunchOptions:
         return self.requeue_code if self.requeue_code and number != signal.SIGINT else 128 + number
 
 
-def check_start(nproc: int, world: int, around: LaunchOptions) -> None:
+def check_start(nproc: int, world: int, options: LaunchOptions) -> None:
     """Raise InputError for options that contradict how the processes were started.
 
     nproc   number of processes that --nproc asks for
     world   number of processes that a launcher (torchrun, srun) has started
-    around  the options that concern the processes
+    options  the options that concern the processes
     """
     if world > 1 and nproc not in (1, world):
         raise InputError(f"--nproc {nproc}", f"{world} processes have been started already", "leave out --nproc")
-    if world == 1 and nproc > 1 and around.interface is not None:
+    if world == 1 and nproc > 1 and options.interface is not None:
         raise InputError(
-            f"--interface {around.interface}",
+            f"--interface {options.interface}",
             "--nproc starts processes on one host, which need no network interface",
             "leave out --interface",
         )
 
 
 @contextmanager
-def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str], None]]:
+def watched_process(world: int, options: LaunchOptions) -> Iterator[Callable[[str], None]]:
     """A context manager, inside which the processes of a training watch each other: if one of them
     dies or does not answer, the others end, too (`engine/watchdog.py`).
 
     world   number of processes; with 1 there is nothing to watch
-    around  the options that concern the processes, such as the timeout
+    options  the options that concern the processes, such as the timeout
 
     Yields a function that joins torch's process group. Its argument is the kind of device, cpu or
     cuda.
@@ -69,24 +69,24 @@ def watched_process(world: int, around: LaunchOptions) -> Iterator[Callable[[str
     from tightfit.distributed.rendezvous import choose_interface, join_store
     from tightfit.engine.watchdog import FIRST_TIMEOUT_S, watched
 
-    choose_interface(around.interface)
-    store, longest = join_store(), timedelta(seconds=2 * max(around.timeout_s, FIRST_TIMEOUT_S))
-    with watched(store, rank(), world, around.timeout_s):
+    choose_interface(options.interface)
+    store, longest = join_store(), timedelta(seconds=2 * max(options.timeout_s, FIRST_TIMEOUT_S))
+    with watched(store, rank(), world, options.timeout_s):
         yield lambda device: join(device, store, longest)
 
 
 @contextmanager
-def errors_printed_once(world: int, around: LaunchOptions) -> Iterator[None]:
+def errors_printed_once(world: int, options: LaunchOptions) -> Iterator[None]:
     """A context manager for code that raises the same TightfitError in every process, such as
     reading a wrong job file. It lets the error be printed by one process only.
 
     world   number of processes
-    around  the options that concern the processes
+    options  the options that concern the processes
     """
     try:
         yield
     except TightfitError as error:
-        with watched_process(world, around):
+        with watched_process(world, options):
             raise error from None
 
 

@@ -66,12 +66,12 @@ def train_in_folder(
     plan: Plan,
     machine: Machine,
     out: Path,
-    again: bool = False,
+    resumes: bool = False,
     predicted: dict[str, Any] | None = None,
 ) -> tuple[Record, str | None, int | None]:
     """Train `job` with `plan`, and write the run's files to the folder `out`.
 
-    again      whether to resume from the newest checkpoint in `out`
+    resumes    whether to resume from the newest checkpoint in `out`
     predicted  the plan's prediction, which is written to predicted.json and to the record; None if
                there is none
 
@@ -87,14 +87,14 @@ def train_in_folder(
     console = Console(quiet=not is_rank_zero())
     check_trackers(job)
     callbacks = CallbackCalls(job.callbacks or ())
-    if again:
+    if resumes:
         find_checkpoint(out)
     with memory_errors_named(plan, job, machine.device):
         with never_silent(
             partial(console.print, highlight=False, markup=False, soft_wrap=True), "preparing model and data"
         ):
             run = build(job, plan, machine)
-        start, total = resume(run, out / "checkpoints") if again else 0, total_steps(run)
+        start, total = resume(run, out / "checkpoints") if resumes else 0, total_steps(run)
         if start >= total and (out / "record.json").exists():
             console.print(
                 f"nothing left to train: {start} of {total} steps are done; raise train.steps to train longer"

@@ -21,7 +21,7 @@ from tests.sweeps import part
 from tightfit.cost.ledger import Ledger
 from tightfit.machine import Machine
 from tightfit.planner.estimator import apply_costs
-from tightfit.planner.time_model import CostModel
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing.cache import VERSION, read
 from tightfit.planner.tracing.profiler import Profiler, profile
 
@@ -98,7 +98,7 @@ def broken(path: Path) -> list[bytes]:
         signed([]),
         signed({}),
         signed({**content, "buffers": []}),
-        signed({**content, "passages": []}),
+        signed({**content, "segments": []}),
         signed({**content, "buffers": [[[math.nan, 0.0], *buffer[1:]], *content["buffers"][1:]]}),
         signed({**content, "buffers": [[buffer[0], "no row", *buffer[2:]], *content["buffers"][1:]]}),
         signed({**content, "blocks": -1}),
@@ -145,7 +145,7 @@ def test_a_profile_from_disk_gives_the_same_estimate(folder: Path, plan: dict[st
     one, two = (apply_costs(ledger, tightfit.Plan(**plan), machine) for ledger in (first, second))
     assert first.training is not second.training
     assert peak(one) == peak(two)
-    took, again = (replace(CostModel(machine).step_time(ledger), input_s=0.0) for ledger in (one, two))
+    took, again = (replace(TimeModel(machine).step_time(ledger), input_s=0.0) for ledger in (one, two))
     assert took == again  # but for preparing samples, which is measured
 
 

@@ -90,7 +90,7 @@ class FakeModel:
 
         Call this inside `mode`, the fake tensor mode.
         """
-        run, depth = self.build(plan)
+        run, block_map = self.build(plan)
         if plan.compile != "none":  # after the model's methods, which may refuse the plan
             forget_compilations((self.device, plan.tp, plan.cp, plan.sequence_parallel))
         run.model.train()
@@ -99,7 +99,7 @@ class FakeModel:
             is_traced = recompute.changes_trace(plan) if method is recompute else traced_fields([method])
             if is_traced and method is not float8 and method.enabled(plan):
                 run = method.apply(run, plan)
-        return run, depth
+        return run, block_map
 
     def build(self, plan: Plan) -> tuple[Run, BlockMap]:
         """Build the job's model, with 8-bit products if the plan has them; with tensor or context
@@ -110,7 +110,7 @@ class FakeModel:
         """
         objective = self.objective()
         unset, processor = cast(Any, None), torch.device("cpu")
-        model, depth = self.create(materialize.weights_dtype(plan), plan.compile == "model")
+        model, block_map = self.create(materialize.weights_dtype(plan), plan.compile == "model")
         forward_parameters(model)  # before a method replaces the forward
         run = Run(
             self.job,
@@ -128,7 +128,7 @@ class FakeModel:
         for method in (context_parallel, float8, tensor_parallel):
             if method.enabled(plan):
                 run = method.apply(run, plan)
-        return run, depth
+        return run, block_map
 
     def create(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, BlockMap]:
         """Return (model, BlockMap): the job's model on fake tensors, which a method may edit, and
@@ -156,13 +156,13 @@ class FakeModel:
         whole = whole or self.repeated != REMOVED
         if (dtype, whole) not in self._models:
             self._models[dtype, whole] = create_without_repeated_blocks(spec, make, whole)
-        model, depth = self._models[dtype, whole]
+        model, block_map = self._models[dtype, whole]
         held = [
             *model.parameters(),
             *model.buffers(),
             *(value for part in model.modules() for value in vars(part).values()),
         ]
-        return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), depth
+        return copy.deepcopy(model, {id(value): value for value in held if isinstance(value, Tensor)}), block_map
 
     def sharded(self, plan: Plan) -> tuple[nn.Module, BlockMap]:
         """Return (model, BlockMap): the model as tensor parallelism shards it on rank 0, and which
@@ -173,8 +173,8 @@ class FakeModel:
         """
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._tensor_parallel_models:
-            run, depth = self.build(plan.replace(cp=1, sequence_parallel=False, compile="none", float8="none"))
-            self._tensor_parallel_models[key] = run.model, depth
+            run, block_map = self.build(plan.replace(cp=1, sequence_parallel=False, compile="none", float8="none"))
+            self._tensor_parallel_models[key] = run.model, block_map
         return self._tensor_parallel_models[key]
 
     def dataflow(self, batch: Callable[[], Batch], padded: bool) -> Dataflow:
@@ -189,10 +189,10 @@ class FakeModel:
         """
         if self._dataflow is None:
             with self.mode, self.values(padded):
-                model, depth = self.create(torch.float32, False)
+                model, block_map = self.create(torch.float32, False)
                 boundaries.refuse_encoder_decoder(model)
                 blocks = find_blocks(model, self.job.blocks_name)
-                total, numbers = self.objective().total, tuple(depth.numbers)
+                total, numbers = self.objective().total, tuple(block_map.numbers)
                 self._dataflow = trace_dataflow(model, total, batch(), blocks, numbers)
         return self._dataflow
 
@@ -215,13 +215,13 @@ class FakeModel:
 
     def _try_segments(self, batch: Callable[[], Batch], padded: bool) -> None:
         with self.mode, self.values(padded):
-            model, depth = self.create(torch.float32, False)
-            if len(depth.names) <= ALL_BLOCKS_UP_TO and depth.removed:
-                model, depth = self.create(torch.float32, True)
+            model, block_map = self.create(torch.float32, False)
+            if len(block_map.names) <= ALL_BLOCKS_UP_TO and block_map.removed:
+                model, block_map = self.create(torch.float32, True)
             model.train()
             blocks = [block for _, block in find_blocks(model, self.job.blocks_name)]
             objective, sample = self.objective(), batch()
-            segments = [blocks] if depth.removed else recompute.make_segments(blocks)
+            segments = [blocks] if block_map.removed else recompute.make_segments(blocks)
             with untraceable_errors():
                 check_segments(model, segments, lambda: objective.total(model, sample))
 
@@ -241,8 +241,8 @@ class FakeModel:
         key = materialize.weights_dtype(plan), plan.tp
         if key not in self._parameters:
             with fake_process_group(plan.tp), self.mode, FakeValues():
-                model, depth = self.sharded(plan)
-                self._parameters[key] = describe_parameters(model, self.job.blocks_name, depth)
+                model, block_map = self.sharded(plan)
+                self._parameters[key] = describe_parameters(model, self.job.blocks_name, block_map)
         return self._parameters[key]
 
     def updates(self, plan: Plan) -> dict[str, Update]:
@@ -283,32 +283,32 @@ class FakeModel:
     ) -> dict[str, Update]:
         """Return parameter name -> update, as `trace` finds it (`optimizer_trace.py`)."""
         with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
-            model, depth = self.sharded(plan)
+            model, block_map = self.sharded(plan)
             widen_gradients(model.parameters(), plan.master_weights)
             head = head_of(model, self.job.blocks_name) if self.job.train.optimizer == "muon" else None
             optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
             foreach = optimizer_states.uses_foreach(plan, self.device)
             updates = trace(model, optimizer, foreach, plan.precision == "fp16-true")
-            return self._in_groups(model, depth, updates)
+            return self._in_groups(model, block_map, updates)
 
-    def _in_groups(self, model: nn.Module, depth: BlockMap, updates: dict[str, Update]) -> dict[str, Update]:
+    def _in_groups(self, model: nn.Module, block_map: BlockMap, updates: dict[str, Update]) -> dict[str, Update]:
         """Return parameter name -> update for the full-depth model (with all of its blocks), each
         update with the index of its parameter group.
 
-        model    the model, perhaps without its repeated blocks
-        depth    maps the model's blocks to those of the full-depth model
-        updates  parameter name -> update, for the parameters of `model`
+        model      the model, perhaps without its repeated blocks
+        block_map  maps the model's blocks to those of the full-depth model
+        updates    parameter name -> update, for the parameters of `model`
 
         If the job has no groups, a removed block's parameters are in the groups of the block that
         it repeats. If it has groups, its name patterns are matched against the names of removed
         blocks, too. Raises InputError if a pattern matches nothing.
         """
-        expanded = depth.expand(updates, lambda update, name, number: update)
+        expanded = block_map.expand(updates, lambda update, name, number: update)
         train = self.job.train
         if not train.groups:
             return expanded
         aliases = {names[0]: names for names in names_of_parameters(model).values()}
-        every = depth.expand(aliases, lambda names, name, number: [name])
+        every = block_map.expand(aliases, lambda names, name, number: [name])
         check_matches(train, every.values())
         keys = {name: (first_match(train, every[name]), update.group) for name, update in expanded.items()}
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys.values()))}
@@ -321,26 +321,28 @@ class FakeModel:
         key = plan.has_16_bit_weights, plan.master_weights, scaled, clip, plan.tp
         if key not in self._clippings:
             with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
-                model, depth = self.sharded(plan)
+                model, block_map = self.sharded(plan)
                 widen_gradients(model.parameters(), plan.master_weights)
                 trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-                every = depth.expand(trained, lambda weight, name, number: weight)
+                every = block_map.expand(trained, lambda weight, name, number: weight)
                 self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
         return self._clippings[key]
 
 
-def describe_parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -> tuple[Parameter, ...]:
+def describe_parameters(model: nn.Module, blocks: str | None, block_map: BlockMap) -> tuple[Parameter, ...]:
     """Return a description of each parameter and buffer of the full-depth model (with all of its
     blocks).
 
-    model   the model, perhaps without its repeated blocks
-    blocks  name of the list that holds the blocks, from the job; None to find it
-    depth   maps the model's blocks to those of the full-depth model
+    model      the model, perhaps without its repeated blocks
+    blocks     name of the list that holds the blocks, from the job; None to find it
+    block_map  maps the model's blocks to those of the full-depth model
     """
-    places, numbers = parameter_uses(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(depth.numbers))}
+    places, numbers = parameter_uses(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(block_map.numbers))}
 
     def described(name: str, tensor: Tensor) -> Parameter:
-        used = tuple(numbers.get(place, len(depth.names)) for place in places[name]) if name in places else EVERYWHERE
+        used = (
+            tuple(numbers.get(place, len(block_map.names)) for place in places[name]) if name in places else EVERYWHERE
+        )
         buffer = not isinstance(tensor, nn.Parameter)
         return Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, used, buffer)
 
@@ -349,7 +351,7 @@ def describe_parameters(model: nn.Module, blocks: str | None, depth: BlockMap) -
 
     found: list[Parameter] = []
     for own in (model.named_parameters(), model.named_buffers()):
-        found += depth.expand({name: described(name, tensor) for name, tensor in own}, another).values()
+        found += block_map.expand({name: described(name, tensor) for name, tensor in own}, another).values()
     return tuple(found)
 
 

@@ -57,7 +57,7 @@ def trace_updates(
         number: _left_share(optimizer, parameter, update, scaled) for number, (update, parameter) in largest.items()
     }
     return {
-        name: replace(update, left_bytes=int(update.transient_bytes * left[update.group]))
+        name: replace(update, held_into_next_bytes=int(update.transient_bytes * left[update.group]))
         for name, update in updates.items()
     }
 
@@ -99,9 +99,9 @@ def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int, scaled: b
     at_once = optimizer.param_groups[group].get("foreach")
     if isinstance(optimizer, MultiTensor):
         elements, dtype = parameter.numel(), str(parameter.dtype)
-        return Update(states, transient, timeline.operations, 0, 0, group, elements, dtype, unpacked_bytes=unpacked)
+        return Update(states, transient, timeline.operations, 0, 0, group, elements, dtype, fp32_state_bytes=unpacked)
     foreach = transient if at_once else 0
-    return Update(states, transient, timeline.operations, foreach, group=group, unpacked_bytes=unpacked)
+    return Update(states, transient, timeline.operations, foreach, group=group, fp32_state_bytes=unpacked)
 
 
 def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:

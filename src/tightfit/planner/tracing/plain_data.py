@@ -66,10 +66,10 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
         return {
             "events": [[buffer_number(buffer), sign] for buffer, sign in one.events],
             "operations": [number(operations, operation) for operation in one.operations],
-            "needed": list(one.recompute_end),
+            "recompute_end": list(one.recompute_end),
             "inputs": [buffer_number(buffer) for buffer in one.inputs],
-            "kept": sorted(buffer_number(buffer) for buffer in one.saved),
-            "given": [
+            "saved": sorted(buffer_number(buffer) for buffer in one.saved),
+            "block_inputs": [
                 [
                     each.path,
                     _pair(each.size),
@@ -85,7 +85,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
     ]
     return {
         "timelines": [timeline(one) for one in timelines],
-        "passages": segments,
+        "segments": segments,
         "buffers": [
             [
                 _pair(one.size),
@@ -146,14 +146,14 @@ def from_content(content: Any) -> RecordedStep:
     timelines = []
     for one in content["timelines"]:
         events = tuple((buffers[_read_count(place)], _one_of(sign, (-1, 0, 1))) for place, sign in one["events"])
-        first, second = one["needed"]
+        first, second = one["recompute_end"]
         timelines.append(
             Timeline(
                 events,
                 tuple(operations[_read_count(place)] for place in one["operations"]),
                 (_read_count(first), _read_count(second)),
                 tuple(buffers[_read_count(place)] for place in one["inputs"]),
-                frozenset(buffers[_read_count(place)] for place in one["kept"]),
+                frozenset(buffers[_read_count(place)] for place in one["saved"]),
                 tuple(
                     BlockInput(
                         _read_text(path),
@@ -161,7 +161,7 @@ def from_content(content: Any) -> RecordedStep:
                         None if place is None else buffers[_read_count(place)],
                         _one_of(has_gradient, (True, False)),
                     )
-                    for path, size, place, has_gradient in one["given"]
+                    for path, size, place, has_gradient in one["block_inputs"]
                 ),
             )
         )
@@ -173,7 +173,7 @@ def from_content(content: Any) -> RecordedStep:
             None if block is None else _read_count(block),
             _read_count(call),
         )
-        for part, phase, place, block, call in content["passages"]
+        for part, phase, place, block, call in content["segments"]
     )
     parameters = tuple(
         Parameter(

@@ -184,7 +184,7 @@ class Profiler:
             blocks=programs.blocks,
             experts=programs.experts,
             updates=self.model.updates(plan),
-            whole_step=self.model.clipping(plan),
+            once_per_step=self.model.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
             sample_s=self.sample_s,
             stream_bytes=self.stream_bytes,
@@ -405,10 +405,10 @@ class Profiler:
         the model fails while repeated blocks are removed or skipped."""
         values = self.model.values(self.padded)
         with fake_process_group(plan.tp * plan.cp), self.model.mode, values, emulate_device(self.device):
-            run, depth = self.model.build_traced(plan)
+            run, block_map = self.model.build_traced(plan)
             name = self.job.blocks_name
             blocks = [block for _, block in find_blocks(run.model, name)]
-            parameters, count = describe_parameters(run.model, name, depth), len(depth.names)
+            parameters, count = describe_parameters(run.model, name, block_map), len(block_map.names)
             if plan.compile == "model":  # one compiled region: calls of its blocks are not visible
                 blocks, count = [], 0
             dtype = planning.gather_dtype(plan)
@@ -429,12 +429,12 @@ class Profiler:
                         batch,
                         blocks,
                         training,
-                        depth.removed,
+                        block_map.removed,
                         gradients=gradients,
                         run_all=self.model.repeated == EXECUTED,
                     )
             except InputError as error:
-                if depth.removed:
+                if block_map.removed:
                     raise _RepeatedBlockFailure(SKIPPED) from error
                 if self.model.repeated != EXECUTED and representatives(blocks):
                     raise _RepeatedBlockFailure(EXECUTED) from error

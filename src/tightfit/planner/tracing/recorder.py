@@ -130,10 +130,10 @@ class _OpenSegment:
     copy_of: int | None = None  # for a skipped block: number of the block whose segments are copied
     events: list[tuple[_Storage, int]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
-    needed: tuple[int, int] = (0, 0)
+    recompute_end: tuple[int, int] = (0, 0)
     inputs: list[_Storage] = field(default_factory=list)
-    kept: set[_Storage] = field(default_factory=set)
-    given: list[_BlockInput] = field(default_factory=list)
+    saved: set[_Storage] = field(default_factory=set)
+    block_inputs: list[_BlockInput] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -243,7 +243,7 @@ class Recorder(StorageMode[_Storage]):
         for path, tensor in tensors:
             made = self.notes_of(keys_of([tensor]))
             given = _BlockInput(str(path), tensor.numel() * tensor.element_size(), made[0] if made else None)
-            segment.given.append(given)
+            segment.block_inputs.append(given)
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(given.note_gradient)
 
@@ -271,8 +271,8 @@ class Recorder(StorageMode[_Storage]):
         """Record in the current segment that autograd saves `tensor` for backward, and return the
         tensor without its graph. This is the pack hook that is passed to `saved_tensors_hooks`."""
         segment = self.program[-1]
-        segment.needed = len(segment.events), len(segment.operations)
-        segment.kept.update(self.notes_of(keys_of([tensor])))
+        segment.recompute_end = len(segment.events), len(segment.operations)
+        segment.saved.update(self.notes_of(keys_of([tensor])))
         return tensor.detach()
 
     def deduplicate_loop(self, of: Sequence[int]) -> Iterator[int]:
@@ -637,10 +637,10 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
         timeline = Timeline(
             tuple((_buffer(seen), sign) for seen, sign in _with_ordered_casts(opened.events, births)),
             tuple(opened.operations),
-            opened.needed,
+            opened.recompute_end,
             tuple(_buffer(seen) for seen in opened.inputs),
-            frozenset(_buffer(seen) for seen in opened.kept),
-            tuple(_to_given(one) for one in opened.given),
+            frozenset(_buffer(seen) for seen in opened.saved),
+            tuple(_to_given(one) for one in opened.block_inputs),
         )
         closed.append((opened, timeline))
         if opened.block is not None and opened.copy_of is None:

@@ -138,9 +138,9 @@ def create_without_repeated_blocks(
     few = None if whole else with_fewer_blocks(spec, FEW_BLOCKS)
     if few is not None:
         model = create(few)
-        depth = _stand_for_full_depth(model, spec.blocks, model_config(spec).num_hidden_layers)
-        if depth is not None:
-            return model, depth
+        block_map = _stand_for_full_depth(model, spec.blocks, model_config(spec).num_hidden_layers)
+        if block_map is not None:
+            return model, block_map
     model = create(spec)
     names = tuple(path for path, _ in find_blocks(model, spec.blocks))
     return model, BlockMap(names) if whole else remove_repeated_blocks(model, spec.blocks)
@@ -162,9 +162,9 @@ def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Blo
     (path,) = lists
     blocks = own_children(model.get_submodule(path))
     blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
-    depth = BlockMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
-    there = [depth.names[number] for number in depth.numbers]
-    return depth if [found for found, _ in find_blocks(model, name)] == there else None
+    block_map = BlockMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
+    there = [block_map.names[number] for number in block_map.numbers]
+    return block_map if [found for found, _ in find_blocks(model, name)] == there else None
 
 
 def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
@@ -177,7 +177,7 @@ def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
     name  name of the list that contains the blocks; None to find it
     """
     blocks = find_blocks(model, name)
-    depth = BlockMap(tuple(path for path, _ in blocks))
+    block_map = BlockMap(tuple(path for path, _ in blocks))
     config = getattr(model, "config", None)
     # sub-models have configs of their own
     configs = (config, *vars(config).values()) if config is not None else ()
@@ -187,19 +187,19 @@ def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
     parents = {path: model.get_submodule(path) for path in dict.fromkeys(lists)}
     whole = all(isinstance(parent, nn.ModuleList) for parent in parents.values())
     if mixed or len(set(owned)) < len(owned) or not whole:
-        return depth
+        return block_map
     missing = representatives([block for _, block in blocks], lists)
     before = {path: dict(own_children(parent)) for path, parent in parents.items()}
     for number in missing:
-        path, _, key = depth.names[number].rpartition(".")
+        path, _, key = block_map.names[number].rpartition(".")
         del own_children(parents[path])[key]
-    thin = BlockMap(depth.names, missing)
+    thin = BlockMap(block_map.names, missing)
     if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
         return thin
     for path, parent in parents.items():  # find_blocks finds other blocks now: restore all
         own_children(parent).clear()
         own_children(parent).update(before[path])
-    return depth
+    return block_map
 
 
 class SegmentRecorder(Protocol):
