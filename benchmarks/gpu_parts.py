@@ -414,7 +414,7 @@ def held(
 def calibration(setup: Setup, save: Save) -> None:
     """What the machine is measured to do; the parts after this one plan with it."""
     before = setup.machine
-    how = {"calibrate": calibrate, "glance": lambda machine, say: quick_calibrate(machine)}[setup.sizes["how"]]
+    how = {"calibrate": calibrate, "quick": lambda machine, say: quick_calibrate(machine)}[setup.sizes["how"]]
     began = time.perf_counter()
     found = how(before, say=lambda line: print(f"{time.perf_counter() - began:6.1f} s  {line}", flush=True))
     published = {kind: figure.value for kind, figure in before.matrix_peak_flops_per_s.items()}

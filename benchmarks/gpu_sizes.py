@@ -152,7 +152,7 @@ CPU: dict[str, dict[str, Any]] = {
         ],
     },
     "methods": {"specs": net_specs(32, 4), "length": 16, "batch": 4, "steps": 2, "every": 8, "compiled": []},
-    "calibration": {"how": "glance"},
+    "calibration": {"how": "quick"},
     "llama": {
         "family": [
             ("llama that does not fit", llama(8192, 80, 64, 28672, 128256, 32)),

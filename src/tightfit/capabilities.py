@@ -43,8 +43,8 @@ def has_fast_bf16(machine: Machine) -> bool:
     calibration, the GPU's architecture or the CPU's instructions decide.
     """
     measured = machine.matrix_flops_per_s
-    glanced = any(figure.source == "glance" for figure in measured.values())
-    if "fp32" in measured and not glanced:  # both sources have every dtype of the device
+    is_quick = any(figure.source == "quick" for figure in measured.values())
+    if "fp32" in measured and not is_quick:  # both sources have every dtype of the device
         return "bf16" in measured and measured["bf16"].value > WORTH * measured["fp32"].value
     if machine.device == "cuda":
         generation = GENERATIONS.get(machine.architecture)

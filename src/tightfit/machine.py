@@ -41,7 +41,7 @@ class Figure(Value):
     """One number of a machine, its source, and a detail about the source in words. The sources are:
 
     measured   by a calibration on this machine (two to three minutes)
-    glance     by a quick calibration on this machine (seconds)
+    quick      by a quick calibration on this machine (seconds)
     published  by the maker
     system     read from the operating system
     estimated  from the GPU's number of processors and its clocks
@@ -49,7 +49,7 @@ class Figure(Value):
     """
 
     value: float = Field(gt=0)
-    source: Literal["measured", "glance", "published", "system", "estimated", "given"] = "given"
+    source: Literal["measured", "quick", "published", "system", "estimated", "given"] = "given"
     detail: str = ""
 
 
@@ -243,9 +243,9 @@ class Machine(Value):
         sources = {figure.source for figure in self.matrix_flops_per_s.values()}
         if "estimated" in sources:
             return "an estimate from the GPU's processors and clock; tightfit machine --calibrate measures it"
-        glanced = "glance" in sources
+        is_quick = "quick" in sources
         return (
-            "from a quick calibration of seconds; tightfit machine --calibrate measures it closely" if glanced else ""
+            "from a quick calibration of seconds; tightfit machine --calibrate measures it closely" if is_quick else ""
         )
 
     @property

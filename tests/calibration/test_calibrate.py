@@ -20,7 +20,7 @@ def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     load = [99.0]
     monkeypatch.setattr(os, "getloadavg", lambda: (load[0], 0.0, 0.0))
-    answer = functools.cache(lambda text: calibrate.glanced(text))
+    answer = functools.cache(lambda text: calibrate.quick_measurement(text))
     monkeypatch.setattr(
         calibrate.subprocess,
         "run",
@@ -34,7 +34,7 @@ def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeyp
     seen = calibrate.quick_calibrate(before)
     assert "quick calibration" in seen.speed_caveat
     assert Machine.detect() == seen
-    assert all(figure.source == "glance" for figure in seen.matrix_flops_per_s.values())
+    assert all(figure.source == "quick" for figure in seen.matrix_flops_per_s.values())
     assert {"product/float32", "product/bfloat16", "elementwise/float32", "update/float32"} <= seen.rates.keys()
     assert all(rate > 0 for table in seen.rates.values() for rate in table.values())
     for kind in COMPILED_ARITHMETIC:  # which nothing was compiled for: as what is nearest
@@ -74,7 +74,7 @@ def test_the_library_measures_an_unmeasured_machine_once(
 
     def measure(command: list[str], input: str, **more: object) -> subprocess.CompletedProcess[str]:
         measurements.append(input)
-        figure = {"fp32": Figure(value=1e12, source="glance")}
+        figure = {"fp32": Figure(value=1e12, source="quick")}
         answer = Machine.model_validate_json(input).replace(matrix_flops_per_s=figure).to_json()
         return subprocess.CompletedProcess(command, 0, answer)
 
@@ -105,4 +105,4 @@ def test_commands_calibrate_an_unmeasured_machine_once(
     assert "measuring the speed of this machine (" not in said
     assert "--calibrate measures it closely" in said
     assert command(monkeypatch, "machine") == 0
-    assert "glance (square matrices" in " ".join(capsys.readouterr().out.split())
+    assert "quick (square matrices" in " ".join(capsys.readouterr().out.split())

@@ -247,7 +247,7 @@ def test_gathers_hidden_by_the_forward_take_no_gpu_time() -> None:
     found = estimator.estimate(tightfit.Plan(zero=1, dp_shard=2, micro_batch=16))
     updated = found.ledger.messages[-1]
     kept = [
-        p.bytes for p in found.ledger.parameters if not 0 < p.places[0] < 24
+        p.bytes for p in found.ledger.parameters if not 0 < p.used_by_blocks[0] < 24
     ]  # all but the first block, and what is in none
     at_start = max(sum(kept), gradient_buckets.BUCKET_BYTES) / found.ledger.gradient_bytes()
     assert updated.at_start == pytest.approx(at_start, rel=0.01)

@@ -27,7 +27,7 @@ def cpu(source: str) -> Machine:
 
 @pytest.mark.parametrize(
     ("machine", "knowledge"),
-    [(KNOWN, "known"), (cpu("measured"), "measured"), (cpu("glance"), "guessed"), (cpu("estimated"), "guessed")],
+    [(KNOWN, "known"), (cpu("measured"), "measured"), (cpu("quick"), "guessed"), (cpu("estimated"), "guessed")],
 )
 def test_knowledge_of_a_machine(machine: Machine, knowledge: str) -> None:
     assert knowledge_of(machine) == knowledge
@@ -56,7 +56,7 @@ def test_the_most_special_class_with_runs_is_taken(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_prediction_has_an_interval_from_runs() -> None:
-    for machine in (KNOWN, cpu("measured"), cpu("glance")):
+    for machine in (KNOWN, cpu("measured"), cpu("quick")):
         for plan in (tightfit.Plan(), tightfit.Plan(dp_shard=8), tightfit.Plan(pp=4)):
             for tokens in (True, False):
                 found = interval_of("time", machine, plan, tokens)

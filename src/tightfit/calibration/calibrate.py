@@ -33,7 +33,7 @@ from tightfit.machines.gpus import architecture_of, multiplies_float8
 
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 TYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-GLANCE_SIZES = (512,)
+QUICK_SIZES = (512,)
 PATIENCE_S = 1.0  # a size that would take longer, and all larger sizes, are not measured
 BUSY = 0.5  # load per core above which a quick calibration is not cached
 LARGE, SMALL = 2**26, 2**12  # bytes of the all-reduces that are timed between two processes
@@ -160,7 +160,7 @@ def quick_calibrate(machine: Machine) -> Machine:
     state of the process's heap.
     """
     busy = is_busy(machine)
-    code = "import sys; from tightfit.calibration.calibrate import glanced; sys.stdout.write(glanced(sys.stdin.read()))"
+    code = "import sys; from tightfit.calibration import calibrate; sys.stdout.write(calibrate.quick_measurement(sys.stdin.read()))"
     done = subprocess.run(
         [sys.executable, "-c", code], input=machine.to_json(), capture_output=True, text=True, check=False
     )
@@ -178,7 +178,7 @@ def is_busy(machine: Machine) -> bool:
     return os.getloadavg()[0] > BUSY * machine.cores
 
 
-def glanced(text: str) -> str:
+def quick_measurement(text: str) -> str:
     """Run the quick calibration in this process, which `quick_calibrate` has started. Return the
     machine with the measured figures as one line of JSON.
 
@@ -186,15 +186,15 @@ def glanced(text: str) -> str:
     """
     machine = Machine.model_validate_json(text)
     device = device_of(machine)
-    by_size = {kind: _matrix_rates(kind, device, GLANCE_SIZES, min) for kind in _types(device)}
+    by_size = {kind: _matrix_rates(kind, device, QUICK_SIZES, min) for kind in _types(device)}
     kinds = measure_rates(device, ClockDrift(device, watched=False), lambda line: None, quick=True)
     bandwidth, launch_s = _memory_bandwidth(device, min), _launch_s(device, min)
     seen = machine.replace(
-        matrix_flops_per_s=_best(by_size, "glance"),
+        matrix_flops_per_s=_best(by_size, "quick"),
         matrix_flops_per_s_by_size=by_size,
         rates=kinds,
-        memory_bytes_per_s=_figure(bandwidth, _copied(device), "glance"),
-        launch_s=_figure(launch_s, "a chain of products of single numbers, forward and backward", "glance"),
+        memory_bytes_per_s=_figure(bandwidth, _copied(device), "quick"),
+        launch_s=_figure(launch_s, "a chain of products of single numbers, forward and backward", "quick"),
     )
     return seen.to_json()
 
@@ -206,20 +206,18 @@ def _types(device: torch.device) -> list[str]:
     return found
 
 
-def _best(
-    by_size: dict[str, dict[int, float]], source: Literal["measured", "glance"] = "measured"
-) -> dict[str, Figure]:
+def _best(by_size: dict[str, dict[int, float]], source: Literal["measured", "quick"] = "measured") -> dict[str, Figure]:
     """Return dtype -> the highest rate among all sizes, as a figure that names the size.
 
     by_size  dtype -> size of square matrices -> FLOP/s
-    source   how the rates were measured: "measured" by `calibrate`, "glance" by the quick
+    source   how the rates were measured: "measured" by `calibrate`, "quick" by the quick
              calibration
     """
     best = {kind: max(table.items(), key=lambda item: item[1]) for kind, table in by_size.items() if table}
     return {kind: _figure(rate, f"square matrices of {size}", source) for kind, (size, rate) in best.items()}
 
 
-def _figure(value: float, detail: str, source: Literal["measured", "glance"] = "measured") -> Figure:
+def _figure(value: float, detail: str, source: Literal["measured", "quick"] = "measured") -> Figure:
     return Figure(value=value, source=source, detail=detail)
 
 

@@ -45,7 +45,7 @@ ALONE_S = 0.2  # the same for a kind that has only one case
 # power than it may in the long run. Then it lowers its clock, and keeps it low in training.
 SUSTAINED_S = 0.15
 # quick calibration: least seconds of a case, and how many cases of each kind, beginning with the smallest
-GLANCE_S, GLANCE_CASES = 0.003, 3
+QUICK_S, QUICK_CASES = 0.003, 3
 ROUNDS = 2  # of a calibration of a CPU
 
 
@@ -97,7 +97,7 @@ def _rates_of_kinds(
                 continue
             say(f"{kind} in {name}{', again' if again else ''}")
             if quick:
-                table = _table(itertools.islice(cases(dtype, device), GLANCE_CASES), device, GLANCE_S, GLANCE_S, min)
+                table = _table(itertools.islice(cases(dtype, device), QUICK_CASES), device, QUICK_S, QUICK_S, min)
             elif device.type == "cuda" and kind in _LIMITED_BY_POWER:
                 table = _table(cases(dtype, device), device, least_s=SUSTAINED_S, pick=_of_second_half)
             else:

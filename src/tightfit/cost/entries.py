@@ -24,7 +24,7 @@ from tightfit.cost.recorded_step import BatchLinear, Operation, Segment
 from tightfit.cost.remembered import remembered
 
 NOTHING = BatchLinear()
-# `Parameter.places` of a small buffer that belongs to no block: before the blocks and after them
+# `Parameter.used_by_blocks` of a small buffer that belongs to no block: before the blocks and after them
 EVERYWHERE = (-1, 10**9)
 
 
@@ -32,23 +32,23 @@ EVERYWHERE = (-1, 10**9)
 class Parameter:
     """Describes one parameter or buffer of the model, in the dtype in which it is stored.
 
-    name       its dotted name in the model
-    shape      the unsharded shape
-    bytes      bytes of the tensor's storage on this device
-    trainable  whether backward computes a gradient for it; False for buffers and frozen parameters
-    places     where the tensor is used: the numbers of blocks, -1 for the code before the blocks,
-               and the number of blocks for the code after them (see models/blocks.py). Example: the
-               tied embedding of a model with 12 blocks has the places (-1, 12)
-    buffer     whether it is a buffer, which no method shards
+    name            its dotted name in the model
+    shape           the unsharded shape
+    bytes           bytes of the tensor's storage on this device
+    trainable       whether backward computes a gradient for it; False for buffers and frozen parameters
+    used_by_blocks  the numbers of the blocks that use the tensor, -1 for the code before the blocks, and
+                    the number of blocks for the code after them (see models/blocks.py). Example: (-1, 12)
+                    for the tied embedding of a model with 12 blocks
+    buffer          whether it is a buffer, which no method shards
     gradient_ratio  bytes of its gradient divided by its own bytes: 2 for an fp32 gradient of a
-               16-bit parameter, else 1
+                    16-bit parameter, else 1
     """
 
     name: str
     shape: tuple[int, ...]
     bytes: int
     trainable: bool
-    places: tuple[int, ...] = ()
+    used_by_blocks: tuple[int, ...] = ()
     buffer: bool = False
     gradient_ratio: int = 1
 

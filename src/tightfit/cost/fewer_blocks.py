@@ -27,7 +27,7 @@ def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
         return tuple(found)
 
     def remains(parameter: Parameter) -> bool:
-        return not parameter.places or any(place not in removed for place in parameter.places)
+        return not parameter.used_by_blocks or any(place not in removed for place in parameter.used_by_blocks)
 
     parameters = tuple(filter(remains, ledger.parameters))
     left_out = {parameter.name for parameter in ledger.parameters if not remains(parameter)}
@@ -66,9 +66,9 @@ def with_depth(ledger: Ledger, count: int) -> Ledger:
         return place - len(removed) if place >= removed.stop else place
 
     def moved(parameter: Parameter) -> Parameter:
-        if parameter.places == EVERYWHERE:
+        if parameter.used_by_blocks == EVERYWHERE:
             return parameter
-        return replace(parameter, places=tuple(map(renumbered, parameter.places)))
+        return replace(parameter, used_by_blocks=tuple(map(renumbered, parameter.used_by_blocks)))
 
     return replace(
         few,

@@ -106,7 +106,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 def _count_of_blocks(parameters: tuple[Parameter, ...]) -> int:
     """Return the number of blocks that have parameters, counting what comes after them as one more.
     The trace of a model that is compiled as a whole has no blocks of its own."""
-    places = {place for one in parameters if one.places != EVERYWHERE for place in one.places if place >= 0}
+    places = {
+        place for one in parameters if one.used_by_blocks != EVERYWHERE for place in one.used_by_blocks if place >= 0
+    }
     return len(places)
 
 

@@ -129,10 +129,10 @@ def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
         stages = stage_ranges(plan, ledger.blocks)
         here = {
             places
-            for places in {parameter.places for parameter in ledger.parameters}
+            for places in {parameter.used_by_blocks for parameter in ledger.parameters}
             if any(stage % plan.pp == ledger.pipeline_rank for stage in stages_using(places, stages))
         }
-        own = [parameter.bytes for parameter in ledger.parameters if parameter.places in here]
+        own = [parameter.bytes for parameter in ledger.parameters if parameter.used_by_blocks in here]
         kept = math.ceil(kept * sum(own) / max(sum(sizes), 1))
     return kept
 

@@ -138,7 +138,7 @@ def _with_gathered_parameters(ledger: Ledger, plan: Plan, machine: Machine) -> L
     """
     # without the buffers, which are replicated
     known = [p for p in ledger.parameters if not p.buffer]
-    check_shardable(((p.name, len(p.shape), p.places) for p in known), ledger.blocks, plan)
+    check_shardable(((p.name, len(p.shape), p.used_by_blocks) for p in known), ledger.blocks, plan)
     narrow, devices = low_precision_names(ledger), plan.shards
     gathered = sum(gathered_bytes(p, narrow) for p in ledger.parameters if not p.buffer)
     gathers = 2 * ledger.micro_batches * (devices - 1) / devices * gathered
@@ -213,7 +213,11 @@ def _at_start(ledger: Ledger, bucket: float) -> float:
     bucket  bytes of a bucket, in which weights are gathered together
     """
     trained = [p for p in ledger.parameters if p.trainable]
-    first = sum(p.bytes for p in trained if not p.places or min(p.places) <= 0 or max(p.places) >= ledger.blocks)
+    first = sum(
+        p.bytes
+        for p in trained
+        if not p.used_by_blocks or min(p.used_by_blocks) <= 0 or max(p.used_by_blocks) >= ledger.blocks
+    )
     return min(max(first, bucket), sum(p.bytes for p in trained))
 
 

@@ -63,7 +63,7 @@ def classes(quantity: Quantity, machine: Machine, plan: Plan, tokens: bool) -> l
 def knowledge_of(machine: Machine) -> Literal["measured", "known", "guessed"]:
     """Return how the machine's rates are known."""
     sources = {figure.source for figure in machine.matrix_flops_per_s.values()}
-    if not sources or sources & {"estimated", "glance"}:
+    if not sources or sources & {"estimated", "quick"}:
         return "guessed"
     return "measured" if "measured" in sources else "known"
 

@@ -118,11 +118,13 @@ class _Placed(NamedTuple):
 
 @remembered(16)
 def _placed(parameters: tuple[Parameter, ...], flow: Dataflow, blocks: int) -> _Placed:
-    defined = {p.name: p.places for p in parameters if not p.buffer}
+    defined = {p.name: p.used_by_blocks for p in parameters if not p.buffer}
     refuse_shared_blocks(defined, blocks)
     used = resolve_parameter_uses(defined, flow, blocks)
     sizes = {p.name: p.count for p in parameters if p.name in defined}
-    return _Placed(defined, used, sizes, tuple(replace(p, places=used.get(p.name, p.places)) for p in parameters))
+    return _Placed(
+        defined, used, sizes, tuple(replace(p, used_by_blocks=used.get(p.name, p.used_by_blocks)) for p in parameters)
+    )
 
 
 @remembered(64)

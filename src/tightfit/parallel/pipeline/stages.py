@@ -100,7 +100,9 @@ def rank_ledger(
     called = [segment.block for segment in ledger.training if segment.phase == "forward" and segment.block is not None]
     if called != sorted(set(called)):
         raise blocks_out_of_order()
-    refuse_idle_ranks(plan, stages, [parameter.places for parameter in ledger.parameters if parameter.trainable])
+    refuse_idle_ranks(
+        plan, stages, [parameter.used_by_blocks for parameter in ledger.parameters if parameter.trainable]
+    )
     own = range(rank, plan.stages, plan.pp)
     programs, boundaries = _stage_programs(ledger, stages, own, boundary_inputs, plan)
     training = tuple(segment for one in programs.values() for segment in one.segments)
@@ -112,8 +114,10 @@ def rank_ledger(
     schedule, on_gpu = make_schedule(*shape), machine.device != "cpu"
     arriving = coming(*shape, rank, on_gpu)
     leaving = ((),) * len(arriving) if on_gpu else sent(schedule, rank)  # a GPU frees what has arrived
-    here = {places for places in {p.places for p in ledger.parameters} if stages_using(places, stages) & set(own)}
-    names = {p.name for p in ledger.parameters if p.places in here}
+    here = {
+        places for places in {p.used_by_blocks for p in ledger.parameters} if stages_using(places, stages) & set(own)
+    }
+    names = {p.name for p in ledger.parameters if p.used_by_blocks in here}
     return replace(
         ledger,
         training=training,

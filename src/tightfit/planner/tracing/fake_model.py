@@ -347,7 +347,9 @@ def describe_parameters(model: nn.Module, blocks: str | None, block_map: BlockMa
         return Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, used, buffer)
 
     def another(known: Parameter, name: str, number: int) -> Parameter:
-        return replace(known, name=name, places=known.places if known.places == EVERYWHERE else (number,))
+        return replace(
+            known, name=name, used_by_blocks=known.used_by_blocks if known.used_by_blocks == EVERYWHERE else (number,)
+        )
 
     found: list[Parameter] = []
     for own in (model.named_parameters(), model.named_buffers()):

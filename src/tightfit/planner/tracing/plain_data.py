@@ -112,7 +112,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
             for one in operations
         ],
         "parameters": [
-            [one.name, list(one.shape), one.bytes, one.trainable, list(one.places), one.buffer]
+            [one.name, list(one.shape), one.bytes, one.trainable, list(one.used_by_blocks), one.buffer]
             for one in programs.parameters
         ],
         "blocks": programs.blocks,
