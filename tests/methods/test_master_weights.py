@@ -226,7 +226,7 @@ def test_a_skipped_step_leaves_masters_and_weights() -> None:
     """As on a GPU, where the device undoes the update of a step that overflowed."""
     for kind in (optimizer_states.PerParameter, MultiTensor):
         weights = [nn.Parameter(torch.randn(40, dtype=torch.float16)) for _ in range(2)]
-        optimizer = kind(torch.optim.AdamW(weights, lr=0.1), undoes=True, masters=True)
+        optimizer = kind(torch.optim.AdamW(weights, lr=0.1), can_undo=True, masters=True)
         for skipped in (False, True, False):
             for weight in weights:
                 weight.grad = torch.randn(40)
@@ -235,7 +235,7 @@ def test_a_skipped_step_leaves_masters_and_weights() -> None:
                 for weight in weights
             ]
             if skipped:
-                optimizer.leave_out(torch.tensor(True), lambda: True)
+                optimizer.skip_step_if(torch.tensor(True), lambda: True)
             optimizer.step()
             states = optimizer.state_dict()["state"]
             for number, (weight, (old, kept)) in enumerate(zip(weights, before, strict=True)):

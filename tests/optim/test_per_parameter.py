@@ -495,7 +495,7 @@ def overflowing(name: str, batched: bool, way: dict[str, Any], by_the_device: bo
     """Weights and states after each step, those that overflow left out by the optimizer or by who calls it."""
     model = Model(torch.bfloat16 if "rounding" in way else torch.float32)
     inner = make_optimizer(model, Train(optimizer=name, learning_rate=RATES.get(name, 1e-2), weight_decay=0.1))
-    optimizer = (MultiTensor if batched else PerParameter)(inner, undoes=by_the_device, **way)
+    optimizer = (MultiTensor if batched else PerParameter)(inner, can_undo=by_the_device, **way)
     weights, states = [], []
     for number, overflows in enumerate(LEFT_OUT):
         torch.manual_seed(number)
@@ -504,9 +504,9 @@ def overflowing(name: str, batched: bool, way: dict[str, Any], by_the_device: bo
             if overflows:
                 parameter.grad.view(-1)[0] = float("inf")
                 parameter.grad.view(-1)[-1] = float("nan")
-        assert optimizer.can_leave_out() == (by_the_device and number > 0)
-        if optimizer.can_leave_out():
-            optimizer.leave_out(torch.tensor(overflows), lambda overflows=overflows: overflows)  # type: ignore[misc]
+        assert optimizer.can_skip_step() == (by_the_device and number > 0)
+        if optimizer.can_skip_step():
+            optimizer.skip_step_if(torch.tensor(overflows), lambda overflows=overflows: overflows)  # type: ignore[misc]
         if by_the_device or not overflows:
             optimizer.step()
         weights.append([parameter.detach().clone() for parameter in model.parameters()])
@@ -526,7 +526,7 @@ def test_an_overflow_unknown_to_the_host_changes_nothing(name: str, way: dict[st
 
 def test_the_host_reads_a_step_s_overflow_at_the_next_step() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = PerParameter(LAMB([weight], lr=0.1), undoes=True)
+    optimizer = PerParameter(LAMB([weight], lr=0.1), can_undo=True)
     asked: list[int] = []
 
     def asks() -> bool:
@@ -535,8 +535,8 @@ def test_the_host_reads_a_step_s_overflow_at_the_next_step() -> None:
 
     for _ in range(3):
         weight.grad = torch.ones(3)
-        if optimizer.can_leave_out():
-            optimizer.leave_out(torch.tensor(True), asks)
+        if optimizer.can_skip_step():
+            optimizer.skip_step_if(torch.tensor(True), asks)
         optimizer.step()
     assert asked == [2]
     assert optimizer.state_dict()["state"][0]["step"] == 1

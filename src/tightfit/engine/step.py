@@ -228,7 +228,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
     if run.executor is not None:
         return _begin_sum(run, run.executor.accumulate(run, micro_batches, _loss_factor(run, items())))
     total: torch.Tensor | None = None  # in fp32
-    coming = device_batches(micro_batches, run)
+    on_device = device_batches(micro_batches, run)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         note_activity(f"forward and backward of micro-batch {number + 1}")
@@ -236,7 +236,7 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
         if run.reduction is not None:
             run.reduction.begin(last)
         with _compiled_indices_named(run):
-            loss = run.loss_sum(next(coming))
+            loss = run.loss_sum(next(on_device))
         factor = _loss_factor(run, items())  # a collective, so also called for dummy micro-batches
         if not counts:
             factor = 0.0
@@ -247,13 +247,13 @@ def accumulate(run: Run, micro_batches: list[Batch], items: Callable[[], int | t
         if last:
             losses = _begin_sum(run, torch.zeros((), device=run.device) if total is None else total)
         with _recomputation_named(run):
-            loss.backward(_like(loss, factor))
+            loss.backward(_initial_gradient(loss, factor))
         if run.reduction is not None:
             run.reduction.end(last)
     return losses
 
 
-def _like(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+def _initial_gradient(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     """Return a tensor like `loss`, a scalar, with the value `factor`: the gradient from which
     backward starts, so that it computes the gradient of the product of both."""
     if isinstance(factor, torch.Tensor):
@@ -329,7 +329,7 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
     all_reduce_replicated(run)
     if run.loss_scale is not None:
         finite, narrow_factor = run.loss_scale.unscale(_weights(run))
-        finite = holds_everywhere(run, finite)
+        finite = all_ranks_true(run, finite)
         on_device = (
             isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
         )  # False if the gradients are offloaded
@@ -343,7 +343,7 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
         assert isinstance(run.optimizer, PerParameter)  # which updates 16-bit weights in fp32
         run.optimizer.multiply_narrow_gradients(narrow_factor)
     if isinstance(finite, torch.Tensor):
-        _say_what_to_leave_out(run.optimizer, finite)
+        _skip_update_unless(run.optimizer, finite)
     if isinstance(finite, torch.Tensor) or finite:
         run.optimizer.step()
     if isinstance(finite, torch.Tensor) and not isinstance(run.optimizer, PerParameter):
@@ -356,14 +356,14 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
     return norm, finite
 
 
-def _say_what_to_leave_out(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
+def _skip_update_unless(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:
     """Make the optimizer skip its next update if the gradients are not finite.
 
     finite  whether all gradients are finite: a scalar bool tensor on the device
     """
     if isinstance(optimizer, PerParameter):
         reading = begin_reading({"finite": finite})
-        optimizer.leave_out(~finite, lambda: not reading()["finite"])
+        optimizer.skip_step_if(~finite, lambda: not reading()["finite"])
     else:
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
 
@@ -379,7 +379,7 @@ def skips_on_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     result and decide.
     """
     if isinstance(optimizer, PerParameter):
-        return optimizer.can_leave_out()
+        return optimizer.can_skip_step()
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
         return False
     if not all(group["fused"] for group in optimizer.param_groups):
@@ -404,7 +404,7 @@ def all_reduce_replicated(run: Run) -> None:
     assert run.mesh is not None
     total = partial(run.mesh.all_reduce, axes=("tp",))
     with gradients_filled(weights, total):
-        gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
+        gradients = [shard_of(weight.grad) for weight in weights if weight.grad is not None]
         flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
         total(flat)
         for gradient, whole in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
@@ -425,7 +425,7 @@ def drain(run: Run) -> None:
                 update(run)
 
 
-def holds_everywhere(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
+def all_ranks_true(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
     """Return whether `holds` is true on every device. All devices must call this function.
 
     holds  this device's answer. If it is a scalar bool tensor, the result is one, too, and the host
@@ -487,7 +487,7 @@ def clip(run: Run, limit: float, narrow_factor: float | torch.Tensor | None = No
     uploads = run.store is not None and run.plan.uploads_for_update(kind_of(run.device))
     if run.mesh is None and not uploads and narrow_factor is None:
         return torch.nn.utils.clip_grad_norm_(weights, limit)
-    gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
+    gradients = [shard_of(weight.grad) for weight in weights if weight.grad is not None]
     norm = _total_norm(gradients, narrow_factor) if run.mesh is None else gradient_norm(run, run.mesh, narrow_factor)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     if uploads:
@@ -523,7 +523,7 @@ def gradient_norm(run: Run, mesh: Mesh, narrow_factor: float | torch.Tensor | No
     for weight in _weights(run):
         if weight.grad is None or weight in elsewhere:
             continue
-        gradient = local(weight.grad)
+        gradient = shard_of(weight.grad)
         real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         norm = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
         if narrow_factor is not None and real.dtype.itemsize < 4:
@@ -536,6 +536,6 @@ def gradient_norm(run: Run, mesh: Mesh, narrow_factor: float | torch.Tensor | No
     return mesh.all_reduce(squares, (*sharded_over, "tp", "pp")).sum().sqrt()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this device's shard of a DTensor. Return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

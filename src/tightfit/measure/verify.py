@@ -23,7 +23,7 @@ from tightfit.distributed.processes import check_world, is_rank_zero, join
 from tightfit.engine.build import build
 from tightfit.engine.loop import train
 from tightfit.engine.pipeline_check import check_split
-from tightfit.engine.step import local
+from tightfit.engine.step import shard_of
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine, machine_of
@@ -315,7 +315,7 @@ def _gather_full(run: Run, weights: dict[str, nn.Parameter], values: dict[str, T
     """
     found: dict[str, Tensor] = {}
     for name, value in values.items():
-        one = unshard(run, weights[name], local(value)).detach()
+        one = unshard(run, weights[name], shard_of(value)).detach()
         found[name] = (one.full_tensor() if isinstance(one, DTensor) else one).float().cpu().clone()
     if run.executor is not None and run.plan.pp > 1:
         everyones: list[Any] = [None] * dist.get_world_size()

@@ -120,7 +120,7 @@ class PerParameter(Optimizer):
     state_store   the memory that holds the states; None keeps them on the device
     weight_store  the memory that holds the weights or their gradients; None if both are on the
                   device
-    undoes        whether `leave_out` may be called, which skips a step if a flag on the device is
+    can_undo      whether `skip_step_if` may be called, which skips a step if a flag on the device is
                   true
 
     Learning rates and the other options are read from `param_groups` at each update. An update
@@ -139,7 +139,7 @@ class PerParameter(Optimizer):
         fp32_updates: bool = False,
         state_store: StateStore | None = None,
         weight_store: WeightStore | None = None,
-        undoes: bool = False,
+        can_undo: bool = False,
         masters: bool = False,
         names: Mapping[Tensor, str] | None = None,
     ) -> None:
@@ -168,7 +168,7 @@ class PerParameter(Optimizer):
             widen_gradients(self._parameters())
         # Parameters that backward has updated since the last step().
         self._updated: set[Tensor] = set()
-        self.undoes = undoes
+        self.can_undo = can_undo
         # Whether the next step must change nothing: a bool scalar on the device.
         self._skip_step: Tensor | None = None
         # Returns on the host whether the last step was skipped.
@@ -217,29 +217,29 @@ class PerParameter(Optimizer):
         tensor on the device, when they are widened to fp32."""
         self._factor = factor
 
-    def can_leave_out(self) -> bool:
-        """Return whether `leave_out`, which skips the next step, may be called now.
+    def can_skip_step(self) -> bool:
+        """Return whether `skip_step_if`, which skips the next step, may be called now.
 
         A skipped step is computed and then undone: weights and states are restored from copies. The
         first update of a parameter cannot be undone, because it creates the parameter's states. So
         every parameter with a gradient must have states already.
         """
-        return self.undoes and all(one in self.state for one in self._parameters() if one.grad is not None)
+        return self.can_undo and all(one in self.state for one in self._parameters() if one.grad is not None)
 
-    def leave_out(self, found_inf: Tensor, asks: Callable[[], bool]) -> None:
+    def skip_step_if(self, found_inf: Tensor, was_skipped: Callable[[], bool]) -> None:
         """Skip the next step if `found_inf` is true: it then changes neither weights nor states.
 
-        found_inf  bool scalar on the device
-        asks       a function that returns the same value on the host; it may wait for the device
+        found_inf    bool scalar on the device
+        was_skipped  a function that returns the same value on the host; it may wait for the device
 
         The host does not wait for `found_inf`. Each update is made, and if `found_inf` is true, the
         device then restores the weight and its saved states from copies. Counters on the host, such
-        as the step count, are corrected later: the following step or `state_dict()` calls `asks`
+        as the step count, are corrected later: the following step or `state_dict()` calls `was_skipped`
         and restores them if it returns True.
         """
-        assert self.can_leave_out()
+        assert self.can_skip_step()
         self._restore_counters()
-        self._skip_step, self._was_skipped = found_inf, asks
+        self._skip_step, self._was_skipped = found_inf, was_skipped
 
     def _restore_counters(self) -> None:
         """Restore the counters on the host, such as Adam's step count, if the last step was
@@ -252,7 +252,7 @@ class PerParameter(Optimizer):
     def _backup(self, parameter: Tensor, here: Tensor, states: dict[str, Any]) -> dict[str, Any]:
         """Return copies of the tensors that must be restored if the step is skipped: a dict with
         the weight under the key "", and each saved state under its name. The dict is empty unless
-        `leave_out` was called.
+        `skip_step_if` was called.
 
         here    the weight on the device, which differs from `parameter` if weights are offloaded
         states  the parameter's saved states by name, on the device

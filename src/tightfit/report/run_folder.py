@@ -37,7 +37,7 @@ from tightfit.engine.checkpoint.save import (
 from tightfit.engine.evaluation import evaluate_metrics
 from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import total_steps, train
-from tightfit.engine.step import Step, StopPoll, holds_everywhere, local
+from tightfit.engine.step import Step, StopPoll, all_ranks_true, shard_of
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.job_sections.selection import LOSS
@@ -440,7 +440,7 @@ def _check_weights(run: Run, out: Path, done: int) -> None:
     done  number of steps that are done
     """
     wait_for_weights(run)
-    if not holds_everywhere(run, all(bool(local(parameter).isfinite().all()) for parameter in run.model.parameters())):
+    if not all_ranks_true(run, all(bool(shard_of(parameter).isfinite().all()) for parameter in run.model.parameters())):
         raise _diverged(f"weights became infinite or NaN in step {done}", out)
 
 

@@ -275,8 +275,8 @@ class FakeModel:
         )
         together = optimizer_states.uses_foreach(plan, self.device)
         batched = optimizer_states.updates_in_batches(plan, self.job.train, self.device)
-        undoes = optimizer_states.keeps_undo_copies(plan, self.device)
-        return (plan.has_16_bit_weights, plan.precision == "fp16-true", together, batched, undoes, *fields)
+        can_undo = optimizer_states.keeps_undo_copies(plan, self.device)
+        return (plan.has_16_bit_weights, plan.precision == "fp16-true", together, batched, can_undo, *fields)
 
     def _trace_optimizer(
         self, plan: Plan, trace: Callable[[nn.Module, Optimizer, bool, bool], dict[str, Update]]

@@ -157,8 +157,8 @@ def _update(optimizer: Optimizer, parameters: list[Tensor], scaled: bool, record
     """Run the optimizer once on `parameters` alone, with new gradients, and record it with `recorder`."""
     for parameter in parameters:
         parameter.grad = empty_gradient(parameter)
-    if isinstance(optimizer, PerParameter) and optimizer.can_leave_out():
-        optimizer.leave_out(torch.zeros((), dtype=torch.bool), lambda: False)
+    if isinstance(optimizer, PerParameter) and optimizer.can_skip_step():
+        optimizer.skip_step_if(torch.zeros((), dtype=torch.bool), lambda: False)
     if isinstance(optimizer, PerParameter) and scaled:
         optimizer.multiply_narrow_gradients(1.0)
     if recorder is not None:
