@@ -444,9 +444,9 @@ here. Figures of memory do not depend on the pace.
 
 {len(others)} pairs of {len({pair["model"] for pair in others})} models of other families (`benchmarks/other_models.py`):
 architectures of transformers, and networks of layers that language models do not have. A first comparison showed
-kinds of operations that the calibration did not measure. They were added after it: pointwise, grouped and transposed
-convolutions, sorts, sums by an index, Fourier transforms, sampled grids. The pairs of mixtral, olmoe, unet, graph and
-lstm were then measured again; those of the other models are older than sums by an index and transposed convolutions.
+kinds of operations that the calibration did not measure, and they were added after it: sorts, sums by an index, Fourier
+transforms, sampled grids. Convolutions of mobile networks took half again as long as similar ones. Since then, each
+convolution of a model is timed before the first prediction (`planner/model_convolutions.py`), as here.
 
 {SOURCES["prediction_others"].cite()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -48,7 +49,9 @@ def wanted() -> list[ModelConvolution]:
 
 def test_a_model_s_convolutions_are_timed_in_another_process() -> None:
     machine = Machine.detect()
-    found = measure_convolutions(machine, wanted()).rates
+    measured_machine, pace = measure_convolutions(machine, wanted())
+    found = measured_machine.rates
+    assert 0 < pace < math.inf
     first, second = (found[one.rate_key] for one in wanted())
     assert list(first) == [3]
     assert list(second) == [2]
@@ -60,14 +63,16 @@ def test_a_model_s_convolutions_are_timed_in_another_process() -> None:
 def test_a_failed_measurement_leaves_the_machine_as_it_is() -> None:
     machine = Machine.detect()
     wrong = replace(DILATED, image=(5, 9, 12))
-    assert measure_convolutions(machine, [ModelConvolution(wrong, 3, "float32", False)]) is machine
+    assert measure_convolutions(machine, [ModelConvolution(wrong, 3, "float32", False)]) == (machine, math.inf)
 
 
 def test_rates_are_scaled_to_the_machine_s_usual_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control takes twice its usual time, so the convolution usually takes half of its time, too."""
     monkeypatch.setattr("tightfit.calibration.clock_drift.control_s", lambda device: 0.02)
     monkeypatch.setattr(convolutions, "timed", lambda work, device, **named: 0.5)
-    ((name, rates),) = json.loads(measured(_given(0.01, wanted()[:1]))).items()
+    found = json.loads(measured(_given(0.01, wanted()[:1])))
+    ((name, rates),) = found["rates"].items()
+    assert found["pace"] == 2
     assert name == wanted()[0].rate_key
     assert rates == {"3": 3 * DILATED.flops / 0.5 * 2}
 
@@ -75,7 +80,7 @@ def test_rates_are_scaled_to_the_machine_s_usual_speed(monkeypatch: pytest.Monke
 def test_the_last_convolutions_are_left_out_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convolutions, "timed", lambda work, device, **named: 1.0)
     monkeypatch.setattr(convolutions, "LIMIT_S", -1.0)
-    assert json.loads(measured(_given(None, wanted()))) == {}
+    assert json.loads(measured(_given(None, wanted()))) == {"rates": {}, "pace": 1.0}
 
 
 def _given(usual_s: float | None, wanted: list[ModelConvolution]) -> str:

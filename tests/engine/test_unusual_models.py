@@ -19,6 +19,7 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit.engine import refused_models
 from tightfit.errors import InputError, TightfitWarning
+from tightfit.models.block_state import StateOfBlocks
 
 WIDTH, HERE = 8, "tests.engine.test_unusual_models:"
 
@@ -550,7 +551,7 @@ def test_caches_of_keys_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> N
     asked = job("Net").replace(model=Cached)
     with pytest.raises(InputError, match=r"blocks\.0 computes something else when it runs again"):
         tightfit.build(asked, {"recompute": "full"})
-    monkeypatch.setattr(refused_models, "changed_after_forward", lambda *arguments: "")
+    monkeypatch.setattr(refused_models, "changed_after_forward", lambda *arguments: StateOfBlocks())
     run = tightfit.build(asked, {"recompute": "full"})
     with pytest.raises(InputError, match="gets a cache of keys and values"):
         next(iter(tightfit.train(run)))

@@ -53,9 +53,46 @@ class Counting(torch.optim.SGD):
         super().step(closure)
 
 
+class Factored(torch.optim.Optimizer):
+    """Divides by row and column means of squares for matrices of at least `least` rows and columns."""
+
+    def __init__(self, params: Any, least: int) -> None:
+        super().__init__(params, {"lr": 0.1, "least": least})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                squares = parameter.grad.square() + 1e-3
+                if parameter.dim() == 2 and min(parameter.shape) >= group["least"]:
+                    squares = squares.mean(1, keepdim=True) * squares.mean(0) / squares.mean()
+                parameter.addcdiv_(parameter.grad, squares.sqrt(), value=-group["lr"])
+
+
+class Late(torch.optim.Optimizer):
+    """Divides gradients by their norm after 20 updates."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+                gradient = parameter.grad
+                if state["count"] > 20:
+                    gradient = gradient / gradient.norm()
+                parameter.sub_(gradient, alpha=group["lr"])
+
+
 @pytest.mark.parametrize(
     ("function", "kind"),
     [
+        (lambda parameters: Factored(parameters, 128), "by parameter"),
+        (lambda parameters: Factored(parameters, 1024), "by parameter"),
+        (lambda parameters: Late(parameters), "by parameter"),
         (rmsprop, "elementwise"),
         (lambda parameters: torch.optim.AdamW(parameters, amsgrad=True), "elementwise"),
         (lambda parameters: torch.optim.Rprop(parameters), "elementwise"),

@@ -167,6 +167,12 @@ def has_gradient(record: ParameterRecord) -> bool:
     return record.unsharded_param.grad is not None or record.unsharded_accumulated_grad is not None
 
 
+def has_new_gradient(record: ParameterRecord) -> bool:
+    """Return whether backward has completed a gradient of the gathered parameter that was not reduced or
+    added to an earlier one yet."""
+    return record.unsharded_param.grad is not None
+
+
 def gathered_buffers(record: ParameterRecord) -> Sequence[Tensor]:
     """Return the buffers into which fully_shard all-gathers the shards of a parameter."""
     return record.all_gather_outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -146,9 +147,10 @@ class ModelConvolution:
         return f"{self.shape.rate_name(f'{layout}convolution' + ' backward' * (self.shape.gradients > 0))}/{self.dtype}"
 
 
-def measure_convolutions(machine: Machine, wanted: Iterable[ModelConvolution]) -> Machine:
-    """Time convolutions of a model on this machine, a CPU, for at most five seconds. Return a copy of
-    `machine` with their rates. Return `machine` itself if the measurement fails.
+def measure_convolutions(machine: Machine, wanted: Iterable[ModelConvolution]) -> tuple[Machine, float]:
+    """Time convolutions of a model on this machine, a CPU, for at most five seconds. Return (a copy of
+    `machine` with their rates, how many times longer than usual the control took at most). If the measurement
+    fails, return `machine` itself.
 
     wanted  the most important first, of which the last may be left out
 
@@ -159,14 +161,15 @@ def measure_convolutions(machine: Machine, wanted: Iterable[ModelConvolution]) -
     given = json.dumps([usual_s, [[astuple(one.shape), one.samples, one.dtype, one.channels_last] for one in wanted]])
     done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0:  # such as out of memory: rates of similar convolutions are used
-        return machine
-    rates = {key: {int(size): rate for size, rate in table.items()} for key, table in json.loads(done.stdout).items()}
-    return machine.replace(rates={**machine.rates, **rates})
+        return machine, math.inf
+    found = json.loads(done.stdout)
+    rates = {key: {int(size): rate for size, rate in table.items()} for key, table in found["rates"].items()}
+    return machine.replace(rates={**machine.rates, **rates}), found["pace"]
 
 
 def measured(text: str) -> str:
-    """Time convolutions in this process, which `measure_convolutions` has started. Return JSON: key of a
-    rate -> number of images -> FLOP/s.
+    """Time convolutions in this process, which `measure_convolutions` has started. Return JSON: "rates", by key
+    of a rate and number of images, and "pace": see `measure_convolutions`.
 
     text  JSON: seconds that the control usually takes, or null; list of [shape, samples, dtype, channels_last]
     """
@@ -195,7 +198,7 @@ def measured(text: str) -> str:
         work = convolution_work(shape, samples, DTYPES[dtype], device, memory_format)
         group[one.rate_key] = samples, samples * shape.flops / timed(work, device, least_s=LEAST_S, least_runs=3)
     end_group()
-    return json.dumps(found)
+    return json.dumps({"rates": found, "pace": max(pace.seen) / usual_s if usual_s is not None else 1.0})
 
 
 __all__ = ["CONVOLUTIONS", "ModelConvolution", "measure_convolutions"]

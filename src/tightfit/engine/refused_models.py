@@ -41,8 +41,13 @@ def check_uses(run: Run) -> None:
     """Raise InputError if the forward of a user's own model changes parameters of the model, or reaches
     them in another way than as parameters, and the plan would lose the change or make copies that differ.
     Raise InputError, too, if the plan recomputes blocks, and a block would compute something else the second
-    time. Issue a TightfitWarning if a plan with micro-batches repeats a change. The models of transformers do
-    neither. The forward runs on fake tensors."""
+    time.
+
+    Issue a TightfitWarning if a plan with micro-batches repeats a change, if one with 16-bit weights rounds it,
+    or if this could not be found out.
+
+    The models of transformers change nothing. The forward runs on fake tensors, if it can.
+    """
     plan, batch = run.plan, run.job.train.batch
     accumulates = plan.micro_batch_of(batch) < plan.share_of(batch)
     moves = _keeps_apart(run) or plan.data_parallel > 1 or plan.pp > 1 or "parameters" in plan.offload
@@ -50,13 +55,21 @@ def check_uses(run: Run) -> None:
         return
     if plan.recomputes_blocks:
         _refuse_changed_state(run)
-    if not (moves or accumulates):
+    if not (moves or accumulates or plan.has_16_bit_weights):
         return
     uses = uses_of_parameters(model_factory(run.job.model), run.objective.total, run.data.example())
-    if accumulates and uses.changed:
+    _warn_of_unchecked(plan, "what the forward does with the model's parameters", uses.unchecked)
+    if accumulates and (changed := (*uses.changed, *uses.attributes)):
         warnings.warn(
-            f"the forward changes {uses.changed[0]}, and with plan.micro_batch={plan.micro_batch} it does so several times "
+            f"the forward changes {changed[0]}, and with plan.micro_batch={plan.micro_batch} it does so several times "
             "a step; without micro-batches it does so once",
+            TightfitWarning,
+            stacklevel=3,
+        )
+    if plan.has_16_bit_weights and uses.floating:
+        warnings.warn(
+            f"the forward changes {uses.floating[0]}, which this plan stores in 16 bits: small changes, such as those of an "
+            "average or a counter, are lost; use precision: bf16-mixed",
             TightfitWarning,
             stacklevel=3,
         )
@@ -121,12 +134,28 @@ def check_samples(run: Run) -> None:
 
 def _refuse_changed_state(run: Run) -> None:
     job = run.job
-    said = changed_after_forward(model_factory(job.model), run.objective.total, run.data.example(), job.blocks_name)
-    if said:
+    state = changed_after_forward(model_factory(job.model), run.objective.total, run.data.example(), job.blocks_name)
+    if state.changed:
         raise InputError(
             f"plan: recompute={run.plan.recompute}",
-            said,
+            state.changed,
             "use recompute: none or attention, or pass what changes to the block as an argument",
+        )
+    _warn_of_unchecked(run.plan, "whether blocks compute the same when they are recomputed", state.unchecked)
+
+
+def _warn_of_unchecked(plan: Plan, what: str, why: str) -> None:
+    """Issue a TightfitWarning if a check could not be made whole.
+
+    what  what the check should find out
+    why   why it could not; "" if it could
+    """
+    if why:
+        warnings.warn(
+            f"could not check {what}, because the forward does not run apart from the training ({why}); compare a few steps "
+            f"with the reference plan: {plan}",
+            TightfitWarning,
+            stacklevel=4,
         )
 
 

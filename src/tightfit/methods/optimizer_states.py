@@ -44,7 +44,7 @@ from tightfit.job import Job, Train
 from tightfit.machine import Machine
 from tightfit.models import has_complex_parameters
 from tightfit.optim import make_optimizer
-from tightfit.optim.functions import kind_of_update
+from tightfit.optim.functions import kind_of_update, nested_state
 from tightfit.optim.groups import names_of_parameters
 from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
 from tightfit.optim.norms import mark_shard
@@ -291,6 +291,18 @@ def optimizer_of(
     return optimizer
 
 
+def _check_nested(train: Train, plan: Plan) -> None:
+    """Raise InputError if states of the user's optimizer, which updates shards, are lists, tuples or dicts: a
+    checkpoint would not know which of their tensors are shards."""
+    if name := nested_state(train.optimizer):
+        raise InputError(
+            f"plan: {plan}",
+            f"the optimizer of job: train.optimizer keeps its state {name!r} in a list or dict, and the plan shards states, "
+            "which have to be tensors",
+            f"keep each tensor under a name of its own (state['{name}_0']), or use zero: 0 and tp: 1",
+        )
+
+
 def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
     """Raise InputError if the model has complex parameters, and if the job's optimizer or an option
     of the plan supports real numbers only.
@@ -327,6 +339,8 @@ def apply(run: Run, plan: Plan) -> Run:
     if kind == "together":
         _check_undivided(train, plan)
     optimizer = optimizer_of(run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device), run.head)
+    if kind == "elementwise" and (plan.zero or run.tp_shards):
+        _check_nested(train, plan)
     if plan.zero or run.tp_shards:
         assert run.mesh is not None
         for weight in [weight for group in optimizer.param_groups for weight in group["params"]]:

@@ -8,8 +8,9 @@ that is set before each call, or weights that `torch.func.functional_call` subst
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,47 +24,66 @@ from tightfit._torch.pytree import tree_flatten
 from tightfit._torch.tensors import storage_id
 from tightfit.models.blocks import find_blocks
 from tightfit.models.dataflow import describe_line, model_line
-from tightfit.models.fake_forward import fake_batch, fake_forwards, restoring_random_states
+from tightfit.models.fake_forward import Forwards, checked_forwards
 from tightfit.models.objective import Batch
+from tightfit.models.tensors import written_tensors
 
 _SAME_VALUES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+_OVERWRITES = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+)
 Operation = tuple[Any, tuple[Any, ...], Any]  # the operation, its arguments, and their structure
+
+
+@dataclass(frozen=True)
+class StateOfBlocks:
+    """The result of running the blocks of a model again.
+
+    changed    a sentence on the first block that does something else the second time; "" if all do the same
+    unchecked  why the forward could not be run to its end; "" if it could
+    """
+
+    changed: str = ""
+    unchecked: str = ""
 
 
 def changed_after_forward(
     make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch, blocks: str | None
-) -> str:
-    """Run the model on fake tensors, and then each call of a block again. Return a sentence on the first
-    block that does something else the second time; "" if all do the same.
+) -> StateOfBlocks:
+    """Run the model as `checked_forwards` says, and then each call of a block again.
 
     make    creates the model
     total   (model, batch) -> the loss
-    batch   a batch; only the shapes and types of its tensors are used
+    batch   a batch of samples
     blocks  the name of the list of blocks; None: they are looked for
     """
-    try:
-        with restoring_random_states(), fake_forwards():
-            model = make()
-            model.train()
-            fakes = fake_batch(batch)
-            with suppress(Exception):  # it fills the model's caches
-                total(model, fakes)
-            calls: list[_Call] = []
-            with ExitStack() as stack:
-                for name, block in find_blocks(model, blocks):
-                    stack.callback(setattr, block, "forward", block.forward)
-                    block.forward = _noting(name, block, calls)
-                with suppress(Exception):
-                    total(model, fakes)
-            for call in calls:
-                if line := call.differs_again():
-                    return (
-                        f"{call.name} computes something else when it runs again after the forward ({line}): it reads an "
-                        "attribute, a weight, a global value or an object that changes in its call or after it"
-                    )
-    except Exception:  # the model cannot be created on fake tensors
+
+    def check(model: nn.Module, forwards: Forwards) -> str:
+        forwards.run(model)  # it fills the model's caches
+        calls: list[_Call] = []
+        with ExitStack() as stack:
+            for name, block in find_blocks(model, blocks):
+                stack.callback(setattr, block, "forward", block.forward)
+                block.forward = _noting(name, block, calls, forwards.is_fake)
+            forwards.run(model)
+        for call in calls:
+            if call.updates:
+                return (
+                    f"{call.name} updates a tensor that is neither made in its call nor one of its buffers ({call.updates}), "
+                    "and would update it again when it runs again"
+                )
+            if line := call.differs_again():
+                return (
+                    f"{call.name} computes something else when it runs again after the forward ({line}): it reads an "
+                    "attribute, a weight, a global value or an object that changes in its call or after it"
+                )
         return ""
-    return ""
+
+    found, unchecked = checked_forwards(check, make, total, batch)
+    return StateOfBlocks(next(filter(None, found), ""), unchecked)
 
 
 @dataclass
@@ -77,6 +97,9 @@ class _Call:
     modes       what a recomputation restores
     operations  what the call did
     kept        the tensors that the operations got, so that no other storage takes their place
+    is_fake     whether tensors have no values
+    updates     the line that writes to a tensor which it has read, and which is neither made in the call nor
+                an argument, a parameter or a buffer; "" if there is none
     """
 
     name: str
@@ -85,12 +108,14 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     modes: _Modes
+    is_fake: bool
     operations: list[Operation] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
+    updates: str = ""
 
     def differs_again(self) -> str:
         """Run the forward again. Return the line of the first operation that differs; "" if none does."""
-        again = _Operations([], _names_of(self.block), self.operations)
+        again = _Operations([], _names_of(self.block), self.is_fake, self.operations)
         try:
             with self.modes.restored(), again:
                 self.forward(*self.args, **self.kwargs)
@@ -131,19 +156,29 @@ class _DiffersError(Exception):
 
 class _Operations(TorchDispatchMode):
     """A mode that notes operations: an argument is a number if the noted operations have made its storage,
-    a name if it is a parameter or a buffer of the block, and else the storage itself.
+    a name if it is a parameter or a buffer of the block, and else the storage itself, or its values if it has
+    some.
 
     kept      gets the tensors
     names     storage -> name of a parameter or a buffer of the block
+    is_fake   whether tensors have no values
     expected  the operations of an earlier call: `_DiffersError` is raised at the first that differs. None: none
+
+    After the call, `updates` is the line that writes to a storage of none of these, and of no tensor of
+    `arguments`, which it has read; "" if there is none.
     """
 
-    def __init__(self, kept: list[Any], names: dict[int, str], expected: list[Operation] | None = None) -> None:
+    def __init__(
+        self, kept: list[Any], names: dict[int, str], is_fake: bool, expected: list[Operation] | None = None
+    ) -> None:
         super().__init__()
         self.found: list[Operation] = []
-        self.kept, self._names, self.expected = kept, names, expected
+        self.updates = ""
+        self.arguments: set[int] = set()
+        self.kept, self._names, self.expected, self._is_fake = kept, names, expected, is_fake
         self._numbers: dict[int, int] = {}
         self._outside: set[int] = set()
+        self._read: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # a question for the device of a tensor, or what autograd does with tensors that hooks save
@@ -156,6 +191,7 @@ class _Operations(TorchDispatchMode):
         ):
             raise _DiffersError(describe_line(model_line()))
         self.found.append(operation)
+        self._note_update(func, args, kwargs or {})
         output = func(*args, **(kwargs or {}))
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
         self.kept += [*(one for one in leaves if isinstance(one, Tensor)), *made]
@@ -165,10 +201,22 @@ class _Operations(TorchDispatchMode):
                 self._numbers.setdefault(place, len(self._numbers))
         return output
 
+    def _note_update(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note the model's line if the operation writes to a tensor from outside of the call that the call has
+        read. An overwritten tensor that it has not read has the same values after the second call."""
+        written = {storage_id(one) for one in written_tensors(func, args, kwargs) if isinstance(one, Tensor)}
+        read = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
+        if func in _OVERWRITES:
+            read = read[1:]
+        self._read |= {storage_id(one) for one in read}
+        updated = (written & self._read & self._outside) - set(self._names) - self.arguments
+        if updated and not self.updates:
+            self.updates = describe_line(model_line())
+
     def _noted(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if not isinstance(leaf, FakeTensor):  # a constant that the forward makes of numbers
+        if self._is_fake and not isinstance(leaf, FakeTensor):  # a constant that the forward makes of numbers
             return "constant", leaf.dtype, tuple(leaf.shape)
         place = storage_id(leaf)
         if place in self._numbers:
@@ -176,7 +224,12 @@ class _Operations(TorchDispatchMode):
         self._outside.add(place)
         if place in self._names:
             return "own", self._names[place], tuple(leaf.shape), leaf.storage_offset()
-        return "outside", place, tuple(leaf.shape), leaf.storage_offset()
+        return "outside", place if self._is_fake else _checksum(leaf), tuple(leaf.shape), leaf.storage_offset()
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a number that is equal for equal values."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def _same(one: Operation, other: Operation) -> bool:
@@ -192,17 +245,18 @@ def _names_of(block: nn.Module) -> dict[int, str]:
     return {storage_id(one): name for name, one in [*own, *block.named_buffers()]}
 
 
-def _noting(name: str, block: nn.Module, calls: list[_Call]) -> Callable[..., Any]:
+def _noting(name: str, block: nn.Module, calls: list[_Call], is_fake: bool) -> Callable[..., Any]:
     forward = block.forward
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        call = _Call(name, block, forward, args, kwargs, _Modes())
+        call = _Call(name, block, forward, args, kwargs, _Modes(), is_fake)
         names = _names_of(block)
         call.kept += [*block.parameters(), *block.buffers()]
-        mode = _Operations(call.kept, names)
+        mode = _Operations(call.kept, names, is_fake)
+        mode.arguments = {storage_id(one) for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)}
         with mode:
             output = forward(*args, **kwargs)
-        call.operations = mode.found
+        call.operations, call.updates = mode.found, mode.updates
         calls.append(call)
         return output
 

@@ -1,4 +1,4 @@
-"""Find out, by a forward on fake tensors, three things about a user's own model:
+"""Find out, by a forward on fake tensors where that is possible, three things about a user's own model:
 
 - which of its own parameters and buffers its forward changes, such as weights that it normalises or the
   weights of a teacher that it averages;
@@ -13,11 +13,12 @@ does not know values: `Profiler` says which line depends on one.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -25,13 +26,14 @@ from torch import Tensor, nn
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import DataDependentOutputException, FakeTensorMode
-from tightfit._torch.modules import RunningNorm, own_parameters
+from tightfit._torch.modules import RunningNorm, own_parameters, plain_attributes
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE
 from tightfit._torch.tensors import has_backward_hooks, in_backward, storage_id
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import describe_line, innermost_model_line, model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.guessed_values import GuessedValues
+from tightfit.models.objective import Batch, map_tensors, sample_count
 from tightfit.models.tensors import tensors_in, written_tensors
 from tightfit.models.value_reads import passing_value
 
@@ -45,6 +47,7 @@ class UsesOfParameters:
     from_batch  those of `in_place` whose new values depend on the batch, as in ActNorm's first forward
     aliases   sentences on parameters that are reached in another way: a buffer or another parameter has the
               same memory, or the forward reads them from an attribute that is no parameter
+    attributes  numbers, bools and texts in attributes of modules that each forward changes
     buffers   buffers that each forward changes. Left out are those of norms with running statistics, and
               those that only a first forward changes, such as a table that it computes, and those that a
               forward replaces without having read them
@@ -52,6 +55,8 @@ class UsesOfParameters:
     substituted  parameters in whose place a module was called with other tensors, as by
               torch.func.functional_call
     differentiates  whether the forward or the loss computes gradients itself, as by torch.autograd.grad
+    floating  parameters and buffers of floating-point numbers that each forward changes
+    unchecked  why the forward could not be run to its end, so that more may happen; empty if it could
     """
 
     in_place: tuple[str, ...] = ()
@@ -59,9 +64,12 @@ class UsesOfParameters:
     from_batch: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
     hooked: tuple[str, ...] = ()
     substituted: tuple[str, ...] = ()
     differentiates: bool = False
+    floating: tuple[str, ...] = ()
+    unchecked: str = ""
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -72,59 +80,68 @@ class UsesOfParameters:
 def uses_of_parameters(
     make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch
 ) -> UsesOfParameters:
-    """Run two forwards of a new model and its loss on fake tensors, and return what they do with the
-    model's parameters. If the forward fails on fake tensors, it is what it did until then.
+    """Run two forwards of a new model and its loss, and return what they do with the model's parameters.
+    They run as `checked_forwards` says. If a forward fails, it is what it did until then.
 
     make   creates the model
     total  (model, batch) -> the loss
-    batch  a batch; only the shapes and types of its tensors are used
+    batch  a batch of samples
 
     The random number generators of torch, Python and NumPy are the same afterwards.
     """
-    try:
-        with restoring_random_states(), fake_forwards():
-            model = make()
-            model.train()
-            given = dict(model.named_parameters(remove_duplicate=False))
-            places, written = {name: storage_id(one) for name, one in given.items()}, []
-            shared, fakes = _sharing_memory(model), fake_batch(batch)
-            watch = _WatchedUses(
-                _replace_held(model), {place: name for name, place in places.items()}, tensors_in(fakes)
-            )
+    found, unchecked = checked_forwards(_uses, make, total, batch)
+    names = [field.name for field in fields(UsesOfParameters) if field.name not in ("differentiates", "unchecked")]
+    united = {name: tuple(dict.fromkeys(each for one in found for each in getattr(one, name))) for name in names}
+    differentiates = any(one.differentiates for one in found)
+    return UsesOfParameters(**united, differentiates=differentiates, unchecked=unchecked)
 
-            def forward() -> None:
-                with suppress(Exception):  # it may need values; training runs it on real tensors
-                    total(model, fakes)
 
-            with (
-                _substitutions(model) as substituted,
-                WatchedWrites(given, lambda name, _: written.append(name)),
-                watch,
-            ):
-                forward()
-            now = dict(model.named_parameters(remove_duplicate=False))
-            replaced = [
-                name for name, one in given.items() if now.get(name) is not one or storage_id(one) != places[name]
-            ]
-            buffers, rewritten = _buffers_of(model), set[str]()
-            reads = _WatchedUses({storage_id(one): name for name, one in buffers.items()}, {}, [])
-            with WatchedWrites(buffers, lambda name, _: rewritten.add(name)), reads:
-                forward()
-            after = _buffers_of(model)
-            rewritten |= {name for name in reads.read if after.get(name) is not buffers[name]}
-            changed = [name for name in buffers if name in rewritten]
-            return UsesOfParameters(
-                in_place=tuple(written),
-                replaced=tuple(replaced),
-                from_batch=tuple(watch.from_batch),
-                aliases=(*shared, *sorted(watch.read)),
-                buffers=tuple(changed),
-                hooked=tuple(name for name, one in given.items() if has_backward_hooks(one)),
-                substituted=tuple(substituted),
-                differentiates=watch.differentiates,
-            )
-    except Exception:  # the model cannot be created on fake tensors
-        return UsesOfParameters()
+def _uses(model: nn.Module, forwards: Forwards) -> UsesOfParameters:
+    given = dict(model.named_parameters(remove_duplicate=False))
+    places, written = {name: storage_id(one) for name, one in given.items()}, list[str]()
+    shared = _sharing_memory(model)
+    watch = _WatchedUses(
+        _replace_held(model), {place: name for name, place in places.items()}, tensors_in(forwards.batch)
+    )
+    with (
+        _substitutions(model) as substituted,
+        WatchedWrites(given, lambda name, _: written.append(name)),
+        watch,
+    ):
+        forwards.run(model)
+    now = dict(model.named_parameters(remove_duplicate=False))
+    replaced = [name for name, one in given.items() if now.get(name) is not one or storage_id(one) != places[name]]
+    buffers, rewritten, attributes = _buffers_of(model), set[str](), _numbers_of(model)
+    reads = _WatchedUses({storage_id(one): name for name, one in buffers.items()}, {}, [])
+    with WatchedWrites(buffers, lambda name, _: rewritten.add(name)), reads:
+        forwards.run(model)
+    after = _buffers_of(model)
+    rewritten |= {name for name in reads.read if after.get(name) is not buffers[name]}
+    numbers = _numbers_of(model)
+    tensors = {**given, **buffers}
+    floating = (*written, *replaced, *rewritten)
+    return UsesOfParameters(
+        in_place=tuple(written),
+        replaced=tuple(replaced),
+        from_batch=tuple(watch.from_batch),
+        aliases=(*shared, *sorted(watch.read)),
+        buffers=tuple(name for name in buffers if name in rewritten),
+        attributes=tuple(name for name, one in numbers.items() if attributes.get(name, one) != one),
+        hooked=tuple(name for name, one in given.items() if has_backward_hooks(one)),
+        substituted=tuple(substituted),
+        differentiates=watch.differentiates,
+        floating=tuple(sorted({name for name in floating if tensors[name].is_floating_point()})),
+    )
+
+
+def _numbers_of(model: nn.Module) -> dict[str, str]:
+    """Return the modules' own attributes that are numbers, bools or texts, as text, by their full names."""
+    return {
+        f"{path}.{name}".lstrip("."): repr(value)
+        for path, module in model.named_modules()
+        for name, value in plain_attributes(module)
+        if isinstance(value, bool | int | float | str)
+    }
 
 
 @contextmanager
@@ -196,17 +213,19 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _replace_held(model: nn.Module) -> dict[int, str]:
-    """Replace parameters that modules hold in attributes that are no parameters, such as lists of
-    tensors, by copies. Return storage of a copy -> a sentence on it."""
-    names = {id(one): name for name, one in model.named_parameters()}
+    """Replace parameters, and tensors of their memory such as `weight.data`, that modules hold in attributes
+    that are no parameters, such as lists of tensors, by copies. Return storage of a copy -> a sentence on
+    it."""
+    names = {storage_id(one): name for name, one in model.named_parameters()}
     found: dict[int, str] = {}
 
     def replaced(value: Any, where: str, depth: int = 0) -> Any:
         if isinstance(value, Tensor):
-            if id(value) not in names:
+            name = names.get(storage_id(value))
+            if name is None:
                 return value
             copy = value.detach().clone().requires_grad_(value.requires_grad)
-            found[storage_id(copy)] = f"the forward reads {names[id(value)]} from {where}, which is no parameter"
+            found[storage_id(copy)] = f"the forward reads {name} from {where}, which is no parameter"
             return copy
         if depth < MOST_NESTED and type(value) in (list, tuple):
             return type(value)(replaced(one, where, depth + 1) for one in value)
@@ -252,6 +271,96 @@ class _PassedChecks(TorchDispatchMode):
             if value is not None and (func is torch.ops.aten.equal.default or args[0].dtype is torch.bool):
                 return value
         return func(*args, **(kwargs or {}))
+
+
+MOST_REAL_BYTES = 2**29  # of the parameters of a model that is created to run it on real tensors
+MOST_REAL_SAMPLES = 4
+Found = TypeVar("Found")
+
+
+class Forwards:
+    """Runs the forwards of a check, and notes the first error.
+
+    batch    the batch that the model gets
+    is_fake  whether tensors have no values
+    failure  the first error of a forward; None if there was none
+    """
+
+    def __init__(self, total: Callable[[nn.Module, Batch], Tensor], batch: Batch, is_fake: bool) -> None:
+        self.batch, self.is_fake = batch, is_fake
+        self.failure: Exception | None = None
+        self._total = total
+
+    def run(self, model: nn.Module) -> None:
+        try:
+            self._total(model, self.batch)
+        except Exception as error:
+            self.failure = self.failure or error
+
+
+def checked_forwards(
+    check: Callable[[nn.Module, Forwards], Found],
+    make: Callable[[], nn.Module],
+    total: Callable[[nn.Module, Batch], Tensor],
+    batch: Batch,
+) -> tuple[list[Found], str]:
+    """Call `check(model, forwards)` with a new model in training mode, and return (the results, why the
+    forward could not be run to its end, "" if it could).
+
+    - First on fake tensors. If the model reads values of tensors, they are guessed (`guessed_values.py`), and
+      a second check guesses the opposite.
+    - If the first forward fails, as one that needs the values in NumPy, a small model is created and runs on
+      up to 4 real samples.
+
+    check  runs the model by `forwards.run(model)`
+    make   creates the model
+    total  (model, batch) -> the loss
+    batch  a batch of samples
+    """
+    found: list[Found] = []
+    size, failure = math.inf, Exception()
+    try:
+        for answer in (True, False):
+            values = GuessedValues(answer)
+            with restoring_random_states(), fake_forwards(), values:
+                model = make()
+                size = sum(one.numel() * one.element_size() for one in model.parameters())
+                model.train()
+                forwards = Forwards(total, fake_batch(batch), is_fake=True)
+                found.append(check(model, forwards))
+            if answer and forwards.failure is not None:
+                raise forwards.failure
+            if not values.asked:
+                break
+        return found, ""
+    except Exception as error:
+        failure = error
+    if size > MOST_REAL_BYTES:
+        return found, _described(failure)
+    try:
+        with restoring_random_states(), isolated_model_caches(), torch.enable_grad():
+            model = make()
+            model.train()
+            forwards = Forwards(total, _few_samples(batch), is_fake=False)
+            found.append(check(model, forwards))
+    except Exception as error:
+        return found, _described(error)
+    return found, "" if forwards.failure is None else _described(forwards.failure)
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _few_samples(batch: Batch) -> Batch:
+    """Return a copy of the first samples of a batch."""
+    count = sample_count(batch)
+
+    def few(tensor: Tensor) -> Tensor:
+        whole = tensor.dim() == 0 or len(tensor) != count
+        return (tensor if whole else tensor[:MOST_REAL_SAMPLES]).detach().clone()
+
+    return map_tensors(few, batch)
 
 
 MOST_NESTED = 3  # lists in lists in which parameters are looked for
@@ -343,9 +452,11 @@ class _WatchedUses(TorchDispatchMode):
 
 
 __all__ = [
+    "Forwards",
     "UsesOfParameters",
     "WatchedWrites",
     "branch_on_values",
+    "checked_forwards",
     "fake_batch",
     "fake_forwards",
     "restoring_random_states",

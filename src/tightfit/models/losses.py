@@ -81,7 +81,12 @@ def torch_loss(loss: Any) -> TorchLoss | None:
         loss, options = loss.func, loss.keywords
     kind = loss if isinstance(loss, type) else _FUNCTIONS.get(loss) if callable(loss) and _hashable(loss) else None
     if kind is not None and issubclass(kind, Loss):
-        loss = kind(**options)
+        try:
+            loss = kind(**options)
+        except TypeError as error:
+            raise InputError(
+                f"job: loss={kind.__name__}", f"cannot be split into a sum and a count: {error}", _CUSTOM_LOSS_FIX
+            ) from error
     if not isinstance(loss, Loss):
         return None
     name, reduction = type(loss).__name__, loss.reduction

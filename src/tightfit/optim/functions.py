@@ -23,13 +23,17 @@ from tightfit._torch.dispatch import without_dispatch_modes
 from tightfit.errors import InputError
 from tightfit.job import PythonSpec
 from tightfit.models.python import as_input_error, load_python
+from tightfit.optim.nested_states import is_nested
 
 # What the update of an element of a weight reads: this element of the gradient and of the states;
 # the whole gradient and states of its parameter; or other parameters, too.
 Kind = Literal["elementwise", "by parameter", "together"]
 
 OPTIMIZER, SCHEDULE = "job: train.optimizer", "job: train.schedule"
-_STEPS = 3  # updates of a trial
+# updates of a trial. A rule may begin late, such as after 10 updates, or only for large matrices, such as
+# from 128 x 128 on: (shape, updates) of the matrices that are updated whole and in pieces
+_STEPS = 24
+_MATRICES = (((4, 6), _STEPS), ((160, 144), 12), ((1040, 1032), 3))
 _HOW = "return a torch.optim.Optimizer: lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3)"
 
 
@@ -122,45 +126,73 @@ def kind_of_update(given: Any) -> Kind:
 
     given  a function of the parameters that returns an optimizer, or a PythonSpec that names one
 
-    To find out, a small matrix and a small vector are updated together, then each alone, then the
-    matrix in four pieces, and the results are compared.
+    To find out, a small matrix and a small vector are updated together, then each alone. Then the matrix
+    is updated in four pieces, and so are larger ones as long as that makes no difference.
 
     Raises InputError if the optimizer fails, or if it keeps state in its parameter groups, which a
     checkpoint would lose.
     """
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        generator = torch.Generator().manual_seed(0)
-        starts = [torch.randn(shape, generator=generator) for shape in ((4, 6), (5,))]
-        gradients = [[torch.randn(one.shape, generator=generator) for one in starts] for _ in range(_STEPS)]
-
-        def ended(where: Callable[[Tensor], Tensor], numbers: tuple[int, ...]) -> list[Tensor]:
-            weights = [nn.Parameter(where(starts[number]).clone()) for number in numbers]
-            optimizer = optimizer_by_function(given, weights)
-            before = _options(optimizer)
-            for step in gradients:
-                for number, weight in zip(numbers, weights, strict=True):
-                    weight.grad = where(step[number]).clone()
-                with as_input_error(OPTIMIZER, "correct the optimizer"):
-                    optimizer.step()
-            _check_options(optimizer, before)
-            return [weight.detach() for weight in weights]
-
-        def whole(tensor: Tensor) -> Tensor:
-            return tensor
-
-        together = ended(whole, (0, 1))
-        alone = [ended(whole, (number,))[0] for number in (0, 1)]
+        small, vector = (_trial((shape, _STEPS)) for shape in ((4, 6), (5,)))
+        together = _ended(given, [small, vector])
+        alone = [_ended(given, [one])[0] for one in (small, vector)]
         if not all(map(_are_close, alone, together)):
             return "together"
-        top, bottom = (
-            torch.cat([ended(lambda one, part=part: _part(one, *part), (0,))[0] for part in parts], 1)  # type: ignore[misc]
-            for parts in (((0, 2, 0, 3), (0, 2, 3, 6)), ((2, 4, 0, 3), (2, 4, 3, 6)))
-        )
-        return "elementwise" if _are_close(torch.cat([top, bottom]), together[0]) else "by parameter"
+        return "elementwise" if all(_updates_pieces_alike(given, _trial(one)) for one in _MATRICES) else "by parameter"
 
 
-def _part(matrix: Tensor, top: int, bottom: int, left: int, right: int) -> Tensor:
-    return matrix[top:bottom, left:right]
+def nested_state(given: Any) -> str:
+    """Return the name of a state of the user's optimizer that is a list, tuple or dict; "" if all are tensors
+    and numbers. To find out, a small matrix and a small vector are updated once.
+
+    given  see `kind_of_update`
+    """
+    with without_dispatch_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
+        weights = [nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (5,))]
+        optimizer = optimizer_by_function(given, weights)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        with as_input_error(OPTIMIZER, "correct the optimizer"):
+            optimizer.step()
+        states = (each for state in optimizer.state.values() for each in state.items())
+        return next((str(name) for name, value in states if is_nested(value)), "")
+
+
+_Trial = list[Tensor]  # the first weight, then the gradient of each update
+
+
+def _trial(shape_and_updates: tuple[tuple[int, ...], int]) -> _Trial:
+    shape, updates = shape_and_updates
+    generator = torch.Generator().manual_seed(sum(shape))
+    return [torch.randn(shape, generator=generator) for _ in range(updates + 1)]
+
+
+def _ended(given: Any, trials: list[_Trial]) -> list[Tensor]:
+    """Return the weights after the updates of an optimizer of all of them.
+
+    given  see `kind_of_update`
+    """
+    weights = [nn.Parameter(start.clone()) for start, *_ in trials]
+    optimizer = optimizer_by_function(given, weights)
+    before = _options(optimizer)
+    for gradients in zip(*(trial[1:] for trial in trials), strict=True):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        with as_input_error(OPTIMIZER, "correct the optimizer"):
+            optimizer.step()
+    _check_options(optimizer, before)
+    return [weight.detach() for weight in weights]
+
+
+def _updates_pieces_alike(given: Any, trial: _Trial) -> bool:
+    """Return whether a matrix gets the same updates in four pieces as in one.
+
+    given  see `kind_of_update`
+    """
+    quarters = zip(*([piece for half in one.chunk(2) for piece in half.chunk(2, 1)] for one in trial), strict=True)
+    first, second, third, fourth = (_ended(given, [list(quarter)])[0] for quarter in quarters)
+    pieces = torch.cat([torch.cat([first, second], 1), torch.cat([third, fourth], 1)])
+    return _are_close(pieces, _ended(given, [trial])[0])
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
@@ -266,4 +298,12 @@ class _SchedulerRates:
         return self._rates[step]
 
 
-__all__ = ["ExistingOptimizer", "Kind", "function_of", "kind_of_update", "optimizer_by_function", "rate_by_function"]
+__all__ = [
+    "ExistingOptimizer",
+    "Kind",
+    "function_of",
+    "kind_of_update",
+    "nested_state",
+    "optimizer_by_function",
+    "rate_by_function",
+]

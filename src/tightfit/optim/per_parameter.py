@@ -30,6 +30,7 @@ from tightfit.errors import InputError
 from tightfit.optim.blockwise_quantization import Bits, BlockQuantizer, bits_of
 from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.gradient_hooks import on_gradient_ready
+from tightfit.optim.nested_states import is_nested
 from tightfit.optim.norms import copy_shard_mark
 from tightfit.optim.one_by_one import Closure, loss_of
 
@@ -577,7 +578,7 @@ def load_plain(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     carried = {*ROUNDING_STATES.values(), MASTER}
 
     def plain(name: str, value: Any, parameter: Tensor) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or is_nested(value):
             return value
         return dequantize_state(name, {part: tensor.to(parameter.device) for part, tensor in value.items()}, parameter)
 

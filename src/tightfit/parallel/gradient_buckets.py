@@ -161,7 +161,7 @@ class Reducer:
         if self._sending:
             bucket, place = self._slot[parameter]  # type: ignore[index]
             if place in bucket.ready:  # the reduction of its first gradient may have begun
-                raise _completed_twice(parameter)
+                raise completed_twice(parameter)
             self._write_gradient(bucket, place, parameter.grad)
             parameter.grad = None
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
@@ -466,7 +466,7 @@ class ReduceScatteredGradients:
                 gradient.copy_(summed.view(gradient.shape))
 
 
-def _completed_twice(parameter: Tensor) -> InputError:
+def completed_twice(parameter: Tensor) -> InputError:
     """Return the error to raise when one backward completes a parameter's gradient twice. This
     happens if the model runs a backward within the backward.
     """

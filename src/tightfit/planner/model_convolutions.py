@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from tightfit.calibration.calibrate import is_busy
 from tightfit.calibration.convolutions import ModelConvolution, measure_convolutions
 from tightfit.capabilities import has_fast_bf16
 from tightfit.cost.recorded_step import CHANNELS_LAST, Operation
@@ -23,7 +22,10 @@ from tightfit.plan import Plan
 if TYPE_CHECKING:
     from tightfit.planner.estimator import Estimator
 
-MOST_S = 0.02  # the number of images is reduced until a convolution is expected to take at most this long
+# the number of images is reduced until a convolution is expected to take at most this long, but not to a single
+# one, for which other kernels may run
+MOST_S, FEWEST_IMAGES = 0.02, 2
+MOST_PACE = 1.5  # a measurement that is more than this many times slower than usual is not stored
 
 
 def measure_model(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> None:
@@ -44,18 +46,19 @@ def measure_model(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> Non
     except TightfitError:
         return
     samples = plan.micro_batch_of(estimator.job.train.batch)
-    seconds: dict[ModelConvolution, float] = {}
+    # wanted -> (whether it has the plan's own precision and format, expected seconds)
+    importance: dict[ModelConvolution, tuple[bool, float]] = {}
     for one in operations:
+        expected_s = estimator.time_model.operation_s(one, samples) * one.count.at(samples)
         for wanted in _variants(estimator, one, samples, pins):
-            expected_s = estimator.time_model.operation_s(one, samples) * one.count.at(samples)
             if wanted.rate_key not in machine.rates:
-                seconds[wanted] = max(seconds.get(wanted, 0.0), expected_s)
-    if not seconds:
+                is_own = (wanted.dtype, wanted.channels_last) == (one.dtype, one.name.endswith(CHANNELS_LAST))
+                importance[wanted] = max(importance.get(wanted, (False, 0.0)), (is_own, expected_s))
+    if not importance:
         return
-    busy = is_busy(machine)
-    machine = measure_convolutions(machine, sorted(seconds, key=lambda one: -seconds[one]))
+    machine, pace = measure_convolutions(machine, sorted(importance, key=importance.__getitem__, reverse=True))
     with contextlib.suppress(OSError):
-        if not busy:
+        if pace < MOST_PACE:
             machine.keep()
     estimator.use_machine(machine)
 
@@ -64,9 +67,9 @@ def _variants(estimator: Estimator, one: Operation, samples: int, pins: dict[str
     """Return the convolution `one` in each precision and memory format that a plan may have."""
     assert one.convolution is not None
     per_image = estimator.time_model.operation_s(one, samples) / max(one.sizes[0].at(samples), 1.0)
-    images = max(min(one.sizes[0].at(samples), MOST_S / max(per_image, 1e-12)), 1.0)
+    images = min(one.sizes[0].at(samples), max(MOST_S / max(per_image, 1e-12), FEWEST_IMAGES))
     return [
-        ModelConvolution(one.convolution, int(images), dtype, last)
+        ModelConvolution(one.convolution, max(int(images), 1), dtype, last)
         for dtype in _dtypes(estimator, one, pins)
         for last in _memory_formats(one, pins)
     ]

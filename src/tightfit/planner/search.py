@@ -22,6 +22,7 @@ from typing import Any
 
 from tightfit._torch.compiler import keeping_compilations
 from tightfit.calibration.this_machine import measured_machine_of
+from tightfit.capabilities import has_fast_bf16
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Machine
@@ -103,7 +104,8 @@ def search(
     machine = estimator.machine
     with tracing_ahead(estimator, pins):
         found = _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
-        return _without_recomputation(estimator, pins, found)
+        found = _without_recomputation(estimator, pins, found)
+        return _without_16_bit_weights(estimator, pins, found)
 
 
 def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
@@ -161,6 +163,27 @@ def _without_recomputation(estimator: Estimator, pins: dict[str, Any], found: li
     except DoesNotFit as error:
         raise DoesNotFit(f"{error}\n{why}. So only plans without recompute were tried", error.content) from error
     return [replace(found[0], notes=(*found[0].notes, f"{why}. So this plan recomputes no blocks")), *found[1:]]
+
+
+def _without_16_bit_weights(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
+    """Return the estimates `found` of a search, or, if their first plan stores weights in 16 bits and the model's
+    forward itself changes some, such as those of a teacher that it averages, those of a search with 32-bit
+    weights: in 16 bits, small changes are lost. Its first estimate says so in its notes. If the user pinned
+    `precision`, `build` warns.
+
+    Raises DoesNotFit if no plan with 32-bit weights fits.
+    """
+    if not found[0].plan.has_16_bit_weights or "precision" in pins or not (names := model_uses(estimator).floating):
+        return found
+    why = f"the forward changes {names[0]}, and in 16 bits small changes would be lost"
+    mixed = "bf16" in estimator.job.allowed and has_fast_bf16(estimator.machine)
+    pins = {**pins, "precision": "bf16-mixed" if mixed else "fp32"}
+    try:
+        found = _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
+        found = _without_recomputation(estimator, pins, found)
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error}\n{why}. So only plans with 32-bit weights were tried", error.content) from error
+    return [replace(found[0], notes=(*found[0].notes, f"{why}. So this plan has 32-bit weights")), *found[1:]]
 
 
 def _search(

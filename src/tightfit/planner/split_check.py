@@ -109,7 +109,7 @@ def changed_state(estimator: Estimator) -> str:
     if job.of_transformers:
         return ""
     total = profiler.model.objective().total
-    return changed_after_forward(model_factory(job.model), total, profiler.batch, job.blocks_name)
+    return changed_after_forward(model_factory(job.model), total, profiler.batch, job.blocks_name).changed
 
 
 def _is_small(estimator: Estimator) -> bool:

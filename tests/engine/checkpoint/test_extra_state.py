@@ -95,7 +95,7 @@ BOTH = {f"blocks.{number}": (STEPS, [STEPS, STEPS]) for number in range(2)}
 
 def test_extra_states_are_restored_with_another_plan(tmp_path: Path) -> None:
     trained(str(tmp_path), {})
-    assert resumed(str(tmp_path), {"micro_batch": 2, "materialize": "device"}) == BOTH
+    assert resumed(str(tmp_path), {"allocator": "tuned", "materialize": "device"}) == BOTH
 
 
 @pytest.mark.slow

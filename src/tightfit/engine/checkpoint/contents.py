@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tightfit.distributed.sharding import on_mesh_device
+from tightfit.optim.nested_states import flatten_state, is_nested
 from tightfit.optim.per_parameter import dequantize_state
 from tightfit.optim.whole_parameters import has_parameter_shape
 from tightfit.runtime.run import Run, unshard
@@ -38,7 +39,9 @@ class SavedTensors:
 def model_of(run: Run) -> SavedTensors:
     """Return the model's parameters and persistent buffers, for saving. A tied parameter is in the
     result once."""
-    persistent = run.model.state_dict().keys()
+    # a hook may drop frozen parameters from the state dict, such as those of an encoder that the model loads itself
+    trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
+    persistent = run.model.state_dict().keys() | trained
     named = {name: tensor.detach() for name, tensor in (*run.model.named_parameters(), *run.model.named_buffers())}
     stale = run.executor.stale_buffers if run.executor is not None else frozenset()
     named = {name: tensor for name, tensor in named.items() if name in persistent and name not in stale}
@@ -69,7 +72,8 @@ def states_of(run: Run) -> SavedTensors:
 
     A state that is quantized to 8 or 4 bits consists of several tensors. Each of them is saved
     under a name of its own, such as "exp_avg.codes:layers.0.weight". If parameters are sharded, the
-    state is dequantized and saved as one fp32 tensor instead.
+    state is dequantized and saved as one fp32 tensor instead. A nested state of a user's own optimizer is
+    saved like this, too, as "state.number:parameter".
     """
     states, sharded = run.optimizer.state_dict()["state"], is_sharded(run)
     shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
@@ -79,7 +83,12 @@ def states_of(run: Run) -> SavedTensors:
     for number, (owner, weight) in enumerate(names_of(run)):
         for name, value in states.get(number, {}).items():
             key = f"{name}:{owner}"
-            if isinstance(value, dict) and not sharded:
+            if is_nested(value):
+                counts.setdefault(owner, {})[name], tensors = flatten_state(value)
+                for place, tensor in enumerate(tensors):
+                    key = f"{name}.{place}:{owner}"
+                    sizes[key], makers[key] = tensor.nbytes, partial(_same, tensor)
+            elif isinstance(value, dict) and not sharded:
                 for what, tensor in value.items():
                     key = f"{name}.{what}:{owner}"
                     sizes[key], makers[key] = tensor.nbytes, partial(_same, tensor)

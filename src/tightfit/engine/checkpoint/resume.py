@@ -3,6 +3,7 @@ keeps only its own shards of them."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import socket
@@ -26,6 +27,7 @@ from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job, Train
 from tightfit.optim.gradient_dtype import gradient_dtype
 from tightfit.optim.groups import restore_changed_rates, restore_group_options
+from tightfit.optim.nested_states import NESTED, rebuild_state
 from tightfit.optim.per_parameter import MASTER, dequantize_state
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole_parameters import has_parameter_shape
@@ -224,10 +226,15 @@ def _load_model(run: Run, saved: Reader, states: Reader) -> None:
     """
     parameters = dict(run.model.named_parameters())
     tensors = {**parameters, **dict(run.model.named_buffers())}
-    missing = sorted(parameters.keys() - saved.names)
+    in_state = run.model.state_dict().keys()
+    missing = sorted(
+        name
+        for name, parameter in parameters.items()
+        if name not in saved.names and (name in in_state or parameter.requires_grad)
+    )
     if missing:
         raise RuntimeError(f"it has no {missing[0]}")
-    unknown = sorted(saved.names - run.model.state_dict().keys())
+    unknown = sorted(saved.names - in_state - parameters.keys())
     if unknown and run.executor is None:
         raise RuntimeError(f"it has {unknown[0]}, which the model does not have")
     for name in sorted(saved.names & tensors.keys()):
@@ -259,7 +266,8 @@ def _parts(run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, A
     """
     sharded, names = is_sharded(run), names_of(run)
     shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
-    found: dict[str, dict[str, Any]] = {owner: dict(counts.get(owner, {})) for owner, _ in names}
+    # the tensors of a nested state come beside its description
+    found: dict[str, dict[str, Any]] = {owner: copy.deepcopy(counts.get(owner, {})) for owner, _ in names}
     for key in sorted(saved.names):
         what, _, owner = key.partition(":")
         name, _, within = what.partition(".")
@@ -274,6 +282,9 @@ def _parts(run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, A
                 found[owner].setdefault(MASTER, model.get(owner).float())
 
     def taken(owner: str, weight: Tensor, name: str, value: Any) -> Any:
+        if isinstance(value, dict) and NESTED in value:
+            tensors = {place: one.clone() for place, one in value.items() if isinstance(one, Tensor)}
+            return rebuild_state(value, tensors)
         if isinstance(value, dict) and not sharded:
             return {what: tensor.clone() for what, tensor in value.items()}
         if isinstance(value, dict):

@@ -360,8 +360,11 @@ class FullyShardReduction:
         last  whether this is the step's last micro-batch. If so, this sets the gradients of the
               shards that the optimizer updates
 
-        Raises InputError if the devices have called different layers (see `CollectiveOrder`).
+        Raises InputError if the devices have called different layers (see `CollectiveOrder`), or if a
+        gradient was completed after it had been reduced.
         """
+        if self.used_parameters is not None:
+            self.used_parameters.refuse_unreduced()
         if self.collective_order is not None:
             self.collective_order.end_backward(last)
         if not last:

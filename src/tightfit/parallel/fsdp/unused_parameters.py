@@ -26,6 +26,7 @@ from tightfit._torch.fsdp import (
     before_reduction,
     gathered_parameter,
     has_gradient,
+    has_new_gradient,
     is_gathered_once,
     is_unsharded,
     records,
@@ -34,7 +35,7 @@ from tightfit._torch.fsdp import (
 )
 from tightfit.distributed.processes import copy_to_device
 from tightfit.parallel.fsdp.collective_order import CollectiveOrder
-from tightfit.parallel.gradient_buckets import missing_everywhere
+from tightfit.parallel.gradient_buckets import completed_twice, missing_everywhere
 
 
 class UsedParameters:
@@ -49,7 +50,8 @@ class UsedParameters:
     def __init__(self, groups: Iterable[ParameterGroup], agreement: CollectiveOrder) -> None:
         self.with_gradient: set[Tensor] = set()
         self.agreement = agreement
-        for number, group in enumerate(groups):
+        self.groups = list(groups)
+        for number, group in enumerate(self.groups):
             before_reduction(group, partial(self._after_backward, number, group))
 
     def _after_backward(self, number: int, group: ParameterGroup) -> None:
@@ -77,6 +79,14 @@ class UsedParameters:
             which = (31 * which + place + 1) % 2**31
         if which and reduces_gradients(group):
             self.agreement.check_reduce(number, which)
+
+    def refuse_unreduced(self) -> None:
+        """Raise InputError if the backward that has ended has completed a gradient after the gradients of its
+        block were reduced, so that it would be lost."""
+        for group in filter(reduces_gradients, self.groups):  # others keep the gradient until they reduce it
+            for record in records(group):
+                if is_gathered_once(record) and has_new_gradient(record):
+                    raise completed_twice(sharded_parameter(record))
 
     def missing_everywhere(
         self, parameters: list[nn.Parameter], all_reduce: Callable[[Tensor], object], device: torch.device
