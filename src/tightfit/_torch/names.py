@@ -148,6 +148,8 @@ _TABLE = {
             "answers Tensor.item() on fake tensors",
             "compare the operation's name",
         ),
+        "_index_put_impl_": ("indexing by masks without values", "compare the operation's name"),
+        "_unique2": ("torch.unique of tensors without values", "compare the operation's name"),
         "_grouped_mm": ("shapes and FLOPs of mixtures of experts", "compare the operation's name"),
         "_scaled_mm": ("worth saving under selective recompute", _NO_ENTRY),
         "_scaled_dot_product_flash_attention": (

@@ -11,6 +11,8 @@ import torch
 _ATEN = torch.ops.aten
 
 LOCAL_SCALAR_DENSE = _ATEN._local_scalar_dense  # what Tensor.item() dispatches
+INDEX_PUT = _ATEN._index_put_impl_  # the backward of indexing
+UNIQUE = _ATEN._unique2
 GROUPED_MM = _ATEN._grouped_mm
 SCALED_MM = _ATEN._scaled_mm
 FLASH_ATTENTION = _ATEN._scaled_dot_product_flash_attention
@@ -69,6 +71,7 @@ __all__ = [
     "FLASH_ATTENTION_BACKWARD",
     "FUSED_RMS_NORM",
     "GROUPED_MM",
+    "INDEX_PUT",
     "LOCAL_SCALAR_DENSE",
     "LOG_SOFTMAX",
     "MKLDNN_RNN",
@@ -76,6 +79,7 @@ __all__ = [
     "MPS_ATTENTION",
     "SCALED_MM",
     "SOFTMAX",
+    "UNIQUE",
     "assert_async",
     "attention_by_products",
     "foreach_copy_",

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import FakeTensor, known_value
-from tightfit._torch.operations import LOCAL_SCALAR_DENSE
+from tightfit._torch.operations import INDEX_PUT, LOCAL_SCALAR_DENSE, UNIQUE
 from tightfit.models.value_reads import ValueReads
 
 _aten = torch.ops.aten
-_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
-_UNIQUE = (_aten._unique2.default, _aten.unique_dim.default, _aten.unique_consecutive.default)
+_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, INDEX_PUT.default)
+_UNIQUE = (UNIQUE.default, _aten.unique_dim.default, _aten.unique_consecutive.default)
 
 
 class GuessedValues(TorchDispatchMode):
