@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import tightfit
 from tests.planner import cases
@@ -191,3 +192,32 @@ def test_no_layers_are_removed_if_blocks_would_be_mistaken() -> None:
     assert {name.partition(".")[0] for name, _ in find_blocks(model)} == {"large"}
     assert remove_repeated_blocks(model, None).removed == {}
     assert [name for name, _ in model.named_modules()] == before
+
+
+class Energy(nn.Module):
+    """Its output is the gradient of an energy, through all of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(6)
+        )
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        (score,) = torch.autograd.grad(self.head(y).sum(), x, create_graph=True)
+        return score
+
+
+@pytest.mark.parametrize("fields", [{}, {"micro_batch": 2}], ids=str)
+def test_blocks_whose_gradients_a_forward_computes_are_all_traced(fields: dict[str, Any]) -> None:
+    data = [(torch.randn(128, 32), torch.randn(128, 32)) for _ in range(8)]
+    energy = tightfit.Job(model=Energy, data=data, loss=nn.functional.mse_loss, train=tightfit.Train(batch=8, steps=1))
+    plan = tightfit.Plan(**fields)
+    peak = tightfit.estimate(energy, plan).peak
+    tensors = peak.total - peak.rows["runtime"] - peak.rows["allocator"]
+    assert tensors == pytest.approx(dry_run(energy, plan).total, rel=1e-4)

@@ -38,7 +38,7 @@ from tightfit._torch.operations import (
     schema_of,
 )
 from tightfit._torch.pytree import tree_flatten_with_path
-from tightfit._torch.tensors import next_sequence_number
+from tightfit._torch.tensors import in_backward, next_sequence_number
 from tightfit.cost.recorded_step import (
     CHANNELS_LAST,
     BatchLinear,
@@ -49,6 +49,7 @@ from tightfit.cost.recorded_step import (
     Segment,
     Timeline,
 )
+from tightfit.errors import Untraceable
 from tightfit.machine import FLOAT8
 from tightfit.machines.shapes import ALIGNMENT
 from tightfit.methods.attention import causal_pairs, probability_count
@@ -186,10 +187,12 @@ class Recorder(StorageMode[_Storage]):
     segments    segments of the forward, in order
     program     all segments, in the order in which they ran
     phase       forward, backward or inference
+    differentiates  whether the forward itself has computed gradients, as by torch.autograd.grad
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
+        self.differentiates = False
         self.parameters = parameters
         self.segments: list[_OpenSegment] = []
         self.program: list[_OpenSegment] = []
@@ -344,6 +347,8 @@ class Recorder(StorageMode[_Storage]):
             return func(*args, **kwargs)
         if self.phase == "backward":
             self._find_segment()
+        elif not self.differentiates:
+            self.differentiates = in_backward()
         output = func(*args, **kwargs)
         self._record_outputs(func, name.rsplit(".", 1)[0], args, kwargs, output)
         return output
@@ -595,6 +600,9 @@ def record_step(
               the loss is computed; without autograd, nothing is saved
 
     Afterwards all gradients are None, and the model is otherwise unchanged.
+
+    Raises Untraceable if the forward computes gradients itself while blocks are skipped: what their backward
+    does in the forward is not known.
     """
     parameters = dict(model.named_parameters())
     recorder = Recorder(parameters)
@@ -612,6 +620,8 @@ def record_step(
         if training:
             stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))
         loss = loss_sum(batch)
+        if recorder.differentiates and any(segment.copy_of is not None for segment in recorder.segments):
+            raise Untraceable("job: model", "computes gradients in its forward", "trace all blocks")
         if training:
             stack.close()
             recorder.end_forward()
