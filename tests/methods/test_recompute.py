@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tightfit
+from tightfit.engine import refused_models
 from tightfit.errors import InputError
 from tightfit.machine import Machine
 from tightfit.methods.recompute import recomputed_blocks
+from tightfit.models.block_state import StateOfBlocks
 from tightfit.planner.defaults import complete
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
@@ -460,7 +462,7 @@ class Forgetful(nn.Module):
             self.linear, self.times = nn.Linear(4, 4), 0
 
         def forward(self, x: Tensor) -> Tensor:
-            self.times += bool(x.isfinite().all())  # a value, which `build` cannot know
+            self.times += bool(x.isfinite().all())
             return self.linear(x.unsqueeze(1).expand(-1, self.times, -1)).tanh().sum(1)
 
     def __init__(self) -> None:
@@ -473,9 +475,12 @@ class Forgetful(nn.Module):
         return x
 
 
-def test_a_block_that_differs_when_recomputed_is_refused() -> None:
+def test_a_block_that_differs_when_recomputed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [(torch.randn(4), number % 4) for number in range(8)]
     job = tightfit.Job(model=Forgetful, data=samples, train=tightfit.Train(batch=4, steps=1))
+    with pytest.raises(InputError, match=r"blocks\.0 computes something else when it runs again"):
+        tightfit.build(job, tightfit.Plan(recompute="full"))
+    monkeypatch.setattr(refused_models, "changed_after_forward", lambda *arguments: StateOfBlocks())
     run = tightfit.build(job, tightfit.Plan(recompute="full"))
     with pytest.raises(InputError, match=r"plan: recompute=full: a block's recomputation differs from its forward"):
         next(tightfit.train(run))

@@ -171,12 +171,28 @@ class _RecomputationEdit:
             if call in self.backward:
                 self.calls.setdefault(call[0], []).append(call)
         blocks = {block for segment in segments for block in segment}
+        for block in blocks:
+            for call in self.calls.get(block, ()):
+                self._drop_retained(call)
         self.kept: set[Buffer] = set()
         for part in self.training:
             if part.phase == "forward":
                 here, whole = part.timeline, part.block in blocks
                 self.kept.update(here.inputs if whole else here.saved.difference(here.allocated))
         self.end = max(place for place, part in enumerate(self.training) if part.phase == "forward")
+
+    def _drop_retained(self, call: Call) -> None:
+        """Let backward free the tensors that a module keeps, as it does with others: the second forward leaves
+        the attributes of modules as the first one has set them."""
+        before = self.training[self.forward[call]].timeline
+        retained = [buffer for buffer, sign in before.events if buffer.retained and sign > 0]
+        if retained:
+            events = tuple((buffer, sign) for buffer, sign in before.events if not (buffer.retained and sign < 0))
+            end = sum(not (buffer.retained and sign < 0) for buffer, sign in before.events[: before.recompute_end[0]])
+            self._replace_timeline(
+                self.forward[call], replace(before, events=events, recompute_end=(end, before.recompute_end[1]))
+            )
+            self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(retained)))
 
     def recompute(self, segment: tuple[Call, ...]) -> None:
         """Edit the step so that a group of blocks saves only the first block's input, and all its

@@ -65,6 +65,8 @@ class Buffer:
     operands   for a gradient that is a matrix product: the two buffers that are multiplied
     terms      for the gradient of a parameter that is used several times: the gradients from the
                single uses, whose sum is this gradient
+    retained   whether the step leaves it until the next step replaces it, such as a tensor that a module
+               keeps in an attribute
     """
 
     size: BatchLinear
@@ -73,6 +75,7 @@ class Buffer:
     parameter: str = ""
     operands: tuple[Buffer, ...] = ()
     terms: tuple[Buffer, ...] = ()
+    retained: bool = False
 
 
 @dataclass(frozen=True, slots=True)

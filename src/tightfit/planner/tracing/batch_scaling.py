@@ -109,7 +109,7 @@ class _BatchScaling:
                 tuple(self._buffer(one, other) for one, other in zip(*pair, strict=False))
                 for pair in ((small.operands, large.operands), (small.terms, large.terms))
             )
-            self.buffers[small] = Buffer(size, large.row, small.maker, small.parameter, operands, terms)
+            self.buffers[small] = Buffer(size, large.row, small.maker, small.parameter, operands, terms, small.retained)
         return self.buffers[small]
 
     def _compressed(self, small: Timeline, large: Timeline) -> tuple[tuple[Buffer, int], ...]:

@@ -94,6 +94,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
                 one.parameter,
                 [buffers[source] for source in one.operands],
                 [buffers[source] for source in one.terms],
+                one.retained,
             ]
             for one in buffers
         ],
@@ -124,10 +125,18 @@ def from_content(content: Any) -> RecordedStep:
     """Convert plain data, which `to_content` returned, back to the recorded step. Raises
     ValueError, TypeError, KeyError or IndexError for any other content."""
     buffers: list[Buffer] = []
-    for size, row, maker, parameter, operands, terms in content["buffers"]:
-        sources = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))
+    for size, row, maker, parameter, operands, terms, retained in content["buffers"]:
+        first, second = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))
         buffers.append(
-            Buffer(_read_linear(size), _one_of(row, TRACED_ROWS), _read_text(maker), _read_text(parameter), *sources)
+            Buffer(
+                _read_linear(size),
+                _one_of(row, TRACED_ROWS),
+                _read_text(maker),
+                _read_text(parameter),
+                first,
+                second,
+                _one_of(retained, (True, False)),
+            )
         )
     operations = [
         Operation(

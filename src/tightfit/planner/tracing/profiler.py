@@ -174,6 +174,8 @@ class Profiler:
         micro_batch = plan.micro_batch_of(self.job.train.batch)
         programs, sizes = self.recorded_step(plan, micro_batch)
         # a recomputed block's first forward is that of an evaluation, which has to save nothing
+        events = (event for segment in programs.segments for event in segment.timeline.events)
+        retained = sum(buffer.size.at(micro_batch) for buffer, sign in events if buffer.retained and sign > 0)
         may_save = not recompute.enabled(plan) or recompute.changes_trace(plan)
         return Ledger(
             micro_batch=of_device,
@@ -183,6 +185,7 @@ class Profiler:
             parameters=programs.parameters,
             blocks=programs.blocks,
             experts=programs.experts,
+            fixed={"activations": retained} if retained else {},
             updates=self.model.updates(plan),
             once_per_step=self.model.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
@@ -432,6 +435,7 @@ class Profiler:
                         block_map.removed,
                         gradients=gradients,
                         run_all=self.model.repeated == EXECUTED,
+                        finds_retained=plan.compile == "none" and not self.job.of_transformers,
                     )
             except InputError as error:
                 if block_map.removed:

@@ -15,6 +15,7 @@ and 32 backward segments of blocks: those of blocks 2 to 30 are copies of block 
 from __future__ import annotations
 
 import bisect
+import gc
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -153,6 +154,7 @@ class _Storage:
     operands: tuple[_Storage, ...] = ()
     terms: tuple[_Storage, ...] = ()
     sources: tuple[_Storage, ...] = ()
+    retained: bool = False
     buffer: Buffer | None = None
 
 
@@ -193,6 +195,7 @@ class Recorder(StorageMode[_Storage]):
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.differentiates = False
+        self._has_ended = False
         self.parameters = parameters
         self.segments: list[_OpenSegment] = []
         self.program: list[_OpenSegment] = []
@@ -386,7 +389,18 @@ class Recorder(StorageMode[_Storage]):
             self._made_in_forward.append(id(storage))
 
     def record_free(self, note: _Storage) -> None:
-        self.program[-1].events.append((note, -1))
+        if not self._has_ended:
+            self.program[-1].events.append((note, -1))
+
+    def mark_retained(self) -> None:
+        """Mark the storages that the step has left, such as those of tensors that a module keeps in an
+        attribute. Nothing is recorded afterwards."""
+        self._has_ended = True
+        left = [seen for seen, _ in self._live.values() if seen.row != "gradients"]
+        if left:
+            gc.collect()  # some are only in cycles of objects
+        for seen, _ in self._live.values():
+            seen.retained = seen.row != "gradients"
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -584,6 +598,7 @@ def record_step(
     removed: Mapping[int, int] | None = None,
     run_all: bool = False,
     gradients: bool = False,
+    finds_retained: bool = False,
 ) -> tuple[Segment, ...]:
     """Record what one micro-batch of fake tensors does, and return it as segments, in the order in
     which they ran.
@@ -598,6 +613,7 @@ def record_step(
     run_all   whether to run all blocks; otherwise repeated blocks are skipped
     gradients  whether autograd is on in the forward of an evaluation. What it saves then lives until
               the loss is computed; without autograd, nothing is saved
+    finds_retained  whether to find the storages that the step leaves until the next one replaces them
 
     Afterwards all gradients are None, and the model is otherwise unchanged.
 
@@ -631,6 +647,8 @@ def record_step(
         del loss
         if training:
             recorder.end_backward()
+        if finds_retained:
+            recorder.mark_retained()
     for parameter in parameters.values():
         parameter.grad = None
     return recorded_segments(recorder)
@@ -644,10 +662,11 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
     births = {seen: number for number, seen in enumerate(s for one in program for s, sign in one.events if sign > 0)}
     closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in program:
+        replaced = sum(seen.retained and sign > 0 for seen, sign in opened.events[: opened.recompute_end[0]])
         timeline = Timeline(
-            tuple((_buffer(seen), sign) for seen, sign in _with_ordered_casts(opened.events, births)),
+            tuple((_buffer(seen), sign) for seen, sign in _with_retained(_with_ordered_casts(opened.events, births))),
             tuple(opened.operations),
-            opened.recompute_end,
+            (opened.recompute_end[0] + replaced, opened.recompute_end[1]),
             tuple(_buffer(seen) for seen in opened.inputs),
             frozenset(_buffer(seen) for seen in opened.saved),
             tuple(_to_given(one) for one in opened.block_inputs),
@@ -682,6 +701,15 @@ def _with_ordered_casts(events: list[tuple[_Storage, int]], births: dict[_Storag
     return ordered
 
 
+def _with_retained(events: list[tuple[_Storage, int]]) -> list[tuple[_Storage, int]]:
+    """Return the events with a free after each allocation of a retained storage: that of the one that the step
+    before has left, and that is replaced now. The ledger has their bytes for the whole step."""
+    found: list[tuple[_Storage, int]] = []
+    for seen, sign in events:
+        found += [(seen, sign), (seen, -1)] if seen.retained and sign > 0 else [(seen, sign)]
+    return found
+
+
 def _describe_gradient(seen: _Storage, parameter: str) -> None:
     """Record in `seen` that this storage holds the gradient of `parameter` (a name), and from which
     storages the matrix product, cast or sum in backward computed it.
@@ -705,7 +733,8 @@ def _describe_gradient(seen: _Storage, parameter: str) -> None:
 def _buffer(seen: _Storage) -> Buffer:
     if seen.buffer is None:
         operands, terms = (tuple(map(_buffer, storages)) for storages in (seen.operands, seen.terms))
-        seen.buffer = Buffer(BatchLinear(float(seen.size)), seen.row, seen.maker, seen.parameter, operands, terms)
+        size = BatchLinear(float(seen.size))
+        seen.buffer = Buffer(size, seen.row, seen.maker, seen.parameter, operands, terms, seen.retained)
     return seen.buffer
 
 
