@@ -218,8 +218,11 @@ def test_a_search_does_not_recompute_such_blocks() -> None:
 @pytest.mark.slow
 def test_a_search_recomputes_other_blocks() -> None:
     assert tightfit.search(half_recomputed(Net), MACHINE, PINS)[0].plan.recomputes_blocks
-    with pytest.raises(tightfit.DoesNotFit, match="So only plans without recompute were tried"):
-        tightfit.search(half_recomputed(Domains), MACHINE, PINS)
+    for pins in (PINS, {**PINS, "recompute": "none"}):
+        with pytest.raises(tightfit.DoesNotFit) as refused:
+            tightfit.search(half_recomputed(Domains), MACHINE, pins)
+        assert ("So only plans without recompute were tried" in str(refused.value)) is (pins is PINS)
+        assert "plan.recompute:" not in str(refused.value)
 
 
 def refused(zero: int) -> str:

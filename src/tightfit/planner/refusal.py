@@ -22,7 +22,7 @@ from tightfit.planner.defaults import complete
 from tightfit.planner.estimate import MARGIN, Estimate
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.leanest import leanest
-from tightfit.planner.split_check import loss_depends_on_split, model_uses
+from tightfit.planner.split_check import changed_state, loss_depends_on_split, model_uses
 from tightfit.units import format_bytes
 
 PERMISSIONS = ("bf16", "fp16", "bf16-states", "8-bit-states", "4-bit-states", "stochastic-rounding", "offload")
@@ -245,6 +245,8 @@ def _fewer_pins(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> 
     for name in (name for name in UNPINNABLE if name in pins):
         if name == "micro_batch" and (loss_depends_on_split(estimator) or model_uses(estimator).changed):
             continue  # the batch has to stay whole
+        if name == "recompute" and changed_state(estimator):
+            continue  # its blocks would compute something else the second time
         open_ = {other: value for other, value in pins.items() if other != name}
         result = _leanest_with_same_kernels(estimator, least, open_)
         if result is not None and getattr(result.plan, name) != pins[name]:

@@ -103,7 +103,12 @@ def search(
     measure_model(estimator, complete(job, limited_to_batch(machine, job, pins), pins)[0], pins)
     machine = estimator.machine
     with tracing_ahead(estimator, pins):
-        found = _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
+        try:
+            found = _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
+        except DoesNotFit:
+            if "recompute" in pins or not (why := changed_state(estimator)):
+                raise
+            found = _search_without_recomputation(estimator, pins, why)  # so that no remedy recomputes blocks
         found = _without_recomputation(estimator, pins, found)
         return _without_16_bit_weights(estimator, pins, found)
 
@@ -157,12 +162,18 @@ def _without_recomputation(estimator: Estimator, pins: dict[str, Any], found: li
     """
     if not found[0].plan.recomputes_blocks or "recompute" in pins or not (why := changed_state(estimator)):
         return found
+    found = _search_without_recomputation(estimator, pins, why)
+    return [replace(found[0], notes=(*found[0].notes, f"{why}. So this plan recomputes no blocks")), *found[1:]]
+
+
+def _search_without_recomputation(estimator: Estimator, pins: dict[str, Any], why: str) -> list[Estimate]:
+    """Search among plans that recompute no blocks. Raises DoesNotFit, with the reason `why` there are no others,
+    if none fits."""
     pins = {**pins, "recompute": "none"}
     try:
-        found = _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
+        return _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
     except DoesNotFit as error:
         raise DoesNotFit(f"{error}\n{why}. So only plans without recompute were tried", error.content) from error
-    return [replace(found[0], notes=(*found[0].notes, f"{why}. So this plan recomputes no blocks")), *found[1:]]
 
 
 def _without_16_bit_weights(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
