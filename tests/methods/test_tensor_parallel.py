@@ -470,3 +470,73 @@ def test_other_tables_compose_with_other_methods(name: str, fields: dict[str, An
     for losses, weights in together(plan.devices, HERE + "trained", model, {"tp": 2, **fields}):
         assert losses == pytest.approx(expected[0], rel=1e-5)
         assert cases.distance(weights, expected[1]) < 1e-5
+
+
+class Gated(nn.Module):
+    """Two layers, between which a function runs on the features."""
+
+    width = 16
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.between = between
+        self.up, self.down = nn.Linear(self.width, 64), nn.Linear(32 if between == "chunk" else 64, self.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.between == "softmax":
+            y = y.softmax(-1)
+        elif self.between == "chunk":
+            first, second = y.chunk(2, -1)
+            y = first * torch.sigmoid(second)
+        else:
+            y = torch.nn.functional.dropout(torch.tanh(y), 0.1, self.training)
+        return x + self.down(y)
+
+
+class Stacked(nn.Module):
+    between = "tanh"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated(self.between) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class WithSoftmax(Stacked):
+    between = "softmax"
+
+
+class WithChunk(Stacked):
+    between = "chunk"
+
+
+def by_own_table(name: str, fields: dict[str, Any], check: str) -> str:
+    samples = [(torch.randn(6, 16, generator=torch.Generator().manual_seed(one)), one % 6) for one in range(16)]
+    table = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    job = tightfit.Job(
+        model={"python": HERE + name, "tensor_parallel": table},
+        data=[(x, x.roll(1, 0)) for x, _ in samples],
+        loss=torch.nn.functional.mse_loss,
+        train=tightfit.Train(batch=4, steps=2, check_split=check),  # type: ignore[arg-type]
+    )
+    try:
+        list(tightfit.train(tightfit.build(job, tightfit.Plan(**fields))))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 2, "zero": 3, "dp_shard": 2}], ids=str)
+def test_a_table_that_changes_the_loss_is_refused(fields: dict[str, Any]) -> None:
+    count = fields["tp"] * fields.get("dp_shard", 1)
+    for name in ("WithSoftmax", "WithChunk"):
+        for said in together(count, HERE + "by_own_table", name, fields, "auto"):
+            assert "compute something else than the undivided model" in said
+            assert "leave such modules out of the table" in said
+    assert set(together(count, HERE + "by_own_table", "Stacked", fields, "always")) == {""}
+    assert set(together(count, HERE + "by_own_table", "WithSoftmax", fields, "never")) == {""}

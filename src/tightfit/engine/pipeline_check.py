@@ -1,10 +1,14 @@
-"""The split check: compare a pipeline's stages with the model that is not split into stages.
+"""The split check: compare a pipeline's stages, or modules that a user's own table shards, with the model that
+is not split.
 
 Before the first training step, this check runs one micro-batch through the stages and through the
 undivided model, and compares the losses and the gradient norms. To split the model,
 `parallel/pipeline/boundaries.py` has traced it on fake tensors. Such a trace cannot see state that
 the model keeps outside of tensors, nor code that depends on the values in the data. A stage that
 lacks such state computes a wrong result, which this check finds.
+
+A table of the user's own (`tensor_parallel`) may shard a module whose output the model uses as a whole, such as
+by a softmax between two sharded layers. The sharded model then computes another loss.
 """
 
 from __future__ import annotations
@@ -21,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.distributed.mesh import DATA
-from tightfit.engine.checkpoint.contents import model_of
+from tightfit.engine.checkpoint.contents import model_of, unsharded_shape
 from tightfit.engine.rng import evaluating, rng_preserved, seed_all
 from tightfit.engine.step import all_reduce_replicated, gradient_norm
 from tightfit.errors import InputError
-from tightfit.job import LossSpec
+from tightfit.job import LossSpec, ModelSpec
 from tightfit.methods import float8, precision
 from tightfit.methods.materialize import create_on_host, weights_dtype
 from tightfit.models import load_python, task_of
@@ -37,6 +41,8 @@ from tightfit.runtime.run import Run, to_device
 # With check_split: auto, the check runs if it takes at most this share of the run's time and of a
 # device's memory.
 AUTO_CHECK_SHARE = 0.02
+AUTO_WEIGHTS_SHARE = 0.05  # the same for the weights alone, of which a check of a table needs nothing else
+TABLE_TOLERANCE = 1e-4  # of losses in fp32, of which only the order of sums differs
 TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 
 
@@ -72,32 +78,52 @@ def wants_check(run: Run, steps: int) -> bool:
     """Return whether `check_split` should run before the first training step.
 
     run    the run. Its job's `check_split` is "always", "never" or "auto". With "auto", the check
-           runs if it takes at most 2 % of the run's time and of a device's memory. A run without
-           pipeline stages is never checked
+           runs if it takes at most 2 % of the run's time and of a device's memory; a check of a
+           user's own table runs if the weights take at most 5 % of a device's memory. A run without
+           either is never checked
     steps  number of training steps that the run still takes
     """
     asked = run.job.train.check_split
-    if run.dataflow is None or asked == "never":
+    if asked == "never" or (run.dataflow is None and not _has_own_table(run)):
         return False
     if asked == "always":
         return True
     plan, settings = run.plan, run.job.train
+    if run.dataflow is None:
+        sizes = (unsharded_shape(run, name, one).numel() for name, one in run.model.named_parameters())
+        return 4 * sum(sizes) <= AUTO_WEIGHTS_SHARE * _memory_of(run)
     micro_batches = -(-plan.share_of(settings.batch) // plan.micro_batch_of(settings.batch))
     whole = run.dataflow.parameter_count
-    cuda = run.device.type == "cuda"
-    memory = torch.cuda.get_device_properties(run.device).total_memory if cuda else psutil.virtual_memory().total
+    memory = _memory_of(run)
     # The unit of time is one stage on one micro-batch. The undivided model takes as long as all
     # stages one after another, and so does a pipeline with one micro-batch: 2 * stages together.
     return 2 * plan.stages <= AUTO_CHECK_SHARE * steps * micro_batches and 3 * 4 * whole <= AUTO_CHECK_SHARE * memory
 
 
+def _memory_of(run: Run) -> int:
+    """Return the bytes of memory of this process's device."""
+    if run.device.type == "cuda":
+        return torch.cuda.get_device_properties(run.device).total_memory
+    return psutil.virtual_memory().total
+
+
+def _has_own_table(run: Run) -> bool:
+    """Return whether the plan shards the model by a table of the user's own, and nothing else divides it."""
+    plan, spec = run.plan, run.job.model
+    table = isinstance(spec, ModelSpec) and spec.tensor_parallel is not None
+    return table and plan.tp > 1 and plan.pp == 1 and plan.cp == 1
+
+
 def check_split(run: Run) -> SplitComparison | None:
-    """Compare the pipeline's stages with the undivided model on one micro-batch, and return both
-    results. Raise InputError on all devices if they differ by more than the tolerance.
+    """Compare the pipeline's stages, or the modules that a user's own table shards, with the undivided
+    model on one micro-batch, and return both results. Raise InputError on all devices if they differ by
+    more than the tolerance.
 
     Returns None if the two cannot be compared, because the model's loss is random even in
     evaluation mode. The run is not changed. All devices must call this function.
     """
+    if run.dataflow is None:
+        return _check_table(run)
     found = compare_split(run)
     if found is not None and not found.agrees:
         norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
@@ -107,6 +133,29 @@ def check_split(run: Run) -> SplitComparison | None:
             "outside of tensors, or decisions that depend on the data): the loss of one micro-batch is "
             f"{found.loss:.6g} and not {found.expected_loss:.6g}{norm}",
             "use pp: 1, and divide the model with zero: 3 or tp instead",
+        )
+    return found
+
+
+def _check_table(run: Run) -> SplitComparison:
+    """Compare the loss of the sharded model with that of the undivided one, both in evaluation mode. Raise
+    InputError if they differ by more than the tolerance. See `check_split`."""
+    assert run.mesh is not None
+    whole = run.data.example()
+    items = max(run.objective.count(whole), 1)
+    with rng_preserved(), _buffers_kept(run.model), evaluating(run.model), torch.no_grad():
+        seed_all(run.job.train.seed)
+        loss = float(run.loss_sum(to_device(whole, run)).detach()) / items
+    expected, _ = cast(tuple[float, float], _undivided(run, whole, False))
+    kind = run.plan.precision.split("-")[0]
+    found = SplitComparison(loss, expected, None, None, TABLE_TOLERANCE if kind == "fp32" else TOLERANCES[kind])
+    if not found.agrees:
+        raise InputError(
+            "job: model.tensor_parallel",
+            f"the modules that it shards compute something else than the undivided model: the loss of a few samples is "
+            f"{loss:.6g} and not {expected:.6g}. Between a product by columns and one by rows, each device has a part of the "
+            "features, so a softmax, a norm, a chunk or a topk over all of them is another one",
+            "leave such modules out of the table, or use tp: 1",
         )
     return found
 
@@ -227,10 +276,9 @@ def _gather_weights(run: Run, model: nn.Module) -> None:
 @contextmanager
 def _mode_of(run: Run) -> Iterator[None]:
     """Context manager that sets the mode of `run.model`: training mode, or evaluation mode if the
-    model draws random numbers, such as for dropout. In training mode, the stages and the undivided
-    model would draw different numbers."""
-    assert run.dataflow is not None
-    if run.dataflow.is_random:
+    model draws random numbers, such as for dropout, or may draw some. In training mode, the stages and the
+    undivided model would draw different numbers."""
+    if run.dataflow is None or run.dataflow.is_random:
         with evaluating(run.model):
             yield
         return

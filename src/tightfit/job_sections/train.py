@@ -120,7 +120,9 @@ class Train(Value):
         None, description="end the training when an evaluation metric stops improving"
     )
     check_split: Literal["auto", "always", "never"] = Field(
-        "auto", description="compare a pipeline's stages with the undivided model before the first step"
+        "auto",
+        description="compare a pipeline's stages, or modules sharded by a table of your own, with the undivided model "
+        "before the first step",
     )
     expert_imbalance: float = Field(
         1.0,

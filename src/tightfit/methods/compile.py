@@ -13,6 +13,8 @@ Order   after the methods whose operations it compiles, such as recompute; befor
         compiled code runs under autocast.
 Source  Ansel et al. 2024, "PyTorch 2", ASPLOS.
 
+Compiled code draws other random numbers than PyTorch's eager kernels, such as for dropout.
+
 Ragged data causes no recompilation: data of varying lengths is compiled with dynamic shapes, and a
 short last micro-batch, or an evaluation, runs without the compiler.
 """

@@ -41,6 +41,8 @@ def measure_model(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> Non
     if not (machine.is_here and machine.device == "cpu" and machine.control_s) or world_size() > 1:
         return
     try:
+        if not estimator.profiler.may_convolve:
+            return
         ledger = estimator.profiler.ledger(plan.replace(compile="none", recompute="none"))
         operations = {one for segment in ledger.training for one in segment.timeline.operations if one.convolution}
     except TightfitError:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tightfit._torch.modules import Convolution
 from tightfit._torch.pytree import tree_map_only
 from tightfit.cost.entries import Parameter
 from tightfit.cost.ledger import Ledger
@@ -158,10 +159,16 @@ class Profiler:
         return tuple(found)
 
     def _has_recurrent_layers(self) -> bool:
+        return self._has_modules(nn.RNNBase)
+
+    @property
+    def may_convolve(self) -> bool:
+        """Whether the model may compute convolutions. The functions of a user's own model are not known."""
+        return not self.job.of_transformers or self._has_modules(Convolution)
+
+    def _has_modules(self, kind: type[nn.Module]) -> bool:
         with self.model.mode, self.model.values(self.padded):
-            return any(
-                isinstance(module, nn.RNNBase) for module in self.model.create(torch.float32, False)[0].modules()
-            )
+            return any(isinstance(module, kind) for module in self.model.create(torch.float32, False)[0].modules())
 
     def ledger(self, plan: Plan) -> Ledger:
         """Return the base ledger of `plan`: the buffers and operations of a step, with the plan's
