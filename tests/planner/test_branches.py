@@ -40,6 +40,15 @@ class Counting(Settling):
                 continue
 
 
+class Measuring(Settling):
+    """Ends when a number is small, which it is the second time that it is read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        while x.abs().mean().item() > 1e-2:
+            x = torch.tanh(self.layer(x))
+        return x
+
+
 class Straight(Settling):
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * torch.tensor(0.5).item()
@@ -55,6 +64,8 @@ def test_a_branch_on_values_is_named() -> None:
     (note,) = notes(Settling)
     assert note.startswith("test_branches.py, line 26 (while (after - before).abs().max() > 1e-2:)")
     assert notes(Straight) == ()
+    (note,) = notes(Measuring)
+    assert "(while x.abs().mean().item() > 1e-2:)" in note
 
 
 def test_a_loop_that_never_ends_in_a_prediction_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

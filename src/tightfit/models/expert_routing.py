@@ -147,6 +147,11 @@ class ExpertRouting:
             return True
         return 1.0 if tensor.is_floating_point() else 1
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the value of a fake tensor depends only on the assumed routing."""
+        value = _value_of(tensor)
+        return value is not None and bool(value.choices)
+
     def _use(self, value: _Value | None, read: Callable[[Any], Any] = lambda real: real) -> Any:
         """Return read(real values of `value`), and add the choices on which the values depend to
         `choices`."""

@@ -21,6 +21,9 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 _UNIQUE = (UNIQUE.default, _aten.unique_dim.default, _aten.unique_consecutive.default)
 
 
+MOST_GUESSES = 2000  # by one line of the model: a loop may wait for a value that never comes
+
+
 class GuessedValues(TorchDispatchMode):
     """A mode for fake tensors in which unknown values are guessed: bools are `answer`, and numbers are 1 or
     0. Checks of the data pass (`models/value_reads.py`). A mask of bools chooses all elements, or one.
@@ -30,7 +33,7 @@ class GuessedValues(TorchDispatchMode):
 
     def __init__(self, answer: bool) -> None:
         super().__init__()
-        self.answer, self.asked, self._reads = answer, False, ValueReads()
+        self.answer, self.asked, self._reads = answer, False, ValueReads(MOST_GUESSES)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -38,8 +41,9 @@ class GuessedValues(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is LOCAL_SCALAR_DENSE.default and known_value(args[0]) is None:
             self.asked = True
-            kind = bool if args[0].dtype is torch.bool else float if args[0].is_floating_point() else int
-            return self._reads.value(self.answer) if kind is bool else kind(self.answer)
+            if args[0].dtype is torch.bool:
+                return self._reads.value(self.answer)
+            return self._reads.number((float if args[0].is_floating_point() else int)(self.answer))
         if func is _aten.equal.default:
             self.asked = True
             return self._reads.value(self.answer)

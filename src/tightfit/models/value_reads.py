@@ -14,37 +14,44 @@ MOST_READS = 100_000  # of unknown values, by one line of the model
 
 
 class ValueReads:
-    """Chooses the values of unknown bools that a model reads, and counts how often each line reads one.
+    """Chooses the unknown values that a model reads, and counts how often each line reads one.
 
     Conditions that guard against wrong data get the value with which the code raises no error. A loop
     would never end if its condition were always the same.
+
+    most  how often one line may read unknown values; None: MOST_READS times
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None = None) -> None:
         self._counts: Counter[tuple[str, int] | None] = Counter()
+        self._most = most
 
     def value(self, default: bool) -> bool:
         """Return the value that is taken for the unknown bool that the model reads now: `default`, but
         the opposite where a `while` reads it for the second time, and the value without an error where it
         is a guard.
 
-        Raises Untraceable if a line that is no `while` reads unknown values too often.
+        Raises Untraceable if a line reads unknown values too often.
         """
         line = model_line()
         guarded = passing_value(line)
         return guarded if guarded is not None else default != self._ends_loop(line)
 
+    def number(self, default: float) -> float:
+        """Return the value that is taken for the unknown number that the model reads now: `default`, but 0 where
+        a `while` reads it for the second time. Raises Untraceable as `value` does."""
+        return type(default)(0) if self._ends_loop(model_line()) else default
+
     def _ends_loop(self, line: tuple[str, int] | None) -> bool:
         self._counts[line] += 1
-        if line is not None and linecache.getline(*line).lstrip().startswith("while "):
-            return self._counts[line] % 2 == 0
-        if self._counts[line] > MOST_READS:
+        if self._counts[line] > (MOST_READS if self._most is None else self._most):
             raise Untraceable(
                 "job: model",
                 f"repeats {describe_line(line)} until the value of a tensor changes, which is not known before it runs",
                 "run the job without a prediction: tightfit train measures what it cannot predict",
             )
-        return False
+        is_loop = line is not None and linecache.getline(*line).lstrip().startswith("while ")
+        return is_loop and self._counts[line] % 2 == 0
 
 
 def passing_value(line: tuple[str, int] | None) -> bool | None:

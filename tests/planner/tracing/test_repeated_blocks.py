@@ -214,7 +214,7 @@ class Energy(nn.Module):
 
 
 @pytest.mark.parametrize("fields", [{}, {"micro_batch": 2}], ids=str)
-def test_blocks_whose_gradients_a_forward_computes_are_all_traced(fields: dict[str, Any]) -> None:
+def test_blocks_that_a_forward_differentiates_are_all_traced(fields: dict[str, Any]) -> None:
     data = [(torch.randn(128, 32), torch.randn(128, 32)) for _ in range(8)]
     energy = tightfit.Job(model=Energy, data=data, loss=nn.functional.mse_loss, train=tightfit.Train(batch=8, steps=1))
     plan = tightfit.Plan(**fields)

@@ -126,7 +126,9 @@ class FakeValues(TorchDispatchMode):
         """Return the value that is taken for that of a tensor with one element. A loop that continues
         while it is True runs once."""
         value = self.routing.scalar(tensor)
-        return self.reads.value(True) if value is True else value
+        if self.routing.knows(tensor):
+            return value
+        return self.reads.value(True) if value is True else self.reads.number(value)
 
 
 def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
