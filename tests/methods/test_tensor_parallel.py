@@ -531,6 +531,7 @@ def by_own_table(name: str, fields: dict[str, Any], check: str) -> str:
     return ""
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("fields", [{"tp": 2}, {"tp": 2, "zero": 3, "dp_shard": 2}], ids=str)
 def test_a_table_that_changes_the_loss_is_refused(fields: dict[str, Any]) -> None:
     count = fields["tp"] * fields.get("dp_shard", 1)

@@ -50,6 +50,7 @@ def trained(reentrant: bool, times: int, fields: dict[str, Any]) -> list[float] 
         return str(error)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("more", [{}, {"micro_batch": 1}, {"micro_batch": 1, "gradient_sync": "step"}], ids=str)
 def test_only_twice_called_reentrant_blocks_are_refused(more: dict[str, Any]) -> None:
     fields = {"zero": 3, "dp_shard": 2, **more}
