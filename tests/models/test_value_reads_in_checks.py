@@ -231,3 +231,19 @@ def test_the_data_of_a_parameter_in_a_list_is_found() -> None:
     assert uses_of_parameters(Stored, total, batch()).aliases == (
         "the forward reads head.weight from kept, which is no parameter",
     )
+
+
+class Guarded(Two):
+    """Cannot be created with the second guess of a value."""
+
+    def __init__(self) -> None:
+        super().__init__(logs)
+        if not bool((torch.ones(2) > 0).all()):
+            self.missing  # noqa: B018
+
+
+def test_a_model_that_one_guess_cannot_create_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_forward, "MOST_REAL_BYTES", 0)
+    found = changed_after_forward(Guarded, total, batch(), None)
+    assert "computes something else when it runs again" in found.changed
+    assert found.unchecked == ""

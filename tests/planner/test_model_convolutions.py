@@ -103,3 +103,10 @@ def test_a_model_without_convolutions_starts_no_measurement(timed: list[list[str
     )
     measure_model(Estimator(plain, calibrated()), tightfit.Plan(), {})
     assert not timed
+
+
+def test_types_that_no_calibration_measures_are_left_out(timed: list[list[str]]) -> None:
+    data = [(torch.zeros(3, 16, 16, dtype=torch.float64), 0)] * 8
+    wide = tightfit.Job(model=lambda: Images().double(), data=data, allow=[], train=tightfit.Train(batch=4, steps=1))
+    measure_model(Estimator(wide, calibrated()), tightfit.Plan(), {})
+    assert not any(timed)

@@ -168,8 +168,7 @@ def has_gradient(record: ParameterRecord) -> bool:
 
 
 def has_new_gradient(record: ParameterRecord) -> bool:
-    """Return whether backward has completed a gradient of the gathered parameter that was not reduced or
-    added to an earlier one yet."""
+    """Return whether the gathered parameter has a gradient that is not yet reduced."""
     return record.unsharded_param.grad is not None
 
 

@@ -1,4 +1,4 @@
-"""Times convolutions: those of a calibration, which stand for all others, and those of one model."""
+"""Times convolutions. A calibration times a few kinds, and predictions for one model time its own."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def measure_convolutions(machine: Machine, wanted: Iterable[ModelConvolution]) -
     done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, text=True, check=False)
     if done.returncode != 0:  # such as out of memory: rates of similar convolutions are used
         return machine, math.inf
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout.splitlines()[-1])
     rates = {key: {int(size): rate for size, rate in table.items()} for key, table in found["rates"].items()}
     return machine.replace(rates={**machine.rates, **rates}), found["pace"]
 
@@ -201,4 +201,4 @@ def measured(text: str) -> str:
     return json.dumps({"rates": found, "pace": max(pace.seen) / usual_s if usual_s is not None else 1.0})
 
 
-__all__ = ["CONVOLUTIONS", "ModelConvolution", "measure_convolutions"]
+__all__ = ["CONVOLUTIONS", "DTYPES", "ModelConvolution", "measure_convolutions"]

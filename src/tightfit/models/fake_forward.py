@@ -318,23 +318,25 @@ def checked_forwards(
     batch  a batch of samples
     """
     found: list[Found] = []
-    size, failure = math.inf, Exception()
-    try:
-        for answer in (True, False):
-            values = GuessedValues(answer)
+    size, failure = math.inf, None
+    for answer in (True, False):
+        values = GuessedValues(answer)
+        try:
             with restoring_random_states(), fake_forwards(), values:
                 model = make()
                 size = sum(one.numel() * one.element_size() for one in model.parameters())
                 model.train()
                 forwards = Forwards(total, fake_batch(batch), is_fake=True)
                 found.append(check(model, forwards))
-            if answer and forwards.failure is not None:
-                raise forwards.failure
-            if not values.asked:
-                break
+            error = forwards.failure
+        except Exception as raised:
+            error = raised
+        if answer:  # the opposite guess may be one that the model cannot run with
+            failure = error
+        if failure is not None or not values.asked:
+            break
+    if failure is None:
         return found, ""
-    except Exception as error:
-        failure = error
     if size > MOST_REAL_BYTES:
         return found, _described(failure)
     try:

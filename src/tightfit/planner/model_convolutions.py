@@ -1,7 +1,7 @@
 """Time the convolutions of a model on this machine before its plans are predicted.
 
 The speed of a convolution on a CPU depends on its shape in a way that no few measured shapes describe:
-those of mobile networks took two to three times as long as similar ones. So each convolution of the
+those of mobile networks took half again as long as similar ones. So each convolution of the
 model is timed itself, once for each precision and memory format that a plan may have. The rates are
 stored with the machine's calibration. Only a CPU that was calibrated (`tightfit machine --calibrate`) and
 runs this process is measured.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from tightfit.calibration.convolutions import ModelConvolution, measure_convolutions
+from tightfit.calibration.convolutions import DTYPES, ModelConvolution, measure_convolutions
 from tightfit.capabilities import has_fast_bf16
 from tightfit.cost.recorded_step import CHANNELS_LAST, Operation
 from tightfit.distributed.processes import world_size
@@ -78,8 +78,10 @@ def _variants(estimator: Estimator, one: Operation, samples: int, pins: dict[str
 
 
 def _dtypes(estimator: Estimator, one: Operation, pins: dict[str, Any]) -> list[str]:
+    """Return the types to time, of those that a calibration measures."""
     narrow = "bf16" in estimator.job.allowed and has_fast_bf16(estimator.machine)
-    return [one.dtype] if "precision" in pins or not narrow else ["bfloat16", "float32"]
+    wanted = [one.dtype] if "precision" in pins or not narrow else ["bfloat16", "float32"]
+    return [dtype for dtype in wanted if dtype in DTYPES]
 
 
 def _memory_formats(one: Operation, pins: dict[str, Any]) -> list[bool]:
