@@ -16,7 +16,8 @@ from tightfit.cost.recorded_step import BatchLinear, Operation
 from tightfit.machine import Figure, Machine
 from tightfit.methods.attention import blocked_attention, causal_pairs
 from tightfit.planner.estimator import Estimator
-from tightfit.planner.time_model import KIND, TimeModel
+from tightfit.planner.operation_kinds import KIND
+from tightfit.planner.time_model import TimeModel
 from tightfit.planner.tracing import plain_data
 from tightfit.planner.tracing.recorder import record_step
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import tightfit
-from tightfit.planner.time_model import BATCHED, PRODUCT
+from tightfit.planner.operation_kinds import BATCHED, PRODUCT
 
 MACHINE = tightfit.Machine.named("l4")
 WIDTH = 512

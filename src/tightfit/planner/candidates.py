@@ -15,7 +15,7 @@ from tightfit.methods import METHODS, zero
 from tightfit.methods.precision import rounding_of
 from tightfit.plan import Plan
 from tightfit.planner.estimator import Estimator
-from tightfit.planner.time_model import ATTENTION, KIND
+from tightfit.planner.operation_kinds import ATTENTION, KIND
 from tightfit.rules import RULES, needed_permissions
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.method import candidates as methods_candidates

@@ -20,7 +20,8 @@ from tightfit.methods.compile import pays_to_compile
 from tightfit.models.nf4 import element_count
 from tightfit.plan import Plan
 from tightfit.planner.intervals import Interval, interval_of
-from tightfit.planner.time_model import Time, is_of_unknown_arithmetic
+from tightfit.planner.operation_kinds import is_of_unknown_arithmetic
+from tightfit.planner.time_model import Time
 from tightfit.rules import needed_permissions
 from tightfit.runtime.run_length import length_of
 from tightfit.units import format_bytes, format_seconds
