@@ -32,13 +32,17 @@ _PACKAGES_WITHOUT_MODELS = frozenset(sys.stdlib_module_names) | {
     "safetensors", "filelock", "typing_inspection", "typing_extensions", "idna", "packaging", "tqdm", "certifi",
     "requests", "urllib3", "fsspec", "datasets", "tensorboard", "accelerate", "anyio", "truststore", "markupsafe", "google",
     "annotated_types", "pip", "setuptools", "sklearn", "joblib", "xdist", "execnet", "coverage",
+    "fontTools", "mpl_toolkits", "kiwisolver", "cycler", "pyparsing", "dateutil", "pytz", "multiprocess", "cloudpickle",
+    "sortedcontainers", "torchmetrics", "xxhash",
     "pygments", "pluggy", "iniconfig", "py", "functorch", "markdown_it", "mdurl", "shellingham", "attr", "attrs",
 }  # fmt: skip
 
 _Cache = Any  # a function with an lru_cache
 _ENDS = 1000  # values at each end of a long list, tuple or dict in which tensors are looked for
 _HOLDERS = (Tensor, list, tuple, dict, nn.Module)
+# most dicts are tables of names: the check of the type spares a call for each name
 _PLAIN = frozenset({str, int, float, bool, type(None), type, FunctionType, BuiltinFunctionType, ModuleType})
+_BUILTINS = "__builtins__"  # among the global names of every module: a table of Python's own functions
 
 
 @contextmanager
@@ -88,15 +92,16 @@ class _Entries:
 
     def __init__(self, one: dict[Any, Any]) -> None:
         self.one, self._all = one, dict(one)
-        self.with_tensors = _with_tensors(one, lambda tensor: True)
+        self.with_tensors: dict[Any, Any] = {}
         # the lists and dicts in the entries, and what those beside tensors contained
         self._containers: dict[int, Any] = {}
         self._contents: list[tuple[Any, Any]] = []
         for key, value in self._all.items():
-            if isinstance(value, list | tuple | dict):
-                nested = _containers(value)
+            if type(value) not in _PLAIN and isinstance(value, _HOLDERS) and key != _BUILTINS:
+                tensors, nested = _tensors_and_containers(value)
                 self._containers.update((id(container), container) for container in nested)
-                if key in self.with_tensors:
+                if tensors:
+                    self.with_tensors[key] = value
                     self._contents += [(container, container.copy()) for container in nested]
 
     def move_to_meta(self) -> None:
@@ -142,26 +147,15 @@ class _Entries:
                 stays(one)
 
 
-def _containers(value: Any) -> list[Any]:
-    """Return the lists and dicts in nested lists, tuples and dicts."""
-    found, seen, left = [], set(), [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, list | tuple | dict) and id(one) not in seen:
-            seen.add(id(one))
-            if not isinstance(one, tuple):
-                found.append(one)
-            left += _looked_at(one)
-    return found
-
-
 def _with_tensors(one: dict[Any, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
     """Return the entries of a dict that contain a tensor for which wanted(tensor) is True."""
-    # most dicts are tables of names: the check of the type spares a call for each name
     return {
         key: value
         for key, value in list(one.items())
-        if type(value) not in _PLAIN and isinstance(value, _HOLDERS) and any(map(wanted, _tensors(value)))
+        if type(value) not in _PLAIN
+        and isinstance(value, _HOLDERS)
+        and key != _BUILTINS
+        and any(map(wanted, _tensors(value)))
     }
 
 
@@ -272,27 +266,35 @@ def _results(function: _Cache) -> Iterator[Tensor]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested lists, tuples, dicts and modules. A container may contain itself."""
-    found, seen, left = [], set(), [value]
+    return _tensors_and_containers(value)[0]
+
+
+def _tensors_and_containers(value: Any) -> tuple[list[Tensor], list[Any]]:
+    """Return (the tensors, the lists and dicts) in nested lists, tuples, dicts and modules. A container may
+    contain itself."""
+    tensors, containers, seen, left = [], [], set(), [value]
     while left:
         one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
+        if isinstance(one, list | tuple | dict):
+            if id(one) not in seen:
+                seen.add(id(one))
+                if not isinstance(one, tuple):
+                    containers.append(one)
+                left += _looked_at(one)
+        elif isinstance(one, Tensor):
+            tensors.append(one)
         elif isinstance(one, nn.Module):
-            found += [*one.parameters(), *one.buffers()]
-        elif isinstance(one, list | tuple | dict) and id(one) not in seen:
-            seen.add(id(one))
-            left += _looked_at(one)
-    return found
+            tensors += [*one.parameters(), *one.buffers()]
+    return tensors, containers
 
 
 def _looked_at(container: Any) -> list[Any]:
-    """Return the values of a list, tuple or dict. Of a long one, such as a data set, return only the first
-    and the last ones: what a forward adds is at the end."""
+    """Return the values of a list, tuple or dict that may contain tensors. Of a long one, such as a data set,
+    look only at the first and the last ones: what a forward adds is at the end."""
     values = container.values() if isinstance(container, dict) else container
-    if len(container) <= 2 * _ENDS:
-        return list(values)
-    return [*islice(values, _ENDS), *islice(reversed(values), _ENDS)]
+    if len(container) > 2 * _ENDS:
+        values = (*islice(values, _ENDS), *islice(reversed(values), _ENDS))
+    return [one for one in values if type(one) not in _PLAIN]
 
 
 __all__ = ["clear_tensor_caches", "isolated_model_caches"]
