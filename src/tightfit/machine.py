@@ -523,6 +523,25 @@ _NEAREST = {
         for kind, other in zip(_CONVOLUTIONS[1:], ("convolution", "convolution", "convolution backward"), strict=True)
     },
     "channels-last pooling": "pooling",
+    **{
+        f"{layout}{which}average pooling{way}": "reduction"
+        for layout in ("", "channels-last ")
+        for which in ("", "overlapping ")
+        for way in ("", " backward")
+    },
+    **{
+        f"{layout}{which} interpolation{way}": "elementwise"
+        for layout in ("", "channels-last ")
+        for which in ("nearest", "linear")
+        for way in ("", " backward")
+    },
+    "index": "gather",
+    "index select": "gather",
+    "element gather": "gather",
+    "element scatter": "scatter",
+    "index add": "scatter",
+    "copy between formats": "copy",
+    "elementwise between formats": "elementwise",
     "batch norm": "reduction",
     "grid sample backward": "grid sample",
     "indexed sum": "scatter",

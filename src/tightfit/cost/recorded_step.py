@@ -32,6 +32,9 @@ from functools import cached_property
 TRACED_ROWS = ("activations", "temporaries", "gradients", "optimizer", "parameters")
 
 CHANNELS_LAST = " of channels_last"  # ends the name of an operation on an image of that memory format
+OVERLAPPING = " of overlapping windows"  # in the name of an operation on such windows of an image
+# ends the name of an operation on numbers that lie in memory in another order than its result's
+BETWEEN_FORMATS = " between formats"
 WEIGHT_PRODUCTS = ("aten.mm", "aten.addmm")  # matrix products with a layer's weight
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tightfit._torch.operations import schema_of
@@ -13,6 +14,15 @@ from tightfit._torch.pytree import tree_leaves
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return all tensors in nested containers, such as a batch or the arguments of an operation."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def bytes_accessed(tensor: Tensor) -> int:
+    """Return the bytes that a tensor's elements occupy in memory. A dimension that was expanded
+    (stride 0) counts as one element, because its elements are the same memory."""
+    count = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
+        count *= size if stride else 1
+    return count * tensor.element_size()
 
 
 def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -6,7 +6,7 @@ own, add its name to a kind here; a new kind needs cases in `calibration/operati
 
 from __future__ import annotations
 
-from tightfit.cost.recorded_step import CHANNELS_LAST, Operation
+from tightfit.cost.recorded_step import BETWEEN_FORMATS, CHANNELS_LAST, OVERLAPPING, Operation
 from tightfit.machine import COMPILED_ARITHMETIC
 
 PRODUCT, BATCHED = "product", "batched product"
@@ -20,6 +20,19 @@ BY_SHAPE = (PRODUCT, BATCHED, ATTENTION, ATTENTION_BACKWARD)  # a GPU's rates fo
 RECURRENT = (  # many small products
     "aten.mkldnn_rnn_layer", "aten.mkldnn_rnn_layer_backward", "aten._cudnn_rnn", "aten._cudnn_rnn_backward",
 )  # fmt: skip
+# interpolations of images: by the nearest pixel, and from several pixels
+NEAREST = ("aten.upsample_nearest2d", "aten._upsample_nearest_exact2d")
+LINEAR = ("aten.upsample_bilinear2d", "aten.upsample_bicubic2d")
+_IN_FORMATS = {  # kinds of operations on images, whose speed depends on the format of the image
+    "average pooling": ("aten.avg_pool2d",),
+    "average pooling backward": ("aten.avg_pool2d_backward",),
+    "overlapping average pooling": (f"aten.avg_pool2d{OVERLAPPING}",),
+    "overlapping average pooling backward": (f"aten.avg_pool2d_backward{OVERLAPPING}",),
+    "nearest interpolation": NEAREST,
+    "nearest interpolation backward": tuple(f"{name}_backward" for name in NEAREST),
+    "linear interpolation": LINEAR,
+    "linear interpolation backward": tuple(f"{name}_backward" for name in LINEAR),
+}
 _KINDS = {
     PRODUCT: ("aten.mm", "aten._scaled_mm", "aten.addmm", "aten.addmm_", "tightfit.add_product", *RECURRENT),
     BATCHED: (
@@ -62,15 +75,18 @@ _KINDS = {
         "aten.native_batch_norm_backward",
         "aten.batch_norm_backward", "aten.native_group_norm",
         "aten.native_group_norm_backward", "aten.max_pool2d_with_indices_backward",
-        "aten.avg_pool2d", "aten.avg_pool2d_backward", "aten.mean_backward", "aten._foreach_norm",
+        "aten.mean_backward", "aten._foreach_norm",
     ),
     "softmax": (
         "aten._softmax", "aten._safe_softmax", "aten._softmax_backward_data", "aten._log_softmax", "aten._log_softmax_backward_data",
     ),
-    "gather": ("aten.embedding", "aten.index", "aten.index_select", "aten.gather"),
-    "scatter": (
-        "aten.embedding_dense_backward", "aten.scatter", "aten.scatter_add", "aten.scatter_", "aten.index_add",
-    ),
+    "gather": ("aten.embedding",),
+    "index": ("aten.index",),
+    "index select": ("aten.index_select",),
+    "element gather": ("aten.gather",),
+    "scatter": ("aten.embedding_dense_backward", "aten.scatter", "aten.scatter_"),
+    "element scatter": ("aten.scatter_add", "aten.scatter_add_", "aten.scatter_reduce"),
+    "index add": ("aten.index_add", "aten.index_add_"),
     "indexed sum": ("aten.index_put", "aten.index_put_", "aten._index_put_impl_"),
     "search": ("aten.bucketize", "aten.searchsorted"),
     "sort": ("aten.sort", "aten.topk", "aten.argsort", "aten.kthvalue", "aten.median", "aten.unique_consecutive"),
@@ -79,6 +95,8 @@ _KINDS = {
     "grid sample backward": ("aten.grid_sampler_2d_backward", "aten.grid_sampler_3d_backward"),
     "pooling": ("aten.max_pool2d_with_indices", "aten.max_pool3d_with_indices"),
     "channels-last pooling": (f"aten.max_pool2d_with_indices{CHANNELS_LAST}",),
+    **_IN_FORMATS,
+    **{f"channels-last {kind}": tuple(f"{name}{CHANNELS_LAST}" for name in names) for kind, names in _IN_FORMATS.items()},
     "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
     "compiled": ("compiled",),
     **{kind: (kind,) for kind in COMPILED_ARITHMETIC},
@@ -94,6 +112,9 @@ KIND = {name: kind for kind, names in _KINDS.items() for name in names}
 def kind_of(operation: Operation) -> str:
     """Return the kind of an operation. One that is not listed is a product if its FLOPs are known, as those of
     a user's own operation with a formula are, else it is elementwise."""
+    name, between, _ = operation.name.partition(BETWEEN_FORMATS)
+    if between:
+        return f"{'copy' if KIND.get(name) in ('copy', 'cast') else 'elementwise'}{BETWEEN_FORMATS}"
     return KIND.get(operation.name) or (PRODUCT if operation.flops.at(1) else "elementwise")
 
 

@@ -17,12 +17,13 @@ from tightfit._torch.operations import (
     FLASH_ATTENTION_BACKWARD,
     schema_of,
 )
-from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Convolution, Operation
+from tightfit.cost.recorded_step import BETWEEN_FORMATS, CHANNELS_LAST, OVERLAPPING, BatchLinear, Convolution, Operation
 from tightfit.machine import FLOAT8
 from tightfit.machines.shapes import ALIGNMENT
 from tightfit.methods.attention import causal_pairs, probability_count
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
-from tightfit.models.tensors import tensors_in
+from tightfit.models.tensors import bytes_accessed, tensors_in
+from tightfit.planner.operation_kinds import LINEAR, NEAREST
 from tightfit.planner.tracing.recurrent_layers import recurrent_sizes
 from tightfit.runtime.fake_compiler import in_compiled_graph
 
@@ -37,8 +38,18 @@ _ATTENTION = {  # position of the query among the arguments; the key follows it
     "tightfit.blocked_attention_backward": 1,
 }
 _CONVOLUTIONS = {"aten.convolution": 0, "aten.convolution_backward": 1}  # position of the image; the weight follows it
-# the same of all operations whose speed depends on the image's format
-_IMAGES = {**_CONVOLUTIONS, "aten.max_pool2d_with_indices": 0}
+_AVERAGES = {"aten.avg_pool2d": 1, "aten.avg_pool2d_backward": 2}  # position of the window's size; its stride follows
+# position of the image of all operations whose speed depends on the image's format
+_IMAGES = {
+    **_CONVOLUTIONS,
+    "aten.max_pool2d_with_indices": 0,
+    "aten.avg_pool2d": 0,
+    "aten.avg_pool2d_backward": 1,
+    **dict.fromkeys((*NEAREST, *LINEAR), 0),
+    **dict.fromkeys((f"{name}_backward" for name in (*NEAREST, *LINEAR)), 0),
+}
+_COPIES = ("aten.clone", "aten.copy_", "aten._to_copy")
+_CACHE_LINE = 64  # bytes that a processor reads at once
 _PRODUCTS = {
     "aten.mm": (0, 1),
     "aten._scaled_mm": (0, 1),
@@ -101,9 +112,12 @@ def describe_operation(func: Any, name: str, args: Any, kwargs: Any, inputs: lis
     if name in _CONVOLUTIONS:
         images, convolution = _convolution(name, args)
         sizes = (BatchLinear(float(images)),)
-    if name in _IMAGES and _is_channels_last(args[_IMAGES[name]]):
-        name += CHANNELS_LAST
-    moved = float(sum(map(_tensor_bytes_accessed, inputs + outputs)))
+    if name in _IMAGES:
+        image = args[_IMAGES[name]]
+        name += (OVERLAPPING if _overlaps(name, args) else "") + (CHANNELS_LAST if _is_channels_last(image) else "")
+    elif (name in _COPIES or torch.Tag.pointwise in func.tags) and _is_between_formats(inputs, outputs):
+        name += BETWEEN_FORMATS
+    moved = float(sum(map(bytes_accessed, inputs + outputs)))
     if name in _RECURRENT:
         return _recurrent_operation(name, dtype, args, moved)
     if name in _GROUPED_FALLBACK:
@@ -176,6 +190,30 @@ def _is_channels_last(image: Tensor) -> bool:
     return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last) and not image.is_contiguous()
 
 
+def _overlaps(name: str, args: Any) -> bool:
+    """Return whether an operation averages over windows that overlap. Without a stride, they do not."""
+    if name not in _AVERAGES:
+        return False
+    window, stride = args[_AVERAGES[name]], args[_AVERAGES[name] + 1 : _AVERAGES[name] + 2]
+    return bool(stride and stride[0]) and list(stride[0]) < list(window)
+
+
+def _is_between_formats(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Return whether numbers that lie side by side in the result of an operation on single numbers lie in
+    different cache lines in one of its inputs. This is so for an image whose channels are moved to the
+    last dimension, but not for heads of attention, whose own numbers stay together."""
+    result = outputs[0] if outputs else None
+    if result is None or result.layout is not torch.strided:
+        return False
+    sizes = list(zip(result.shape, result.stride(), strict=True))
+    inner = next((at - result.dim() for at, (size, step) in enumerate(sizes) if size > 1 and step == 1), 0)
+    return any(
+        inner + one.dim() >= 0 and one.shape[inner] > 1 and one.stride(inner) * one.element_size() >= _CACHE_LINE
+        for one in inputs
+        if inner and one.layout is torch.strided
+    )
+
+
 def _computed_share(func: Any, name: str, args: Any, kwargs: Any) -> float:
     """Return which share of its model FLOPs an operation really computes. It is 1, except for
     attention with a causal mask, whose kernels skip the masked pairs of queries and keys.
@@ -210,15 +248,6 @@ def _with_heads_of_query(name: str, args: Any) -> Any:
     heads = args[at].shape[1]
     others = (torch.Size((one.shape[0], heads, *one.shape[2:])) for one in args[at + 1 : at + 3])
     return (*args[: at + 1], *others, *args[at + 3 :])
-
-
-def _tensor_bytes_accessed(tensor: Tensor) -> int:
-    """Return the bytes that a tensor's elements occupy in memory. A dimension that was expanded
-    (stride 0) counts as one element, because its elements are the same memory."""
-    count = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ():
-        count *= size if stride else 1
-    return count * tensor.element_size()
 
 
 def _product_sizes(name: str, args: Any) -> tuple[BatchLinear, ...]:
