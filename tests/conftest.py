@@ -28,7 +28,7 @@ os.environ["USE_PYTORCH_KERNEL_CACHE"] = (
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests use no network
 
 _SEVERAL = re.compile(
-    r"engine/test_(several_devices|evaluation_several|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
+    r"engine/test_(several_devices|divided_check|evaluation_several|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
     r"|optim/test_nested_states|methods/test_(pipeline|tensor_parallel|parameter_server|data_parallel)|distributed/test_collectives|parallel/"
     r"|methods/test_(context_parallel|offload|gradcheck|gathers|float8|tiny_gradients)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"

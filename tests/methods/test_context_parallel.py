@@ -293,3 +293,9 @@ def test_positions_counted_by_a_mask_are_refused() -> None:
         "counts positions by the attention mask" in said for said in together(2, HERE + "padded_refusal", "left")
     )
     assert together(2, HERE + "padded_refusal", "none") == ["", ""]
+
+
+def test_a_mask_for_each_query_is_refused() -> None:
+    heads, mask = torch.zeros(2, 2, 4, 8), torch.ones(2, 1, 4, 4, dtype=torch.bool)
+    with pytest.raises(InputError, match="one for each query"):
+        ring_attention.attend(torch.nn.Identity(), heads, heads, heads, mask)

@@ -521,3 +521,100 @@ def test_unlabelled_rows_are_skipped_on_several_devices(fields: dict[str, Any]) 
         assert fewer > 50
         assert found == pytest.approx(losses, rel=1e-5)
         assert cases.distance(others, weights) < 1e-5
+
+
+class Language(nn.Module):
+    """Predicts each token from the one before."""
+
+    def __init__(self, head: nn.Module, words: int = 12) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, 8), head
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def logits(self, input_ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.words(input_ids)))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.logits(input_ids)
+
+
+class Cosine(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(functional.normalize(x, dim=-1), functional.normalize(self.weight, dim=-1))
+
+
+class LearnedScale(Language):
+    """Changes no logit before the first update."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 12))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.logits(input_ids) * self.scale
+
+
+class LearnedBias(Language):
+    """Has as many words as hidden states, so the bias also fits these."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), 8)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.logits(input_ids) + self.bias
+
+
+class Cast(Language):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 12))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.logits(input_ids).double().contiguous()
+        return logits[:, :, :].view(*input_ids.shape, -1)
+
+
+class WithCosine(Language):
+    def __init__(self) -> None:
+        super().__init__(Cosine(8, 12, bias=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("WithCosine", "is a Cosine, whose forward is not that of nn.Linear"),
+        ("LearnedScale", "changes the logits after its output head"),
+        ("LearnedBias", "changes the logits after its output head"),
+        ("Cast", ""),
+    ],
+)
+def test_heads_that_do_more_than_a_product_are_refused(name: str, words: str) -> None:
+    ids = torch.arange(48).view(4, 12) % 8
+    job = tightfit.Job(
+        model={"python": f"{__name__}:{name}", "task": "causal-lm"},
+        data=[{"input_ids": one, "labels": one.clone()} for one in ids],
+        train=tightfit.Train(batch=4, steps=1),
+    )
+
+    def trained() -> list[float]:
+        return [step.loss for step in tightfit.train(tightfit.build(job, tightfit.Plan(chunked_loss=5)))]
+
+    if not words:
+        expected = [step.loss for step in tightfit.train(tightfit.build(job))]
+        assert trained() == pytest.approx(expected, rel=1e-6)
+        return
+    with pytest.raises(InputError, match=words):
+        trained()
+
+
+def test_a_chunked_loss_in_micro_batches_needs_no_warning() -> None:
+    """Warnings are errors in tests."""
+    ids = torch.arange(48).view(4, 12) % 8
+    job = tightfit.Job(
+        model={"python": f"{__name__}:Cast", "task": "causal-lm"},
+        data=[{"input_ids": one, "labels": one.clone()} for one in ids],
+        train=tightfit.Train(batch=4, steps=1),
+    )
+    tightfit.build(job, tightfit.Plan(chunked_loss=5, micro_batch=2))

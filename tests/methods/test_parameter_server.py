@@ -14,6 +14,7 @@ import tightfit
 from tests.contract import cases
 from tests.pool import together
 from tightfit.distributed.processes import rank
+from tightfit.errors import InputError
 
 HERE = "tests.methods.test_parameter_server:"
 STEPS = 6
@@ -144,3 +145,38 @@ def refused(fields: dict[str, Any]) -> str:
 def test_zero_3_refuses_mixed_types_in_one_gather() -> None:
     for said in together(2, HERE + "refused", {"zero": 3, "dp_shard": 2}):
         assert "Numbers has both float32 parameters and parameters of another dtype" in said
+
+
+class RunningMean(torch.nn.Module):
+    """Averages a buffer of its own, as BatchNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 3)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(0.1 * hidden.mean(0))
+        return self.second(torch.relu(hidden - self.average.clone()))
+
+
+def with_running_mean(kind: str) -> str:
+    job = tightfit.Job(
+        model=RunningMean,
+        data=[(torch.randn(6), number % 3) for number in range(8)],
+        train=tightfit.Train(batch=4, steps=1),
+        allow=["asynchronous"],
+    )
+    try:
+        tightfit.build(job, tightfit.Plan(parameter_server=kind, dp_replicate=2))  # type: ignore[arg-type]
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_a_buffer_that_each_worker_changes_is_refused_if_asynchronous(kind: str) -> None:
+    for said in together(3, HERE + "with_running_mean", kind):
+        assert ("changes the buffer average" in said) is (kind == "async")

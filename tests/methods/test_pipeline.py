@@ -33,6 +33,7 @@ from tightfit.engine.step import take_step
 from tightfit.errors import InputError
 from tightfit.models import find_blocks, parameter_uses
 from tightfit.parallel.pipeline.stages import stage_ranges
+from tightfit.parallel.pipeline.weight_gradients import DeferredWeightGradients
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 HERE = "tests.methods.test_pipeline:"
@@ -366,3 +367,16 @@ def test_devices_sum_a_16_bit_loss_in_one_type() -> None:
     alone = losses_in_bf16({})
     for found in together(2, HERE + "losses_in_bf16", {"pp": 2}):
         assert found == pytest.approx(alone, rel=2e-2)
+
+
+class Scaled(torch.nn.Linear):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias) * scale
+
+
+def test_layers_that_defer_gradients_may_be_called_by_keywords() -> None:
+    layer = Scaled(3, 2)
+    x = torch.ones(1, 3)
+    expected = layer(x, scale=0.5)
+    DeferredWeightGradients().attach(layer)
+    torch.testing.assert_close(layer(x, scale=0.5), expected)

@@ -537,7 +537,7 @@ def test_a_table_that_changes_the_loss_is_refused(fields: dict[str, Any]) -> Non
     count = fields["tp"] * fields.get("dp_shard", 1)
     for name in ("WithSoftmax", "WithChunk"):
         for said in together(count, HERE + "by_own_table", name, fields, "auto"):
-            assert "compute something else than the undivided model" in said
+            assert "computes something else than the undivided model" in said
             assert "leave such modules out of the table" in said
     assert set(together(count, HERE + "by_own_table", "Stacked", fields, "always")) == {""}
     assert set(together(count, HERE + "by_own_table", "WithSoftmax", fields, "never")) == {""}

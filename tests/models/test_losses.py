@@ -322,3 +322,27 @@ def test_positions_that_16_bits_round_are_warned_of(many: int, warned: int) -> N
         if "stores the buffer places in bfloat16, which rounds whole numbers above 256" in str(one.message)
     ]
     assert len(said) == warned
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"), [((3,), ""), ((1, 3), ""), ((4, 1), "for each sample"), ((4, 3), "for each sample")]
+)
+def test_weights_of_the_samples_of_one_batch_are_refused(shape: tuple[int, ...], words: str) -> None:
+    samples = [(torch.randn(5), torch.ones(3)) for _ in range(4)]
+    job = tightfit.Job(
+        model=lambda: nn.Linear(5, 3),
+        data=samples,
+        loss=nn.BCEWithLogitsLoss(weight=torch.ones(shape)),
+        train=tightfit.Train(batch=4, steps=1),
+    )
+
+    def trained() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tightfit.errors.TightfitWarning)  # that a forward could not be checked
+            list(tightfit.train(tightfit.build(job, tightfit.Plan(micro_batch=2))))
+
+    if not words:
+        trained()
+        return
+    with pytest.raises(tightfit.InputError, match=words):
+        trained()

@@ -333,3 +333,26 @@ def test_a_scheduler_that_moves_the_momentum_is_refused(make_scheduler: Any) -> 
     with pytest.raises(InputError, match="also changes momentum") as caught:
         rate_by_function(make_scheduler, 0.5)
     assert caught.value.fix == "use cycle_momentum=False"
+
+
+class Boxed(torch.Tensor):
+    """A tensor of a class of its own, as torchao's quantized states are."""
+
+
+def test_states_of_another_class_of_tensors_are_refused() -> None:
+    """Small weights may have plain states all the same."""
+
+    class Boxing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for weight in self.param_groups[0]["params"]:
+                state = torch.zeros_like(weight)
+                self.state[weight]["average"] = state.as_subclass(Boxed) if weight.numel() > 4096 else state
+            return super().step(closure)
+
+    job = Job(
+        model=lambda: nn.Linear(4, 2),
+        data=[(torch.zeros(4), 0)] * 4,
+        train=Train(batch=2, steps=1, optimizer=lambda weights: Boxing(weights, lr=0.1)),
+    )
+    with pytest.raises(InputError, match=r"'average' in a Boxed(.|\n)*plan\.states: 8-bit"):
+        tightfit.build(job)

@@ -14,7 +14,7 @@ from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.job_sections.train import OptimizerName
 from tightfit.optim import make_optimizer
-from tightfit.optim.groups import changed_rates, check_matches, names_of_parameters, set_learning_rates
+from tightfit.optim.groups import begin_schedule, changed_rates, check_matches, names_of_parameters, set_learning_rates
 from tightfit.optim.in_batches import MultiTensor
 from tightfit.optim.per_parameter import PerParameter
 
@@ -172,3 +172,19 @@ def test_a_change_of_a_learning_rate_multiplies_the_schedule() -> None:
     embedding["lr"] = 0.1  # and back to its schedule
     set_learning_rates(optimizer, 0.6)
     assert embedding["lr"] == pytest.approx(0.3)
+
+
+def test_a_rate_in_a_tensor_stays_in_it() -> None:
+    """A compiled update reads it there. Rounding it is no change by the user."""
+    rate = torch.tensor(0.3)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=rate, foreach=False, capturable=False)
+    begin_schedule(optimizer, 0.3)
+    for scheduled in (0.1, 0.07, 0.03):
+        set_learning_rates(optimizer, scheduled)
+        (group,) = optimizer.param_groups
+        assert group["lr"] is rate
+        assert float(rate) == pytest.approx(scheduled)
+        assert group["lr_factor"] == 1.0
+    rate.fill_(0.015)
+    set_learning_rates(optimizer, 0.02)
+    assert float(rate) == pytest.approx(0.01)

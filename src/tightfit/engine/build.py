@@ -20,12 +20,11 @@ from tightfit.engine.checkpoint.extra_state import check_extra_states
 from tightfit.engine.refused_models import check_modules, check_samples, check_uses
 from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
-from tightfit.job import Job, LossSpec
+from tightfit.job import Job
 from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, loader, materialize, microbatch
-from tightfit.models import load_python, task_of
 from tightfit.models.masks import without_mask_checks
-from tightfit.models.objective import Batch, Objective, forward_parameters, map_inputs, objective_of
+from tightfit.models.objective import Batch, Objective, forward_parameters, map_inputs, objective_of_job
 from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.optim.muon import head_of
 from tightfit.parallel.pipeline import boundaries
@@ -61,8 +60,7 @@ def build(
     plan = plan_of(plan, job)
     kind = kind_of_device(machine)
     check(plan, job, TARGET.get() or kind)  # a dry run obeys the rules of its target device
-    loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
-    run = new_run(job, plan, kind, objective_of(loss, task_of(job.model)), data, alone, job.train.seed)
+    run = new_run(job, plan, kind, objective_of_job(job), data, alone, job.train.seed)
     run = apply_methods(run, keeps_data=data is not None)
     check_samples(run)
     check_uses(run)

@@ -1,5 +1,4 @@
-"""The split check: compare a pipeline's stages, or modules that a user's own table shards, with the model that
-is not split.
+"""The split check: compare a pipeline's stages with the model that is not split.
 
 Before the first training step, this check runs one micro-batch through the stages and through the
 undivided model, and compares the losses and the gradient norms. To split the model,
@@ -7,8 +6,7 @@ undivided model, and compares the losses and the gradient norms. To split the mo
 the model keeps outside of tensors, nor code that depends on the values in the data. A stage that
 lacks such state computes a wrong result, which this check finds.
 
-A table of the user's own (`tensor_parallel`) may shard a module whose output the model uses as a whole, such as
-by a softmax between two sharded layers. The sharded model then computes another loss.
+A user's own model that tp or cp divides is compared by `divided_check.py`.
 """
 
 from __future__ import annotations
@@ -25,15 +23,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.distributed.mesh import DATA
-from tightfit.engine.checkpoint.contents import model_of, unsharded_shape
+from tightfit.engine.checkpoint.contents import model_of
+from tightfit.engine.divided_check import DividedComparison, check_divided, divides_own_model, fits_check
 from tightfit.engine.rng import evaluating, rng_preserved, seed_all
 from tightfit.engine.step import all_reduce_replicated, gradient_norm
 from tightfit.errors import InputError
-from tightfit.job import LossSpec, ModelSpec
 from tightfit.methods import float8, precision
 from tightfit.methods.materialize import create_on_host, weights_dtype
-from tightfit.models import load_python, task_of
-from tightfit.models.objective import objective_of
+from tightfit.models.objective import objective_of_job
 from tightfit.parallel.context.sequence_chunks import SequenceChunks
 from tightfit.parallel.pipeline.executor import PipelineRank
 from tightfit.runtime.run import Run, to_device
@@ -41,8 +38,6 @@ from tightfit.runtime.run import Run, to_device
 # With check_split: auto, the check runs if it takes at most this share of the run's time and of a
 # device's memory.
 AUTO_CHECK_SHARE = 0.02
-AUTO_WEIGHTS_SHARE = 0.05  # the same for the weights alone, of which a check of a table needs nothing else
-TABLE_TOLERANCE = 1e-4  # of losses in fp32, of which only the order of sums differs
 TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 3e-2, "fp16": 1e-2}
 
 
@@ -78,20 +73,19 @@ def wants_check(run: Run, steps: int) -> bool:
     """Return whether `check_split` should run before the first training step.
 
     run    the run. Its job's `check_split` is "always", "never" or "auto". With "auto", the check
-           runs if it takes at most 2 % of the run's time and of a device's memory; a check of a
-           user's own table runs if the weights take at most 5 % of a device's memory. A run without
-           either is never checked
+           of a pipeline runs if it takes at most 2 % of the run's time and of a device's memory; that
+           of a user's own model that tp or cp divides runs if it takes at most 5 % of a device's
+           memory, and otherwise a TightfitWarning says so. A run without either is never checked
     steps  number of training steps that the run still takes
     """
     asked = run.job.train.check_split
-    if asked == "never" or (run.dataflow is None and not _has_own_table(run)):
+    if asked == "never" or (run.dataflow is None and not divides_own_model(run)):
         return False
     if asked == "always":
         return True
     plan, settings = run.plan, run.job.train
     if run.dataflow is None:
-        sizes = (unsharded_shape(run, name, one).numel() for name, one in run.model.named_parameters())
-        return 4 * sum(sizes) <= AUTO_WEIGHTS_SHARE * _memory_of(run)
+        return fits_check(run)
     micro_batches = -(-plan.share_of(settings.batch) // plan.micro_batch_of(settings.batch))
     whole = run.dataflow.parameter_count
     memory = _memory_of(run)
@@ -107,15 +101,8 @@ def _memory_of(run: Run) -> int:
     return psutil.virtual_memory().total
 
 
-def _has_own_table(run: Run) -> bool:
-    """Return whether the plan shards the model by a table of the user's own, and nothing else divides it."""
-    plan, spec = run.plan, run.job.model
-    table = isinstance(spec, ModelSpec) and spec.tensor_parallel is not None
-    return table and plan.tp > 1 and plan.pp == 1 and plan.cp == 1
-
-
-def check_split(run: Run) -> SplitComparison | None:
-    """Compare the pipeline's stages, or the modules that a user's own table shards, with the undivided
+def check_split(run: Run) -> SplitComparison | DividedComparison | None:
+    """Compare the pipeline's stages, or a user's own model that tp or cp divides, with the undivided
     model on one micro-batch, and return both results. Raise InputError on all devices if they differ by
     more than the tolerance.
 
@@ -123,7 +110,7 @@ def check_split(run: Run) -> SplitComparison | None:
     evaluation mode. The run is not changed. All devices must call this function.
     """
     if run.dataflow is None:
-        return _check_table(run)
+        return check_divided(run)
     found = compare_split(run)
     if found is not None and not found.agrees:
         norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
@@ -133,29 +120,6 @@ def check_split(run: Run) -> SplitComparison | None:
             "outside of tensors, or decisions that depend on the data): the loss of one micro-batch is "
             f"{found.loss:.6g} and not {found.expected_loss:.6g}{norm}",
             "use pp: 1, and divide the model with zero: 3 or tp instead",
-        )
-    return found
-
-
-def _check_table(run: Run) -> SplitComparison:
-    """Compare the loss of the sharded model with that of the undivided one, both in evaluation mode. Raise
-    InputError if they differ by more than the tolerance. See `check_split`."""
-    assert run.mesh is not None
-    whole = run.data.example()
-    items = max(run.objective.count(whole), 1)
-    with rng_preserved(), _buffers_kept(run.model), evaluating(run.model), torch.no_grad():
-        seed_all(run.job.train.seed)
-        loss = float(run.loss_sum(to_device(whole, run)).detach()) / items
-    expected, _ = cast(tuple[float, float], _undivided(run, whole, False))
-    kind = run.plan.precision.split("-")[0]
-    found = SplitComparison(loss, expected, None, None, TABLE_TOLERANCE if kind == "fp32" else TOLERANCES[kind])
-    if not found.agrees:
-        raise InputError(
-            "job: model.tensor_parallel",
-            f"the modules that it shards compute something else than the undivided model: the loss of a few samples is "
-            f"{loss:.6g} and not {expected:.6g}. Between a product by columns and one by rows, each device has a part of the "
-            "features, so a softmax, a norm, a chunk or a topk over all of them is another one",
-            "leave such modules out of the table, or use tp: 1",
         )
     return found
 
@@ -214,10 +178,7 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
         seed_all(run.job.train.seed)
         model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
     _gather_weights(run, model)
-    given = run.job.loss
-    objective = objective_of(
-        load_python(given.python) if isinstance(given, LossSpec) else given, task_of(run.job.model)
-    )
+    objective = objective_of_job(run.job)
     one = replace(
         run, model=model, loss_sum=partial(objective.total, model), executor=None, mesh=None, objective=objective
     )

@@ -18,6 +18,7 @@ from tightfit.errors import InputError, TightfitWarning
 from tightfit.models import model_factory
 from tightfit.models.block_state import changed_after_forward
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
+from tightfit.models.objective import objective_of_job
 from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.plan import Plan
 from tightfit.runtime.run import Run
@@ -57,7 +58,7 @@ def check_uses(run: Run) -> None:
         _refuse_changed_state(run)
     if not (moves or accumulates or plan.has_16_bit_weights):
         return
-    uses = uses_of_parameters(model_factory(run.job.model), run.objective.total, run.data.example())
+    uses = uses_of_parameters(model_factory(run.job.model), objective_of_job(run.job).total, run.data.example())
     _warn_of_unchecked(plan, "what the forward does with the model's parameters", uses.unchecked)
     if accumulates and (changed := (*uses.changed, *uses.attributes)):
         warnings.warn(
@@ -79,6 +80,13 @@ def check_uses(run: Run) -> None:
             f"the forward sets the model's parameter {uses.from_batch[0]} by its batch, and each device has other samples, "
             "so their weights would differ",
             "set it before the training, or train on one device",
+        )
+    if uses.buffers and plan.parameter_server == "async":
+        raise InputError(
+            "plan: parameter_server=async",
+            f"each forward changes the buffer {uses.buffers[0]}, which would differ between workers, and the server would "
+            "save its initial value",
+            "use parameter_server: sync, or dp_replicate",
         )
     copies = _divides(run) or plan.pp > 1 or "parameters" in plan.offload or plan.parameter_server != "none"
     if uses.aliases and copies:
@@ -134,7 +142,8 @@ def check_samples(run: Run) -> None:
 
 def _refuse_changed_state(run: Run) -> None:
     job = run.job
-    state = changed_after_forward(model_factory(job.model), run.objective.total, run.data.example(), job.blocks_name)
+    total = objective_of_job(job).total  # without the methods, which belong to the run's own model
+    state = changed_after_forward(model_factory(job.model), total, run.data.example(), job.blocks_name)
     if state.changed:
         raise InputError(
             f"plan: recompute={run.plan.recompute}",

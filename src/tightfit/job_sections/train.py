@@ -121,7 +121,7 @@ class Train(Value):
     )
     check_split: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="compare a pipeline's stages, or modules sharded by a table of your own, with the undivided model "
+        description="compare a pipeline's stages, or a model of your own that tp or cp divides, with the undivided model "
         "before the first step",
     )
     expert_imbalance: float = Field(

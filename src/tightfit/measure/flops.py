@@ -13,13 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tightfit._torch.fake import FakeTensorMode
-from tightfit.job import LossSpec
 from tightfit.machine import Machine
-from tightfit.models import load_python, model_factory, task_of
+from tightfit.models import model_factory
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.expert_routing import RoutedExperts
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, without_fake_tensor_logs
-from tightfit.models.objective import Batch, map_tensors, objective_of
+from tightfit.models.objective import Batch, map_tensors, objective_of_job
 from tightfit.runtime.run import Run
 
 
@@ -55,9 +54,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
 
         def forward(self, inputs: Batch) -> Tensor:
             if sharded:
-                loss = run.job.loss
-                loss = load_python(loss.python) if isinstance(loss, LossSpec) else loss
-                return objective_of(loss, task_of(run.job.model)).total(self.model, inputs)
+                return objective_of_job(run.job).total(self.model, inputs)
             return run.loss_sum(inputs)
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)

@@ -251,8 +251,27 @@ class Head:
         if self.checked or returned is given or is_fake(returned):
             return
         self.checked = True
+        if returned.requires_grad and self.logits_bias is None and not _is_copy_of(given, returned):
+            raise _changed()  # by something that changes no value yet, such as a scale that begins at 1
         if not torch.equal(returned.detach(), given.detach().to(returned.dtype).view_as(returned)):
             raise _changed()
+
+
+# backwards of operations that give the numbers of one tensor as they are, in another shape or type
+_COPIES = (
+    "ToCopyBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "AliasBackward", "CloneBackward",
+    "SliceBackward", "SqueezeBackward", "UnsqueezeBackward", "TransposeBackward", "PermuteBackward", "TBackward", "AsStridedBackward",
+)  # fmt: skip
+
+
+def _is_copy_of(given: Tensor, returned: Tensor) -> bool:
+    """Return whether autograd says that `returned` was made from `given` by copies, casts and views alone."""
+    node = returned.grad_fn
+    while node is not None and node is not given.grad_fn:
+        if not node.name().startswith(_COPIES) or not node.next_functions:
+            return False
+        node = node.next_functions[0][0]
+    return node is given.grad_fn
 
 
 def _changed() -> InputError:
@@ -312,6 +331,12 @@ def find_head(objective: Objective, model: nn.Module) -> nn.Linear:
     """
     get = getattr(model, "get_output_embeddings", None)
     layer = get() if get is not None else None
+    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        raise InputError(
+            "plan: chunked_loss",
+            f"the model's output head is a {type(layer).__name__}, whose forward is not that of nn.Linear",
+            "leave out chunked_loss",
+        )
     if not isinstance(layer, nn.Linear) or objective.logits is None:
         raise InputError(
             "plan: chunked_loss",

@@ -44,7 +44,7 @@ from tightfit.job import Job, Train
 from tightfit.machine import Machine
 from tightfit.models import has_complex_parameters
 from tightfit.optim import make_optimizer
-from tightfit.optim.functions import kind_of_update, nested_state
+from tightfit.optim.functions import kind_of_update, nested_state, subclassed_state
 from tightfit.optim.groups import names_of_parameters
 from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
 from tightfit.optim.norms import mark_shard
@@ -303,6 +303,18 @@ def _check_nested(train: Train, plan: Plan) -> None:
         )
 
 
+def _check_subclassed(train: Train) -> None:
+    """Raise InputError if states of the user's optimizer are tensors of another class than torch's, which neither
+    checkpoints nor shards can hold."""
+    name, kind = subclassed_state(train.optimizer)
+    if name:
+        raise InputError(
+            "job: train.optimizer",
+            f"the optimizer keeps its state {name!r} in a {kind}, a class of tensors that checkpoints cannot store",
+            "for states in 8 or 4 bits, use train.optimizer: adamw with plan.states: 8-bit or 4-bit",
+        )
+
+
 def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
     """Raise InputError if the model has complex parameters, and if the job's optimizer or an option
     of the plan supports real numbers only.
@@ -335,7 +347,10 @@ def check_complex(model: nn.Module, train: Train, plan: Plan) -> None:
 def apply(run: Run, plan: Plan) -> Run:
     """Create the optimizer and the learning-rate schedule, and return the run with both."""
     train = run.job.train
-    kind = kind_of_update(train.optimizer) if train.uses_function("optimizer") else None
+    kind = None
+    if train.uses_function("optimizer"):
+        _check_subclassed(train)
+        kind = kind_of_update(train.optimizer)
     if kind == "together":
         _check_undivided(train, plan)
     optimizer = optimizer_of(run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device), run.head)

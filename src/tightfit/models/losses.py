@@ -136,6 +136,7 @@ class _Total:
         self._is_per_element = isinstance(loss, _PER_ELEMENT)
         self._is_per_class = isinstance(loss, _PER_CLASS)
         self._constants = {name: value.tolist() for name, value in loss.named_buffers()}
+        self._shapes = {name: value.shape for name, value in loss.named_buffers()}
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
         if self._is_per_element and output.shape != target.shape:
@@ -144,6 +145,8 @@ class _Total:
                 f"the model's output has shape {tuple(output.shape)}, and the targets have shape {tuple(target.shape)}",
                 "give both the same shape; for a model with one output, let the target of each sample have shape (1,)",
             )
+        if self._is_per_element:
+            self._refuse_weights_of_samples(output)
         if output.is_floating_point() and output.dtype.itemsize < 4:
             output = output.float()
         if self._is_per_element:
@@ -156,6 +159,16 @@ class _Total:
             constants = {name: output.new_tensor(one) for name, one in self._constants.items()}
             set_own_buffers(loss, {**own_buffers(loss), **constants})
         return loss(output, target)
+
+    def _refuse_weights_of_samples(self, output: Tensor) -> None:
+        for name, shape in self._shapes.items():
+            if len(shape) == output.dim() and shape[0] != 1:
+                raise InputError(
+                    f"job: loss={self.name}({name}=...)",
+                    f"has the shape {tuple(shape)}, with a weight for each sample of one batch, and micro-batches have other "
+                    "samples",
+                    f"give weights of the outputs alone, or {_CUSTOM_LOSS_FIX}",
+                )
 
 
 def class_numbers(labels: Tensor, asked: str = "data") -> Tensor:

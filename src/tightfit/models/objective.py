@@ -25,9 +25,12 @@ from torch.nn import functional
 
 from tightfit._torch.fake import FakeTensor
 from tightfit.errors import InputError
+from tightfit.job import Job, LossSpec
 from tightfit.job_sections.model import Task
 from tightfit.models.loss_state import note_loss
 from tightfit.models.losses import TorchLoss, class_numbers, explain_errors, torch_loss
+from tightfit.models.python import load_python
+from tightfit.models.tasks import task_of
 
 # One batch as the data yields it: usually dict[str, Tensor], else what torch's default_collate
 # returns.
@@ -299,6 +302,13 @@ TASKS: dict[str, Objective] = {
     "classification": cross_entropy_objective(_class_logits, _class_targets, "samples"),
 }
 assert set(TASKS) == set(get_args(Task))
+
+
+def objective_of_job(job: Job) -> Objective:
+    """Return the objective for a job's loss and its model's task, without any method of a plan. Raises
+    InputError as `objective_of` does."""
+    loss = load_python(job.loss.python) if isinstance(job.loss, LossSpec) else job.loss
+    return objective_of(loss, task_of(job.model))
 
 
 def objective_of(loss: Any, task: str | None) -> Objective:

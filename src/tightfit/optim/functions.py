@@ -143,19 +143,34 @@ def kind_of_update(given: Any) -> Kind:
 
 def nested_state(given: Any) -> str:
     """Return the name of a state of the user's optimizer that is a list, tuple or dict; "" if all are tensors
-    and numbers. To find out, a small matrix and a small vector are updated once.
+    and numbers.
 
     given  see `kind_of_update`
     """
+    return next((name for name, value in _first_states(given) if is_nested(value)), "")
+
+
+def subclassed_state(given: Any) -> tuple[str, str]:
+    """Return (name, class) of a state of the user's optimizer that is a tensor of a class of its own, such as
+    torchao's quantized ones; ("", "") if there is none.
+
+    given  see `kind_of_update`
+    """
+    found = ((name, type(one)) for name, one in _first_states(given) if isinstance(one, Tensor))
+    return next(((name, kind.__name__) for name, kind in found if kind not in (Tensor, nn.Parameter)), ("", ""))
+
+
+def _first_states(given: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of the states of the user's optimizer after one update of two matrices and a
+    vector. Small matrices may have other states than large ones."""
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        weights = [nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (5,))]
+        weights = [nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (5,), (64, 128))]
         optimizer = optimizer_by_function(given, weights)
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         with as_input_error(OPTIMIZER, "correct the optimizer"):
             optimizer.step()
-        states = (each for state in optimizer.state.values() for each in state.items())
-        return next((str(name) for name, value in states if is_nested(value)), "")
+        return [(str(name), value) for state in optimizer.state.values() for name, value in state.items()]
 
 
 _Trial = list[Tensor]  # the first weight, then the gradient of each update
@@ -306,4 +321,5 @@ __all__ = [
     "nested_state",
     "optimizer_by_function",
     "rate_by_function",
+    "subclassed_state",
 ]

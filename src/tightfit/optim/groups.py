@@ -18,7 +18,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tightfit.errors import InputError
@@ -224,14 +225,18 @@ def set_learning_rates(optimizer: Optimizer, rate: float) -> None:
 
 def _set_base(group: dict[str, Any], base: float) -> None:
     group["base_lr"] = base
-    group["lr"] = base * group["lr_factor"]
+    rate = base * group["lr_factor"]
+    if isinstance(group["lr"], Tensor):  # some optimizers compile their update with it
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _note_change(group: dict[str, Any]) -> None:
     """If the user has changed the `lr` of a parameter group since the schedule set it, store the
     ratio of the two rates as the group's `lr_factor`. If the schedule has set the rate to zero, the
     change is lost, because there is no ratio to zero."""
-    if group["lr"] != group["base_lr"] * group["lr_factor"] and group["base_lr"]:
+    if float(group["lr"]) != _rounded(group["base_lr"] * group["lr_factor"], group["lr"]) and group["base_lr"]:
         group["lr_factor"] = float(group["lr"]) / group["base_lr"]
 
 
@@ -301,6 +306,11 @@ def main_learning_rate(optimizer: Optimizer, rate: float) -> float:
     """Return the current learning rate of the parameters that match no pattern in `train.groups`.
     Return `rate` if every parameter matches one."""
     return next((float(group["lr"]) for group in optimizer.param_groups if group.get("match") is None), rate)
+
+
+def _rounded(rate: float, like: float | Tensor) -> float:
+    """Return a rate as a tensor of the type of `like` would hold it."""
+    return float(torch.tensor(rate, dtype=like.dtype)) if isinstance(like, Tensor) else rate
 
 
 __all__ = [

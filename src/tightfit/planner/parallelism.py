@@ -12,6 +12,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.methods.pipeline import SCHEDULES
+from tightfit.models.unchanged import has_table, is_unchanged
 from tightfit.plan import Plan
 from tightfit.planner.defaults import data_parallel_degrees
 from tightfit.planner.estimator import Estimator
@@ -63,6 +64,9 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     each combination of degrees to try. The smallest bound comes first, but combinations with cp
     come last.
 
+    Left out are degrees that may compute something else for a model of the user's own: see
+    `_unchecked_degrees`.
+
     Tensor parallelism is left out for a mixture of experts. Each device would multiply by a part of
     every expert, so its products would be small, and their results would have to be all-reduced.
 
@@ -83,9 +87,11 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     sample_s = estimator.lower_bound_model.segments_s(ledger.training, samples) / samples
     count = machine.devices_per_node * machine.nodes - start.servers
     bounds = []
+    # with fewer samples than devices, data parallelism alone cannot use them
+    unchecked = _unchecked_degrees(job) if count <= job.train.batch else set()
     has_experts = any("experts" in one.name.split(".") for one in estimator.profiler.model.parameters(start))
     for sizes in parallelism_candidates(machine, pins):
-        if has_experts and "tp" in sizes:
+        if (has_experts and "tp" in sizes) or unchecked & sizes.keys():
             continue
         plan = start.replace(**sizes)
         devices = plan.tp * plan.pp * plan.cp
@@ -96,6 +102,15 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
         micro_batch_count = share if plan.schedule in WITHOUT_BUBBLE else max(share + (plan.pp - 1) / stages, plan.pp)
         bounds.append((sample_s * micro_batch_count / devices, sizes))
     return sorted(bounds, key=lambda one: ("cp" in one[1], int(math.log(one[0], SIMILAR)), len(one[1])))
+
+
+def _unchecked_degrees(job: Job) -> set[str]:
+    """Return the degrees among tp and cp that a search leaves out, unless the user fixes them: those that could
+    divide what a model of the user's own computes over all features or positions. Training would then end before
+    its first step (see `engine/divided_check.py`). A table of the user's own says how to shard its features."""
+    if is_unchanged(job):
+        return set()
+    return {"cp"} if has_table(job) else {"tp", "cp"}
 
 
 def schedules(pins: dict[str, Any]) -> tuple[dict[str, Any], ...]:

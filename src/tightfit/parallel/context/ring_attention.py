@@ -177,6 +177,13 @@ def attend(
             "the model adds a bias of its own to the scores of attention, which ring attention does not add",
             "use cp: 1",
         )
+    if attention_mask is not None and attention_mask.shape[1:-1].numel() != 1:
+        raise InputError(
+            "plan: cp",
+            f"the samples have an attention mask of shape {tuple(attention_mask.shape)}, one for each query: ring attention "
+            "masks only keys, such as those of padding",
+            "give a mask of shape (samples, length), or use cp: 1",
+        )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)

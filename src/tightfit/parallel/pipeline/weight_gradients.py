@@ -65,9 +65,9 @@ class DeferredWeightGradients(TorchFunctionMode):
             if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
                 module.forward = partial(self._forward_in_mode, module.forward)  # type: ignore[method-assign]
 
-    def _forward_in_mode(self, forward: Callable[..., Any], *args: Any) -> Any:
+    def _forward_in_mode(self, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         with self:
-            return forward(*args)
+            return forward(*args, **named)
 
     @contextmanager
     def group(self, number: int) -> Iterator[None]:

@@ -19,7 +19,7 @@ from tightfit.cost.entries import EVERYWHERE, Parameter, Update
 from tightfit.cost.recorded_step import Operation
 from tightfit.distributed.mesh import make_mesh
 from tightfit.errors import InputError, Untraceable
-from tightfit.job import Job, LossSpec
+from tightfit.job import Job
 from tightfit.methods import (
     METHODS,
     context_parallel,
@@ -30,13 +30,13 @@ from tightfit.methods import (
     recompute,
     tensor_parallel,
 )
-from tightfit.models import find_blocks, load_python, parameter_uses, task_of
+from tightfit.models import find_blocks, parameter_uses
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import (
     Batch,
     Objective,
     forward_parameters,
-    objective_of,
+    objective_of_job,
 )
 from tightfit.models.tracing import trace_dataflow
 from tightfit.optim.gradient_dtype import widen_gradients
@@ -230,10 +230,7 @@ class FakeModel:
         return FakeValues(padded, self.job.train.expert_imbalance)
 
     def objective(self) -> Objective:
-        given = self.job.loss
-        return objective_of(
-            load_python(given.python) if isinstance(given, LossSpec) else given, task_of(self.job.model)
-        )
+        return objective_of_job(self.job)
 
     def parameters(self, plan: Plan) -> tuple[Parameter, ...]:
         """Return the parameters and buffers of one device, in the dtypes in which the plan stores

@@ -1,0 +1,59 @@
+"""Find out whether a user's own function returns a model of transformers as it is.
+
+Tables of shards and ring attention know the models of transformers. One with another module in it, such as a
+norm between two sharded layers, may compute something else when it is divided.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from tightfit.job import Job, ModelSpec
+from tightfit.models.caches import isolated_model_caches
+from tightfit.models.create import model_factory
+
+
+def is_unchanged(job: Job) -> bool:
+    """Return whether the job trains a model of transformers in which nothing was replaced or wrapped."""
+    if job.of_transformers:
+        return True
+    try:
+        with isolated_model_caches(on_meta=True), torch.device("meta"):
+            return _is_as_created(model_factory(job.model)())
+    except Exception:  # a model that the meta device cannot create is not known
+        return False
+
+
+def has_table(job: Job) -> bool:
+    """Return whether the user says how the model's modules are sharded."""
+    return isinstance(job.model, ModelSpec) and job.model.tensor_parallel is not None
+
+
+def _is_as_created(model: nn.Module) -> bool:
+    kind = type(model)
+    if kind.__module__.partition(".")[0] != "transformers" or not hasattr(model, "config"):
+        return False
+    fresh = kind(copy.deepcopy(model.config))
+    if _kinds(model) != _kinds(fresh):
+        return False
+    return not any(
+        "forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks or _package(one) not in _PACKAGES
+        for one in model.modules()
+    )
+
+
+_PACKAGES = ("torch", "transformers")
+
+
+def _package(module: nn.Module) -> str:
+    return type(module).forward.__module__.partition(".")[0]
+
+
+def _kinds(model: nn.Module) -> dict[str, type]:
+    return {name: type(one) for name, one in model.named_modules()}
+
+
+__all__ = ["has_table", "is_unchanged"]
