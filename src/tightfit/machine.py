@@ -543,6 +543,7 @@ _NEAREST = {
     "copy between formats": "copy",
     "elementwise between formats": "elementwise",
     "batch norm": "reduction",
+    "channels-last batch norm": "batch norm",
     "grid sample backward": "grid sample",
     "indexed sum": "scatter",
     "gelu backward": "gelu",

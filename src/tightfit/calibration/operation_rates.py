@@ -491,10 +491,12 @@ def _between_formats(
         yield moved, float(touched * count * 128 * 28 * 28 * dtype.itemsize), in_turn(make, inputs)
 
 
-def _batch_norm(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+def _batch_norm(
+    dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+) -> Iterator[Case]:
     for moved in _bytes(device)[1:-1]:
         channels = max(moved // 2 // dtype.itemsize // (64 * 64), 1)
-        image = random_tensor((1, channels, 64, 64), dtype, device)
+        image = random_tensor((1, channels, 64, 64), dtype, device).contiguous(memory_format=memory_format)
 
         def work(image: Tensor = image, channels: int = channels) -> Tensor:
             mean, variance = torch.zeros(channels, device=device), torch.ones(channels, device=device)
@@ -669,6 +671,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "pooling": _pooling,
     "channels-last pooling": partial(_pooling, memory_format=torch.channels_last),
     "batch norm": _batch_norm,
+    "channels-last batch norm": partial(_batch_norm, memory_format=torch.channels_last),
     "sort": _sort,
     "fourier transform": _fourier,
     "grid sample": partial(_grid_sample, backward=False),

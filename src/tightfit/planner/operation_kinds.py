@@ -23,6 +23,7 @@ RECURRENT = (  # many small products
 # interpolations of images: by the nearest pixel, and from several pixels
 NEAREST = ("aten.upsample_nearest2d", "aten._upsample_nearest_exact2d")
 LINEAR = ("aten.upsample_bilinear2d", "aten.upsample_bicubic2d")
+BATCH_NORMS = ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update")
 _IN_FORMATS = {  # kinds of operations on images, whose speed depends on the format of the image
     "average pooling": ("aten.avg_pool2d",),
     "average pooling backward": ("aten.avg_pool2d_backward",),
@@ -100,7 +101,8 @@ _KINDS = {
     "update": ("aten._fused_adamw_", "aten._fused_sgd_"),
     "compiled": ("compiled",),
     **{kind: (kind,) for kind in COMPILED_ARITHMETIC},
-    "batch norm": ("aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update"),
+    "batch norm": BATCH_NORMS,
+    "channels-last batch norm": tuple(f"{name}{CHANNELS_LAST}" for name in BATCH_NORMS),
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
         "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
         "c10d._reduce_scatter_base_", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor",

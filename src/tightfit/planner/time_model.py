@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from tightfit.cost.entries import Message, RankProgram, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, ScheduledAction, consumer_of, simulate
-from tightfit.cost.recorded_step import BatchLinear, Operation, Segment, Timeline
+from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Operation, Segment, Timeline
 from tightfit.cost.remembered import remembered
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
 from tightfit.machines.shapes import (
@@ -37,6 +37,7 @@ from tightfit.planner.operation_kinds import (
     ARITHMETIC,
     ATTENTION,
     ATTENTION_BACKWARD,
+    BATCH_NORMS,
     BATCHED,
     BY_SHAPE,
     CONVOLUTION,
@@ -51,12 +52,7 @@ from tightfit.planner.operation_kinds import (
 # and a backward reads the input and the output's gradient for two sums and again for the gradient
 # (ATen/native/cuda: Normalization.cuh, group_norm_kernel.cu; cuDNN does the same)
 PASSES = {
-    **dict.fromkeys(
-        (
-            "aten.native_batch_norm", "aten._native_batch_norm_legit", "aten._batch_norm_with_update", "aten.native_group_norm",
-        ),
-        3 / 2,
-    ),
+    **dict.fromkeys((*BATCH_NORMS, "aten.native_group_norm"), 3 / 2),
     **dict.fromkeys(
         ("aten.native_batch_norm_backward", "aten.batch_norm_backward", "aten.native_group_norm_backward"), 5 / 3
     ),
@@ -428,7 +424,7 @@ class TimeModel:
 
     def _bytes_per_s(self, kind: str, operation: Operation, moved: float) -> float:
         """Return the rate of an operation that is no arithmetic, in bytes accessed per second."""
-        passes = PASSES.get(operation.name, 1.0) if self.machine.device == "cuda" else 1.0
+        passes = PASSES.get(operation.name.removesuffix(CHANNELS_LAST), 1.0) if self.machine.device == "cuda" else 1.0
         if passes > 1 and f"{kind}/{operation.dtype}" not in self.machine.rates:
             return self.machine.bandwidth(moved) / passes
         if f"{operation.name}/{operation.dtype}" in self.machine.rates:

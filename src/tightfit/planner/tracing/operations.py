@@ -23,7 +23,7 @@ from tightfit.machines.shapes import ALIGNMENT
 from tightfit.methods.attention import causal_pairs, probability_count
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes
 from tightfit.models.tensors import bytes_accessed, tensors_in
-from tightfit.planner.operation_kinds import LINEAR, NEAREST
+from tightfit.planner.operation_kinds import BATCH_NORMS, LINEAR, NEAREST
 from tightfit.planner.tracing.recurrent_layers import recurrent_sizes
 from tightfit.runtime.fake_compiler import in_compiled_graph
 
@@ -43,6 +43,7 @@ _AVERAGES = {"aten.avg_pool2d": 1, "aten.avg_pool2d_backward": 2}  # position of
 _IMAGES = {
     **_CONVOLUTIONS,
     "aten.max_pool2d_with_indices": 0,
+    **dict.fromkeys(BATCH_NORMS, 0),
     "aten.avg_pool2d": 0,
     "aten.avg_pool2d_backward": 1,
     **dict.fromkeys((*NEAREST, *LINEAR), 0),
