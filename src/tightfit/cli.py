@@ -307,7 +307,7 @@ def machine(
         ),
     ] = None,
     known: Annotated[bool, typer.Option("--list", help="list the machines that are known by name")] = False,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (two to three minutes)")] = False,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="measure this machine (four to five minutes)")] = False,
     records: Annotated[
         list[Path] | None,
         typer.Option(

@@ -40,7 +40,7 @@ from tightfit.values import Value, nearest, read_yaml
 class Figure(Value):
     """One number of a machine, its source, and a detail about the source in words. The sources are:
 
-    measured   by a calibration on this machine (two to three minutes)
+    measured   by a calibration on this machine (four to five minutes)
     quick      by a quick calibration on this machine (seconds)
     published  by the maker
     system     read from the operating system

@@ -1,7 +1,7 @@
 """Calibration: measures the rates of this machine, such as FLOP/s of matrix products by dtype and
 size, bandwidths, and the time to launch an operation. Step times are predicted from them.
 
-`calibrate` (`tightfit machine --calibrate`) takes two to three minutes. `quick_calibrate` takes a few
+`calibrate` (`tightfit machine --calibrate`) takes four to five minutes. `quick_calibrate` takes a few
 seconds and serves for a CPU that was not calibrated.
 """
 
@@ -46,7 +46,7 @@ COPIED = {  # bytes of a timed copy in memory: on a GPU many times its L2 cache
 
 def calibrate(machine: Machine, say: Callable[[str], None] = lambda line: None) -> Machine:
     """Measure the speed of this machine, and return a copy of `machine` with the measured figures.
-    This takes two to three minutes on a CPU.
+    This takes four to five minutes on a CPU.
 
     The figures are also written to the user's cache, where `Machine.detect` finds them. The speed
     of a shared CPU changes, so each figure is scaled to the machine's usual speed. For this, a

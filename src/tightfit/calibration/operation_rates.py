@@ -67,7 +67,7 @@ def measure_rates(
     pace   times the control around each measurement
     say    called with a line of text before each measurement
     quick  if True, leave out large sizes and compiled kernels. This takes about six seconds;
-           otherwise it takes two to three minutes on two cores
+           otherwise it takes four to five minutes on two cores
     """
     rates: dict[str, dict[int, float]] = {}
     if device.type == "cpu":

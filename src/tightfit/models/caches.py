@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, lru_cache
 from itertools import islice
@@ -72,11 +72,11 @@ def _isolated(on_meta: bool) -> Iterator[None]:
     finally:
         functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
         _clear(functions, _is_unreal)
-        for one in dicts:
+        for one in dicts if _hold_unreal(value for each in dicts for value in _holders(each).values()) else ():
             if id(one) in before:
                 before[id(one)].restore()
             else:  # of a module that was imported meanwhile
-                for key in _with_tensors(one, _is_unreal):
+                for key in _with_unreal(one):
                     del one[key]
         if on_meta:
             for entries in before.values():
@@ -96,13 +96,14 @@ class _Entries:
         # the lists and dicts in the entries, and what those beside tensors contained
         self._containers: dict[int, Any] = {}
         self._contents: list[tuple[Any, Any]] = []
-        for key, value in self._all.items():
-            if type(value) not in _PLAIN and isinstance(value, _HOLDERS) and key != _BUILTINS:
-                tensors, nested = _tensors_and_containers(value)
-                self._containers.update((id(container), container) for container in nested)
-                if tensors:
-                    self.with_tensors[key] = value
-                    self._contents += [(container, container.copy()) for container in nested]
+        holders = _holders(one)
+        tensors, containers = _tensors_and_containers(holders.values())
+        self._containers.update((id(container), container) for container in containers)
+        for key, value in holders.items() if tensors else ():
+            found, nested = _tensors_and_containers([value])
+            if found:
+                self.with_tensors[key] = value
+                self._contents += [(container, container.copy()) for container in nested]
 
     def move_to_meta(self) -> None:
         """Replace the tensors in the entries by tensors on the meta device."""
@@ -111,11 +112,11 @@ class _Entries:
     def restore(self) -> None:
         """Remove the fake and meta tensors from the entries: each has its earlier value, without what
         was added to a list or a dict, and an entry that was not there is gone."""
-        unreal = _with_tensors(self.one, _is_unreal)
+        unreal = _with_unreal(self.one)
         if not unreal:
             return
         for container, content in self._contents:
-            if any(map(_is_unreal, _tensors(container))):
+            if _hold_unreal([container]):
                 container.clear()
                 container.extend(content) if isinstance(container, list) else container.update(content)
         for key in unreal:
@@ -130,11 +131,11 @@ class _Entries:
         and the newer lists and dicts that contain such tensors."""
 
         def stays(one: Any) -> bool:
-            if not any(map(_is_unreal, _tensors(one))):
+            if not _hold_unreal([one]):
                 return True
             if id(one) in self._containers or isinstance(one, tuple):
                 self._prune(one)
-                return not any(map(_is_unreal, _tensors(one)))
+                return not _hold_unreal([one])
             return False
 
         if isinstance(value, list):
@@ -147,16 +148,22 @@ class _Entries:
                 stays(one)
 
 
-def _with_tensors(one: dict[Any, Any], wanted: Callable[[Tensor], bool]) -> dict[Any, Any]:
-    """Return the entries of a dict that contain a tensor for which wanted(tensor) is True."""
+def _holders(one: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of a dict that may contain a tensor."""
     return {
         key: value
         for key, value in list(one.items())
-        if type(value) not in _PLAIN
-        and isinstance(value, _HOLDERS)
-        and key != _BUILTINS
-        and any(map(wanted, _tensors(value)))
+        if type(value) not in _PLAIN and isinstance(value, _HOLDERS) and key != _BUILTINS
     }
+
+
+def _with_unreal(one: dict[Any, Any]) -> list[Any]:
+    """Return the keys of the entries of a dict that contain fake or meta tensors."""
+    return [key for key, value in _holders(one).items() if _hold_unreal([value])]
+
+
+def _hold_unreal(values: Iterable[Any]) -> bool:
+    return any(map(_is_unreal, _tensors_and_containers(values)[0]))
 
 
 def _is_unreal(tensor: Tensor) -> bool:
@@ -207,10 +214,9 @@ def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any
     found = [_caches_of(module) for module in modules.values() if isinstance(module, ModuleType)]
     own = (one for name, one in modules.items() if not name.startswith("transformers"))
     global_names = [vars(one) for one in own if isinstance(one, ModuleType)]
-    return [one for functions, _ in found for one in functions], [
-        *(one for _, dicts in found for one in dicts),
-        *global_names,
-    ]
+    dicts = [*(one for _, dicts in found for one in dicts), *global_names]
+    # several modules may import the same one
+    return [one for functions, _ in found for one in functions], list({id(one): one for one in dicts}.values())
 
 
 def _may_define_models(name: str) -> bool:
@@ -262,39 +268,40 @@ def _results(function: _Cache) -> Iterator[Tensor]:
     """Yield the tensors in the lru_cache of a function. They are found through the garbage
     collector, because an lru_cache cannot list its entries."""
     for held in gc.get_referents(function):
-        yield from _tensors(held)
+        yield from _tensors_and_containers([held])[0]
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return _tensors_and_containers(value)[0]
-
-
-def _tensors_and_containers(value: Any) -> tuple[list[Tensor], list[Any]]:
+def _tensors_and_containers(values: Iterable[Any]) -> tuple[list[Tensor], list[Any]]:
     """Return (the tensors, the lists and dicts) in nested lists, tuples, dicts and modules. A container may
-    contain itself."""
-    tensors, containers, seen, left = [], [], set(), [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, list | tuple | dict):
-            if id(one) not in seen:
-                seen.add(id(one))
-                if not isinstance(one, tuple):
-                    containers.append(one)
-                left += _looked_at(one)
-        elif isinstance(one, Tensor):
-            tensors.append(one)
-        elif isinstance(one, nn.Module):
-            tensors += [*one.parameters(), *one.buffers()]
+    contain itself.
+
+    Each level of nesting is read in one call of the garbage collector: a library may have ten thousand lists
+    of names.
+    """
+    tensors: list[Tensor] = []
+    containers, seen, level = [], set[int](), list(values)
+    while level:
+        found = [one for one in level if isinstance(one, list | tuple | dict)]
+        if len(found) < len(level):
+            tensors += [one for one in level if isinstance(one, Tensor)]
+            modules = [one for one in level if isinstance(one, nn.Module)]
+            tensors += [each for one in modules for each in (*one.parameters(), *one.buffers())]
+        fresh = list({id(one): one for one in found if id(one) not in seen}.values())
+        seen.update(map(id, fresh))
+        containers += [one for one in fresh if not isinstance(one, tuple)]
+        short = [one for one in fresh if len(one) <= 2 * _ENDS]
+        held = gc.get_referents(*short)
+        if len(short) < len(fresh):
+            held += [each for one in fresh if len(one) > 2 * _ENDS for each in _ends(one)]
+        level = [one for one in held if type(one) not in _PLAIN and isinstance(one, _HOLDERS)]
     return tensors, containers
 
 
-def _looked_at(container: Any) -> list[Any]:
-    """Return the values of a list, tuple or dict that may contain tensors. Of a long one, such as a data set,
-    look only at the first and the last ones: what a forward adds is at the end."""
+def _ends(container: Any) -> list[Any]:
+    """Return the first and the last values of a long list, tuple or dict, such as a data set: what a forward
+    adds is at the end."""
     values = container.values() if isinstance(container, dict) else container
-    if len(container) > 2 * _ENDS:
-        values = (*islice(values, _ENDS), *islice(reversed(values), _ENDS))
-    return [one for one in values if type(one) not in _PLAIN]
+    return [*islice(values, _ENDS), *islice(reversed(values), _ENDS)]
 
 
 __all__ = ["clear_tensor_caches", "isolated_model_caches"]
