@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.calibration import convolutions, operation_rates
+from tightfit.calibration.cases import BYTES, sizes_in_bytes
 from tightfit.calibration.clock_drift import ClockDrift
 
 
@@ -70,10 +71,10 @@ def test_a_cpu_is_measured_at_the_small_sizes() -> None:
     assert list(sizes("product", torch.float32, "cpu")) == [
         round((4 * size**3) ** (1 / 3)) for size in operation_rates.PRODUCT_SIZES
     ]
-    assert operation_rates._bytes(processor) == operation_rates.BYTES
+    assert sizes_in_bytes(processor) == BYTES
     channels = tuple(size for size, *_ in convolutions.calibration_shapes("", processor))
     assert channels == convolutions.CHANNELS
-    assert max(operation_rates._bytes(gpu)) > 2 * 126 * 2**20  # of the largest second-level cache, B200's
+    assert max(sizes_in_bytes(gpu)) > 2 * 126 * 2**20  # of the largest second-level cache, B200's
     assert operation_rates._lengths(gpu)[-1] == 8192
     assert {operation_rates._heads(length, gpu)[0] * length for length in operation_rates.GPU_LENGTHS} == {
         operation_rates.GPU_TOKENS

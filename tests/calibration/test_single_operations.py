@@ -71,3 +71,11 @@ def test_a_rate_by_name_counts_before_that_of_the_kind() -> None:
         assert kind_of(operation) == "elementwise"
         assert TimeModel(machine).operation_s(operation, 1) == pytest.approx(4e6 / rate)
     assert "aten.mish" not in KIND
+
+
+def test_a_quick_case_is_one_small_one() -> None:
+    for name in ("mish", "where", "avg_pool3d_backward"):
+        ((size, expected, work),) = single_operations.quick_cases(f"aten.{name}", torch.float32, CPU)
+        assert size == single_operations.QUICK_SIZE
+        assert expected in [one.bytes_accessed.at(1) for one in recorded(work) if one.name == f"aten.{name}"]
+    assert list(single_operations.quick_cases("aten.avg_pool3d", torch.bfloat16, CPU)) == []

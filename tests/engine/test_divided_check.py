@@ -166,11 +166,12 @@ SEQUENCES: dict[str, Any] = {"tp": 2, "sequence_parallel": True}
         ("norm_in_mlp", {**TP, "precision": "bf16-mixed"}),
         ("own_positions", CP),
         ("shifted_tokens", SEQUENCES),
+        ("norm_in_mlp", {**TP, "pp": 2, "micro_batch": 2, "precision": "bf16-mixed"}),
     ],
     ids=str,
 )
 def test_a_model_that_differs_when_divided_is_refused(name: str, fields: dict[str, Any]) -> None:
-    for said in together(2, HERE + "trained", name, fields, {}):
+    for said in together(tightfit.Plan(**fields).devices, HERE + "trained", name, fields, {}):
         assert "the divided model computes something else than the undivided model" in said
         assert "and the gradient of" in said
 

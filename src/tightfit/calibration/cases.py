@@ -13,9 +13,17 @@ COLD = {  # bytes of other inputs that are read before an input is used again: a
     "cuda": 2**28,
 }
 MOST_SETS = 256
+BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
+LARGE_BYTES = (2**29,)  # on a GPU, whose L2 cache holds 2**26 and more
 
 Work = Callable[[], object]
 Case = tuple[int, float, Work]  # size, FLOPs or bytes accessed, the function to time
+
+
+def sizes_in_bytes(device: torch.device) -> tuple[int, ...]:
+    """Return the sizes at which operations limited by memory bandwidth are timed, in bytes
+    accessed."""
+    return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
 
 
 def in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]]) -> Work:
@@ -44,4 +52,4 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     return torch.empty(shape, device=device).uniform_(-1, 1).to(dtype)
 
 
-__all__ = ["Case", "Work", "in_turn", "random_tensor"]
+__all__ = ["Case", "Work", "in_turn", "random_tensor", "sizes_in_bytes"]

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tightfit.calibration.cases import Case, in_turn, random_tensor
+from tightfit.calibration.cases import Case, in_turn, random_tensor, sizes_in_bytes
 from tightfit.calibration.clock_drift import ClockDrift
 from tightfit.calibration.convolutions import CONVOLUTIONS
-from tightfit.calibration.single_operations import OPERATIONS, single_cases
+from tightfit.calibration.orders_in_memory import OF_ONE_SPEED
+from tightfit.calibration.single_operations import OPERATIONS, quick_cases, single_cases
 from tightfit.calibration.timing import Pick, timed
 from tightfit.capabilities import can_compile
 from tightfit.machine import COMPILED_ARITHMETIC, Machine
@@ -37,8 +38,6 @@ LARGE_PRODUCTS = (
     (16384, 4096, 14336),
     (8192, 4096, 128256),
 )
-BYTES = (2**16, 2**19, 2**22, 2**25, 2**27)
-LARGE_BYTES = (2**29,)  # on a GPU, whose L2 cache holds 2**26 and more
 PATIENCE_S = 0.25  # the longest time that one run of a case may take
 LEAST_S = 0.02  # each case is repeated for at least this many seconds
 ALONE_S = 0.2  # the same for a kind that has only one case
@@ -66,7 +65,7 @@ def measure_rates(
 
     pace   times the control around each measurement
     say    called with a line of text before each measurement
-    quick  if True, leave out large sizes and compiled kernels. This takes about six seconds;
+    quick  if True, leave out large sizes and compiled kernels. This takes about eight seconds;
            otherwise it takes four to five minutes on two cores
     """
     rates: dict[str, dict[int, float]] = {}
@@ -94,11 +93,13 @@ def _rates_of_kinds(
     for again in range(1 if quick or device.type == "cuda" else ROUNDS):
         rounds.append({})
         for (name, dtype), (kind, cases) in itertools.product(DTYPES.items(), _KINDS.items()):
-            if (quick or again) and kind in (*COMPILED_ARITHMETIC, *_BY_NAME):
+            if (quick and kind in COMPILED_ARITHMETIC) or (again and kind in (*COMPILED_ARITHMETIC, *_BY_NAME)):
                 continue
             say(f"{kind} in {name}{', again' if again else ''}")
             if quick:
-                table = _table(itertools.islice(cases(dtype, device), QUICK_CASES), device, QUICK_S, QUICK_S, min)
+                found = quick_cases(kind, dtype, device) if kind in _BY_NAME else cases(dtype, device)
+                most = 1 if kind in OF_ONE_SPEED else QUICK_CASES
+                table = _table(itertools.islice(found, most), device, QUICK_S, QUICK_S, min)
             elif device.type == "cuda" and kind in _LIMITED_BY_POWER:
                 table = _table(cases(dtype, device), device, least_s=SUSTAINED_S, pick=_of_second_half)
             else:
@@ -146,12 +147,6 @@ def _table(
 def _of_second_half(seconds: list[float]) -> float:
     """Return the median of the second half of the runs. By then a GPU has lowered its clock."""
     return statistics.median(seconds[len(seconds) // 2 :])
-
-
-def _bytes(device: torch.device) -> tuple[int, ...]:
-    """Return the sizes at which operations limited by memory bandwidth are timed, in bytes
-    accessed."""
-    return BYTES if device.type == "cpu" else BYTES + LARGE_BYTES
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -290,7 +285,7 @@ def _of_bytes(make: Callable[..., Tensor], touched: int, inputs: int = 1) -> Cal
     """
 
     def cases(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-        for moved in _bytes(device):
+        for moved in sizes_in_bytes(device):
             shape = (max(moved // touched // dtype.itemsize // 512, 1), 512)
 
             def tensors(shape: tuple[int, int] = shape) -> tuple[Tensor, ...]:
@@ -306,7 +301,7 @@ def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Yield casts between fp32 and bf16 to time, as cases (size, bytes accessed, function). `dtype`
     is the dtype of the result."""
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
-    for moved in _bytes(device):
+    for moved in sizes_in_bytes(device):
         count = moved // 6
 
         def inputs(count: int = count) -> tuple[Tensor, ...]:
@@ -316,7 +311,7 @@ def _cast(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for moved in _bytes(device)[1:]:
+    for moved in sizes_in_bytes(device)[1:]:
         rows = max(moved // 2 // dtype.itemsize // 4096, 1)
 
         def inputs(rows: int = rows) -> tuple[Tensor, ...]:
@@ -373,7 +368,7 @@ def _search(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     states to 8 bits. The result is an int32 index for each value. Yield nothing for a `dtype` other
     than fp32."""
     table = torch.linspace(-1, 1, 256, device=device)
-    for moved in _bytes(device)[:-1] if dtype is torch.float32 else ():
+    for moved in sizes_in_bytes(device)[:-1] if dtype is torch.float32 else ():
         values = torch.rand(moved // 8, device=device)
 
         def work(values: Tensor = values) -> Tensor:
@@ -388,7 +383,7 @@ def _pooling(
     """Yield forwards of max pooling over 2 x 2 pixels to time, as cases (size, bytes accessed,
     function). The output has a quarter of the input's elements, and there is an int64 index for
     each of them."""
-    for moved in _bytes(device)[1:-1]:
+    for moved in sizes_in_bytes(device)[1:-1]:
         channels = max(moved // (64 * 64) // (dtype.itemsize + 3), 1)
         elements = channels * 64 * 64
         exact = elements * dtype.itemsize + elements // 4 * (dtype.itemsize + 8)
@@ -400,101 +395,10 @@ def _pooling(
         yield moved, float(exact), in_turn(make, inputs)
 
 
-def _of_images(
-    forward: Callable[[Tensor], Tensor],
-    tensors: tuple[int, int],
-    backward: bool,
-    memory_format: torch.memory_format,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Iterator[Case]:
-    """Yield an operation on images of 28 x 28 pixels to time, as cases (size, bytes accessed, function).
-
-    forward   the operation
-    tensors   how many tensors of the input's size and of the output's size it accesses
-    backward  time its gradient
-    """
-    ratio = forward(torch.empty((1, 1, 28, 28), device="meta")).numel() / 28**2
-    for moved in _bytes(device)[1:-1]:
-        touched = tensors[0] + ratio * tensors[1]
-        count = max(int(moved / touched / (64 * 28 * 28) / dtype.itemsize), 1)
-
-        def images(count: int = count) -> tuple[Tensor]:
-            return (random_tensor((count, 64, 28, 28), dtype, device).contiguous(memory_format=memory_format),)
-
-        def run(images: Any = images) -> tuple[Tensor, ...]:
-            image = images()[0].requires_grad_()
-            output = forward(image)
-            return image, output, torch.ones_like(output)
-
-        def make(image: Tensor, output: Tensor, gradient: Tensor) -> object:
-            return torch.autograd.grad(output, image, gradient, retain_graph=True)
-
-        exact = touched * count * 64 * 28 * 28 * dtype.itemsize
-        yield moved, exact, in_turn(make, run) if backward else in_turn(forward, images)
-
-
-def _image_kinds() -> dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]]:
-    """Return the kinds of operations on images whose speed depends on the memory format, each with its cases."""
-    found: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {}
-    for layout, memory_format in (("", torch.contiguous_format), ("channels-last ", torch.channels_last)):
-        for kind, forward, read in (
-            ("average pooling", partial(functional.avg_pool2d, kernel_size=2), 2),
-            ("overlapping average pooling", partial(functional.avg_pool2d, kernel_size=3, stride=1, padding=1), 2),
-            ("nearest interpolation", partial(functional.interpolate, scale_factor=2.0), 1),
-            ("linear interpolation", partial(functional.interpolate, scale_factor=2.0, mode="bilinear"), 1),
-        ):
-            found[f"{layout}{kind}"] = partial(_of_images, forward, (1, 1), False, memory_format)
-            found[f"{layout}{kind} backward"] = partial(_of_images, forward, (read, 1), True, memory_format)
-    return found
-
-
-def _indexed(kind: str, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    """Yield an operation that reads or adds rows of 64 numbers by their index to time, as cases (size, bytes
-    accessed, function). Each of 8 samples has four times as many indices as rows."""
-    for moved in _bytes(device)[1:-1]:
-        rows = max(moved // (6 * 8 * 64 * dtype.itemsize), 1)
-        index = torch.randint(0, rows, (4 * rows,), device=device)
-        each = index[None, :, None].expand(8, -1, 64)
-
-        def inputs(rows: int = rows) -> tuple[Tensor, Tensor]:
-            return random_tensor((8, rows, 64), dtype, device), random_tensor((8, 4 * rows, 64), dtype, device)
-
-        def make(table: Tensor, values: Tensor, index: Tensor = index, each: Tensor = each) -> Tensor:
-            if kind == "index":
-                return table[:, index]
-            if kind == "index select":
-                return table.index_select(1, index)
-            if kind == "element gather":
-                return table.gather(1, each)
-            return table.index_add(1, index, values) if kind == "index add" else table.scatter_add(1, each, values)
-
-        tables = 2 if "add" in kind or "scatter" in kind else 1
-        yield moved, float((tables + 4) * 8 * rows * 64 * dtype.itemsize + index.nbytes), in_turn(make, inputs)
-
-
-def _between_formats(
-    make: Callable[..., Tensor], touched: int, dtype: torch.dtype, device: torch.device
-) -> Iterator[Case]:
-    """Yield an operation on two images to time, the second of which has its channels last, as cases (size,
-    bytes accessed, function).
-
-    touched  bytes that the operation accesses, divided by the bytes of an image
-    """
-    for moved in _bytes(device)[1:]:
-        count = max(moved // touched // (128 * 28 * 28) // dtype.itemsize, 1)
-
-        def inputs(count: int = count) -> tuple[Tensor, Tensor]:
-            images = random_tensor((count, 128, 28, 28), dtype, device)
-            return images, images.contiguous(memory_format=torch.channels_last)
-
-        yield moved, float(touched * count * 128 * 28 * 28 * dtype.itemsize), in_turn(make, inputs)
-
-
 def _batch_norm(
     dtype: torch.dtype, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Iterator[Case]:
-    for moved in _bytes(device)[1:-1]:
+    for moved in sizes_in_bytes(device)[1:-1]:
         channels = max(moved // 2 // dtype.itemsize // (64 * 64), 1)
         image = random_tensor((1, channels, 64, 64), dtype, device).contiguous(memory_format=memory_format)
 
@@ -508,7 +412,7 @@ def _batch_norm(
 def _sort(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Yield sorts of rows of 512 values to time, as cases (size, bytes accessed, function). There is an int64
     index for each value."""
-    for moved in _bytes(device)[:-2]:
+    for moved in sizes_in_bytes(device)[:-2]:
         rows = max(moved // (2 * dtype.itemsize + 8) // 512, 1)
         exact = rows * 512 * (2 * dtype.itemsize + 8)
         yield moved, float(exact), in_turn(torch.sort, partial(_one, (rows, 512), dtype, device))
@@ -517,7 +421,7 @@ def _sort(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 def _fourier(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Yield Fourier transforms of images of 64 x 64 pixels to time, as cases (size, bytes accessed, function).
     Yield nothing for a `dtype` other than fp32."""
-    for moved in _bytes(device)[1:-1] if dtype is torch.float32 else ():
+    for moved in sizes_in_bytes(device)[1:-1] if dtype is torch.float32 else ():
         shape = (moved // 8 // (64 * 64), 64, 64)  # the result has half as many values, which are complex
         yield moved, 8.0 * math.prod(shape), in_turn(torch.fft.rfft2, partial(_one, shape, dtype, device))
 
@@ -532,7 +436,7 @@ def _grid_sample(dtype: torch.dtype, device: torch.device, backward: bool) -> It
     backward  time the gradients with respect to the images and the grid
     """
     sample = partial(functional.grid_sample, align_corners=False)
-    for moved in _bytes(device)[1:-1]:
+    for moved in sizes_in_bytes(device)[1:-1]:
         count = max(moved // (2 * 16 * 64 * 64 * dtype.itemsize), 1)
 
         def inputs(count: int = count) -> tuple[Tensor, Tensor]:
@@ -655,13 +559,7 @@ _KINDS: dict[str, Callable[[torch.dtype, torch.device], Iterator[Case]]] = {
     "cast": _cast,
     # the transpose of heads and positions in attention
     "copy": _of_bytes(lambda values: values.view(-1, 8, 8, 64).transpose(1, 2).contiguous(), 2),
-    **{
-        kind: partial(_indexed, kind)
-        for kind in ("index", "index select", "element gather", "element scatter", "index add")
-    },
-    **_image_kinds(),
-    "copy between formats": partial(_between_formats, lambda images, last: last.contiguous(), 2),
-    "elementwise between formats": partial(_between_formats, torch.add, 3),
+    **OF_ONE_SPEED,
     "reduction": _of_bytes(lambda values: functional.layer_norm(values, (512,)), 2),
     "softmax": _softmax,
     "gather": _gather,

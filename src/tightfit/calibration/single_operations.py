@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tightfit.calibration.cases import Case, Work, in_turn, random_tensor
 from tightfit.models.tensors import bytes_accessed, tensors_in
 
-SIZES = (2**20, 2**24)  # bytes accessed
+SIZES, QUICK_SIZE = (2**20, 2**24), 2**18  # bytes accessed
 ROW, IMAGE, VOLUME = (512,), (64, 28, 28), (16, 16, 16, 16)
 _aten = torch.ops.aten
 
@@ -149,11 +150,7 @@ def single_cases(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
     Raises KeyError if the function does not call the operation.
     """
     operation = OPERATIONS[name]
-    if device.type != "cpu":
-        return
-    try:
-        each = _bytes_of(name, 1, dtype)
-    except (NotImplementedError, RuntimeError):
+    if (each := _bytes_of_one(name, dtype, device)) is None:
         return
     for size in SIZES:
         count = max(size // each, 1)
@@ -163,6 +160,28 @@ def single_cases(name: str, dtype: torch.dtype, device: torch.device) -> Iterato
 
         work: Work = in_turn(operation.run, inputs)
         yield size, float(_bytes_of(name, count, dtype)), work
+
+
+def quick_cases(kind: str, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Yield one small case, whose inputs are in the cache: most of these operations are not limited by memory.
+
+    kind  the operation's name with its namespace, such as aten.mish
+    """
+    name = kind.removeprefix("aten.")
+    if (each := _bytes_of_one(name, dtype, device)) is not None:
+        count = max(QUICK_SIZE // each, 1)
+        prepared = OPERATIONS[name].prepared(count, dtype, device)
+        yield QUICK_SIZE, float(_bytes_of(name, count, dtype)), partial(OPERATIONS[name].run, *prepared)
+
+
+def _bytes_of_one(name: str, dtype: torch.dtype, device: torch.device) -> int | None:
+    """Return the bytes that an operation accesses for one row or image; None if it is not timed."""
+    if device.type != "cpu":
+        return None
+    try:
+        return _bytes_of(name, 1, dtype)
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def _bytes_of(name: str, count: int, dtype: torch.dtype) -> int:
@@ -176,4 +195,4 @@ def _bytes_of(name: str, count: int, dtype: torch.dtype) -> int:
     return mode.found
 
 
-__all__ = ["OPERATIONS", "single_cases"]
+__all__ = ["OPERATIONS", "quick_cases", "single_cases"]

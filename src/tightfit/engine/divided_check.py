@@ -12,17 +12,19 @@ initial weights: a weight that begins at zero would hide what stands before it.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.distributed.mesh import AXES, DATA
 from tightfit.engine.checkpoint.contents import unsharded_shape
+from tightfit.engine.pipeline_check import memory_of
 from tightfit.engine.rng import evaluating, rng_preserved, seed_all
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.methods import context_parallel, loss, tensor_parallel
@@ -63,23 +65,25 @@ class DividedComparison:
         return same and not self.gradients
 
 
-def divides_own_model(run: Run) -> bool:
-    """Return whether the plan divides layers or sequences of a model that may then compute something else."""
-    plan = run.plan
-    if plan.pp > 1 or (plan.tp == 1 and plan.cp == 1):
+def wants_divided_check(run: Run) -> bool:
+    """Return whether `check_divided` should run before the first training step.
+
+    The plan divides layers or sequences of a model that may then compute something else, and the job's
+    `check_split` is "always" or "auto". With "auto", the check runs if it takes at most 5 % of a device's memory;
+    otherwise a TightfitWarning says that it does not.
+    """
+    asked, job = run.job.train.check_split, run.job
+    if asked == "never" or (run.plan.tp == 1 and run.plan.cp == 1) or (is_unchanged(job) and not has_table(job)):
         return False
-    return has_table(run.job) or not is_unchanged(run.job)
+    return asked == "always" or _fits(run)
 
 
-def fits_check(run: Run) -> bool:
-    """Return whether the check takes at most 5 % of a device's memory. Issue a TightfitWarning if not."""
-    count = sum(unsharded_shape(run, name, one).numel() for name, one in run.model.named_parameters())
-    memory = (
-        torch.cuda.get_device_properties(run.device).total_memory
-        if run.device.type == "cuda"
-        else psutil.virtual_memory().total
-    )
-    if count * BYTES <= AUTO_SHARE * memory:
+def _fits(run: Run) -> bool:
+    if run.dataflow is not None:
+        count = run.dataflow.parameter_count
+    else:
+        count = sum(unsharded_shape(run, name, one).numel() for name, one in run.model.named_parameters())
+    if count * BYTES <= AUTO_SHARE * memory_of(run):
         return True
     warnings.warn(
         f"plan.{_field(run.plan)} divides a model of your own, which was not compared with the undivided model, because that "
@@ -132,7 +136,7 @@ def _compare(run: Run) -> DividedComparison | None:
     mesh, objective = run.mesh, objective_of_job(run.job)
     data = run.data.data if isinstance(run.data, SequenceChunks) else run.data
     batch = _few(data.example(), 2 * run.plan.cp)
-    with rng_preserved():
+    with rng_preserved(), _without_tf32():
         whole = _new_model(run)
         count = max(objective.count(batch), 1)
         with evaluating(whole):
@@ -149,6 +153,20 @@ def _compare(run: Run) -> DividedComparison | None:
     gradients = _differences(divided, dict(whole.named_parameters()))
     total = mesh.all_reduce(loss_sum.detach().double(), DATA)
     return DividedComparison(float(total), float(expected.detach()), gradients)
+
+
+@contextmanager
+def _without_tf32() -> Iterator[None]:
+    """Inside this context, products in fp32 have the precision of fp32, also on a GPU."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [one.allow_tf32 for one in backends]
+    for one in backends:
+        one.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for one, allowed in zip(backends, before, strict=True):
+            one.allow_tf32 = allowed
 
 
 def _few(batch: Batch, multiple: int) -> Batch:
@@ -247,4 +265,4 @@ def _is_random(model: nn.Module, objective: Objective, batch: Batch, run: Run) -
     return losses[0] != losses[1]
 
 
-__all__ = ["DividedComparison", "check_divided", "divides_own_model", "fits_check"]
+__all__ = ["DividedComparison", "check_divided", "wants_divided_check"]

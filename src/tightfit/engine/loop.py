@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from tightfit.engine.delayed_readings import StepTimer, begin_reading, read_all
+from tightfit.engine.divided_check import check_divided, wants_divided_check
 from tightfit.engine.pipeline_check import check_split, wants_check
 from tightfit.engine.rng import seed_all
 from tightfit.engine.step import Step, drain, take_step, with_fields
@@ -50,8 +51,9 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
     the device waits for the host. `tightfit train` therefore reads the results of a step after the
     next step has begun.
 
-    Raises InputError if the job does not set train.steps and the data has no end, or if the
-    pipeline's stages compute another result than the undivided model (see the job's `check_split`).
+    Raises InputError if the job does not set train.steps and the data has no end, or if a
+    pipeline's stages, or a user's own model that tp or cp divides, compute another result than the
+    undivided model (see the job's `check_split`).
     Also raises it at the beginning of a step if a parameter was unfrozen after the run was built.
     """
     check_run(run, "train")
@@ -63,6 +65,8 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
         place = run.mesh.rng_rank if run.mesh is not None else 0
         # seed again after `build`, so that dropout does not depend on how the model was created
         seed_all(run.job.train.seed + 1 + 7919 * place)
+    if wants_divided_check(run):
+        check_divided(run)
     if wants_check(run, total_steps(run) - start):
         check_split(run)
     waiting: deque[Step] = deque()

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from tightfit.distributed.mesh import DATA
 from tightfit.engine.checkpoint.contents import model_of
-from tightfit.engine.divided_check import DividedComparison, check_divided, divides_own_model, fits_check
 from tightfit.engine.rng import evaluating, rng_preserved, seed_all
 from tightfit.engine.step import all_reduce_replicated, gradient_norm
 from tightfit.errors import InputError
@@ -73,44 +72,38 @@ def wants_check(run: Run, steps: int) -> bool:
     """Return whether `check_split` should run before the first training step.
 
     run    the run. Its job's `check_split` is "always", "never" or "auto". With "auto", the check
-           of a pipeline runs if it takes at most 2 % of the run's time and of a device's memory; that
-           of a user's own model that tp or cp divides runs if it takes at most 5 % of a device's
-           memory, and otherwise a TightfitWarning says so. A run without either is never checked
+           runs if it takes at most 2 % of the run's time and of a device's memory. A run without
+           a pipeline is never checked
     steps  number of training steps that the run still takes
     """
     asked = run.job.train.check_split
-    if asked == "never" or (run.dataflow is None and not divides_own_model(run)):
+    if asked == "never" or run.dataflow is None:
         return False
     if asked == "always":
         return True
     plan, settings = run.plan, run.job.train
-    if run.dataflow is None:
-        return fits_check(run)
     micro_batches = -(-plan.share_of(settings.batch) // plan.micro_batch_of(settings.batch))
     whole = run.dataflow.parameter_count
-    memory = _memory_of(run)
+    memory = memory_of(run)
     # The unit of time is one stage on one micro-batch. The undivided model takes as long as all
     # stages one after another, and so does a pipeline with one micro-batch: 2 * stages together.
     return 2 * plan.stages <= AUTO_CHECK_SHARE * steps * micro_batches and 3 * 4 * whole <= AUTO_CHECK_SHARE * memory
 
 
-def _memory_of(run: Run) -> int:
+def memory_of(run: Run) -> int:
     """Return the bytes of memory of this process's device."""
     if run.device.type == "cuda":
         return torch.cuda.get_device_properties(run.device).total_memory
     return psutil.virtual_memory().total
 
 
-def check_split(run: Run) -> SplitComparison | DividedComparison | None:
-    """Compare the pipeline's stages, or a user's own model that tp or cp divides, with the undivided
-    model on one micro-batch, and return both results. Raise InputError on all devices if they differ by
-    more than the tolerance.
+def check_split(run: Run) -> SplitComparison | None:
+    """Compare the pipeline's stages with the undivided model on one micro-batch, and return both
+    results. Raise InputError on all devices if they differ by more than the tolerance.
 
     Returns None if the two cannot be compared, because the model's loss is random even in
     evaluation mode. The run is not changed. All devices must call this function.
     """
-    if run.dataflow is None:
-        return check_divided(run)
     found = compare_split(run)
     if found is not None and not found.agrees:
         norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"

@@ -13,18 +13,15 @@ from torch import nn
 
 from tightfit.job import Job, ModelSpec
 from tightfit.models.caches import isolated_model_caches
-from tightfit.models.create import model_factory
+from tightfit.models.functions import made_of_fakes
 
 
 def is_unchanged(job: Job) -> bool:
     """Return whether the job trains a model of transformers in which nothing was replaced or wrapped."""
     if job.of_transformers:
         return True
-    try:
-        with isolated_model_caches(on_meta=True), torch.device("meta"):
-            return _is_as_created(model_factory(job.model)())
-    except Exception:  # a model that the meta device cannot create is not known
-        return False
+    model = made_of_fakes(job.model)
+    return model is not None and _is_as_created(model)
 
 
 def has_table(job: Job) -> bool:
@@ -36,7 +33,8 @@ def _is_as_created(model: nn.Module) -> bool:
     kind = type(model)
     if kind.__module__.partition(".")[0] != "transformers" or not hasattr(model, "config"):
         return False
-    fresh = kind(copy.deepcopy(model.config))
+    with isolated_model_caches(), torch.device("meta"):
+        fresh = kind(copy.deepcopy(model.config))
     if _kinds(model) != _kinds(fresh):
         return False
     return not any(
