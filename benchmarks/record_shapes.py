@@ -355,6 +355,24 @@ class Gpu(Shape):
     parts: dict[str, Part]
 
 
+class Operations(Shape):
+    class Summary(Shape):
+        operations: int
+        median_factor: float
+        within_two: float
+        worst_factor: float
+
+    class Row(Shape):
+        operation: str
+        dtype: str
+        predicted_s: float
+        measured_s: float
+
+    code: Code
+    summary: Summary
+    rows: list[Row]
+
+
 class Refusals(Shape):
     class Row(BaseModel):
         """One draw, with what search said of it; wrong says what a plan of the list disproves, or
@@ -386,6 +404,7 @@ SHAPES: dict[str, type[Shape]] = {
     "lean": SingleDevice,
     "loop_overhead": LoopOverhead,
     "memory_ladder": MemoryLadder,
+    "operations": Operations,
     "prediction": Prediction,
     "prediction_single": Prediction,
     "prediction_others": Prediction,

@@ -9,6 +9,7 @@ A test holds these files to what this module writes. To change a figure, measure
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -116,6 +117,12 @@ SOURCES = {
             "prediction_others",
             _script("prediction", "--others ", "prediction_others"),
             "60 (model, plan) pairs of other families of models: predicted against measured memory and time",
+            ZEN5,
+        ),
+        Source(
+            "operations",
+            _script("operations"),
+            "single operations of torch on a CPU: predicted against measured time",
             ZEN5,
         ),
         Source(
@@ -417,6 +424,38 @@ def _worst_times(pairs: list[dict[str, Any]], count: int = 5) -> str:
     )
 
 
+def _operations() -> str:
+    """The section on single operations. Empty as long as there is no record."""
+    if not SOURCES["operations"].there:
+        return ""
+    record = read("operations")
+    found, rows = record["summary"], record["rows"]
+
+    def factor(row: dict[str, Any]) -> float:
+        return row["predicted_s"] / row["measured_s"]
+
+    worst = sorted(rows, key=lambda row: -abs(math.log(factor(row))))[:8]
+    text = table(
+        ["largest errors", "type", "predicted", "measured"],
+        [
+            [
+                row["operation"],
+                row["dtype"],
+                f"{row['predicted_s'] * 1e3:.1f} ms",
+                f"{row['measured_s'] * 1e3:.1f} ms",
+            ]
+            for row in worst
+        ],
+    )
+    return f"""A prediction adds up operations. Of {found["operations"]} of torch, in fp32 and bf16, with their backward and on
+tensors larger than the caches, the median is off by {found["median_factor"]:.2f} times, and {found["within_two"]:.0%} by at most
+2 times.
+
+{SOURCES["operations"].cite()}
+
+{text}"""
+
+
 def prediction() -> str:
     bf16, fp32 = read("prediction"), read("prediction_single")
     others = read("prediction_others")["pairs"]
@@ -446,13 +485,17 @@ here. Figures of memory do not depend on the pace.
 architectures of transformers, and networks of layers that language models do not have. A first comparison showed
 kinds of operations that the calibration did not measure, and they were added after it: sorts, sums by an index, Fourier
 transforms, sampled grids. Convolutions of mobile networks took half again as long as similar ones. Since then, each
-convolution of a model is timed before the first prediction (`planner/model_convolutions.py`), as here.
+convolution of a model is timed before the first prediction (`planner/model_convolutions.py`), as here. A comparison of
+single operations (below) then showed sixty that a CPU computes five to seventy times slower than a sum or a product.
 
 {SOURCES["prediction_others"].cite()}
 
 {_error_table(others)}
 {_errors_by_model(others)}
 {_worst_times(others)}
+### Single operations
+
+{_operations()}
 ### In fp32
 
 {len(fp32["pairs"])} pairs in fp32, on a processor without bf16 instructions. Process memory was

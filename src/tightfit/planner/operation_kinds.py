@@ -104,6 +104,7 @@ _KINDS = {
     "batch norm": BATCH_NORMS,
     "channels-last batch norm": tuple(f"{name}{CHANNELS_LAST}" for name in BATCH_NORMS),
     "nothing": ("aten.nll_loss_forward", "aten.empty_strided", "aten.empty", "aten.empty_like", "aten.new_empty",
+        "aten.new_empty_strided", "aten.empty_permuted",
         "c10d.allreduce_", "c10d.send", "c10d.recv_", "c10d._allgather_base_",
         "c10d._reduce_scatter_base_", "_c10d_functional.all_reduce", "_c10d_functional.wait_tensor",
         "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"),  # collectives are counted as messages
