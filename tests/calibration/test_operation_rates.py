@@ -121,3 +121,9 @@ def test_products_on_a_gpu_are_rated_at_its_power_limit(monkeypatch: pytest.Monk
         assert asked[kind] == sustained, kind
     assert asked["elementwise"] == (operation_rates.LEAST_S, 1.0)
     assert {kind for kind, how in asked.items() if how == sustained} == set(operation_rates._LIMITED_BY_POWER)
+
+
+def test_a_disturbed_round_does_not_count() -> None:
+    assert operation_rates._mean_of_undisturbed([4.0, 0.1]) == 4.0
+    assert operation_rates._mean_of_undisturbed([2.0, 3.0]) == pytest.approx(2.4)
+    assert operation_rates._mean_of_undisturbed([2.0]) == 2.0

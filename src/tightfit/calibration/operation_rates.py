@@ -93,7 +93,7 @@ def _rates_of_kinds(
     for again in range(1 if quick or device.type == "cuda" else ROUNDS):
         rounds.append({})
         for (name, dtype), (kind, cases) in itertools.product(DTYPES.items(), _KINDS.items()):
-            if (quick and kind in COMPILED_ARITHMETIC) or (again and kind in (*COMPILED_ARITHMETIC, *_BY_NAME)):
+            if (quick or again) and kind in COMPILED_ARITHMETIC:
                 continue
             say(f"{kind} in {name}{', again' if again else ''}")
             if quick:
@@ -111,11 +111,16 @@ def _rates_of_kinds(
                 rounds[-1][f"{kind}/{name}"] = {size: rate * control_s for size, rate in table.items()}
     return {
         key: {
-            size: statistics.harmonic_mean([one[key][size] for one in rounds if size in one.get(key, {})])
-            for size in table
+            size: _mean_of_undisturbed([one[key][size] for one in rounds if size in one.get(key, {})]) for size in table
         }
         for key, table in rounds[0].items()
     }
+
+
+def _mean_of_undisturbed(rates: list[float]) -> float:
+    """Return the mean of the rates of both rounds. A round that was less than half as fast as the other was
+    disturbed: a program that takes one core for a moment holds up all threads of an operation."""
+    return statistics.harmonic_mean([rate for rate in rates if 2 * rate > max(rates)])
 
 
 def _table(
