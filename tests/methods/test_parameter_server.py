@@ -177,6 +177,6 @@ def with_running_mean(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
-def test_a_buffer_that_each_worker_changes_is_refused_if_asynchronous(kind: str) -> None:
+def test_a_buffer_that_each_worker_changes_is_refused(kind: str) -> None:
     for said in together(3, HERE + "with_running_mean", kind):
         assert ("changes the buffer average" in said) is (kind == "async")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit.calibration.cases import Case, Work, in_turn, random_tensor
 from tightfit.models.tensors import bytes_accessed, tensors_in
 

@@ -11,6 +11,7 @@ import copy
 import torch
 from torch import nn
 
+from tightfit._torch.modules import has_hooks
 from tightfit.job import Job, ModelSpec
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.functions import made_of_fakes
@@ -38,8 +39,7 @@ def _is_as_created(model: nn.Module) -> bool:
     if _kinds(model) != _kinds(fresh):
         return False
     return not any(
-        "forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks or _package(one) not in _PACKAGES
-        for one in model.modules()
+        "forward" in vars(one) or has_hooks(one) or _package(one) not in _PACKAGES for one in model.modules()
     )
 
 
