@@ -355,7 +355,7 @@ class Gpu(Shape):
     parts: dict[str, Part]
 
 
-class Operations(Shape):
+class Operations(Measured):
     class Summary(Shape):
         operations: int
         median_factor: float
@@ -368,7 +368,6 @@ class Operations(Shape):
         predicted_s: float
         measured_s: float
 
-    code: Code
     summary: Summary
     rows: list[Row]
 
