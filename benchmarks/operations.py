@@ -3,9 +3,8 @@
     .venv/bin/python benchmarks/operations.py --out records/operations.json
     .venv/bin/python benchmarks/operations.py --only pool     # those whose name contains this
 
-A prediction adds up operations, so an operation that is predicted ten times too fast matters to the first model
-that uses it. Here each is predicted from its own recorded step, at the rates of the calibration, and then timed on
-tensors larger than the caches. Those off by more than 1.7 times are printed.
+A prediction adds up operations. Here each is predicted from its own recorded step, at the rates of the
+calibration. Then it is timed on tensors larger than the caches. Those off by more than 1.7 times are printed.
 """
 
 from __future__ import annotations

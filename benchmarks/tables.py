@@ -486,7 +486,8 @@ architectures of transformers, and networks of layers that language models do no
 kinds of operations that the calibration did not measure, and they were added after it: sorts, sums by an index, Fourier
 transforms, sampled grids. Convolutions of mobile networks took half again as long as similar ones. Since then, each
 convolution of a model is timed before the first prediction (`planner/model_convolutions.py`), as here. A comparison of
-single operations (below) then showed sixty that a CPU computes five to seventy times slower than a sum or a product.
+single operations (below) then showed many that a CPU computes several times slower than others of their kind. They are
+calibrated by name now.
 
 {SOURCES["prediction_others"].cite()}
 

@@ -73,6 +73,24 @@ def scaled_mlp() -> nn.Module:
     return model
 
 
+class LogScaledMlp(LlamaMLP):
+    """Its loss is not a number once small random numbers are added to the weights."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.full((64,), 1e-9), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.log(self.scale).mean()
+
+
+def log_scaled_mlp() -> nn.Module:
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp = LogScaledMlp(model.config)
+    return model
+
+
 class ShiftingLayer(LlamaDecoderLayer):
     def forward(self, hidden_states: Tensor, *arguments: Any, **named: Any) -> Any:
         before = functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
@@ -189,6 +207,7 @@ def test_nothing_is_compared_with_check_split_never() -> None:
         ("scaled_mlp", CP),
         ("scaled_mlp", SEQUENCES),
         ("norm_in_mlp", CP),
+        ("log_scaled_mlp", CP),
     ],
     ids=str,
 )

@@ -43,8 +43,8 @@ class SingleOperation:
     gradient: bool = False
 
     def tensors(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-        shapes = {"v": self.shape}
-        found = [random_tensor(shapes.get(kind, (count, *self.shape)), dtype, device) for kind in self.inputs]
+        shapes = (self.shape if kind == "v" else (count, *self.shape) for kind in self.inputs)
+        found = [random_tensor(shape, dtype, device) for shape in shapes]
         return tuple(
             one > 0 if kind == "m" else one.abs() if kind == "p" else one
             for kind, one in zip(self.inputs, found, strict=True)
@@ -180,7 +180,7 @@ def _bytes_of_one(name: str, dtype: torch.dtype, device: torch.device) -> int | 
         return None
     try:
         return _bytes_of(name, 1, dtype)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError):  # torch raises either if it has no kernel of this type
         return None
 
 

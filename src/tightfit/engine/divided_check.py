@@ -99,7 +99,8 @@ def check_divided(run: Run) -> DividedComparison | None:
     """Compare the divided model with the undivided one on a few samples, and return both results. Raise
     InputError on all devices if they differ by more than the tolerances.
 
-    Returns None if the two cannot be compared, because the model's loss is random even in evaluation mode.
+    Returns None if the two cannot be compared, because the model's loss is random even in evaluation mode, or
+    is not a number with the changed weights.
     The run is not changed. All devices must call this function.
     """
     found = _compare(run)
@@ -257,7 +258,8 @@ def _differences(divided: Run, whole: dict[str, nn.Parameter]) -> dict[str, floa
 
 @torch.no_grad()
 def _is_random(model: nn.Module, objective: Objective, batch: Batch, run: Run) -> bool:
-    """Return whether the loss of `batch` changes if the random number generators get another seed."""
+    """Return whether the loss of `batch` changes if the random number generators get another seed, or is not a
+    number, which differs from itself."""
     losses = []
     for seed in range(2):
         seed_all(seed)
