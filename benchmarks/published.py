@@ -43,13 +43,14 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tightfit.achieved_rates import CALIBRATED_WIDTH, achieved_by_shape
 from tightfit.cost.entries import Message
 from tightfit.cost.ledger import Ledger
 from tightfit.distributed.links import latency
 from tightfit.distributed.nccl import communicator_bytes
 from tightfit.errors import InputError
 from tightfit.job import Job, Train
-from tightfit.machine import CALIBRATED_WIDTH, Figure, Machine
+from tightfit.machine import Figure, Machine
 from tightfit.machines.names import find_named
 from tightfit.models.objective import IGNORED, Objective, next_token_targets
 from tightfit.parallel.tensor import sharder
@@ -281,7 +282,7 @@ def attention_rates(machine: Machine) -> dict[str, dict[int, float]]:
             for causal in (False, True):
                 name = f"{'causal ' if causal else ''}{kind}/bfloat16"
                 size = round((length * length * CALIBRATED_WIDTH) ** (1 / 3))
-                found[name][size] = machine.achieved_by_shape(kind, "bfloat16", sizes, causal)
+                found[name][size] = achieved_by_shape(machine, kind, "bfloat16", sizes, causal)
     return dict(found)
 
 

@@ -28,11 +28,12 @@ LAYERS = (
     ("rules",),
     ("plan",),
     ("capabilities",),
+    ("achieved_rates",),
     ("job", "machine"),
     ("job_sections",),
     ("machines",),
     ("tensor_files", "values", "target_device"),
-    ("yaml_input", "units", "other_words", "optional_packages"),
+    ("cache_folder", "yaml_input", "units", "other_words", "optional_packages"),
     ("errors",),
     ("_torch",),
 )  # from the top to the bottom

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tightfit.achieved_rates import achieved
 from tightfit.capabilities import has_fast_bf16
 from tightfit.machine import Figure, Machine
 
@@ -124,7 +125,7 @@ def keep_machine() -> None:
     machine = Machine.detect()
     if machine.device == "cpu" and not machine.matrix_flops_per_s:
         types = {"fp32": "float32", **({"bf16": "bfloat16"} if has_fast_bf16(machine) else {})}
-        rates = {kind: machine.achieved("product", dtype, 1e9) for kind, dtype in types.items()}
+        rates = {kind: achieved(machine, "product", dtype, 1e9) for kind, dtype in types.items()}
         figures = {kind: Figure(value=rate, source="measured", detail="of tests") for kind, rate in rates.items()}
         machine.replace(matrix_flops_per_s=figures).keep()
 

@@ -13,7 +13,8 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-from tightfit.machine import FLOAT8, Machine
+from tightfit.achieved_rates import FLOAT8, achieved
+from tightfit.machine import Machine
 from tightfit.machines.gpus import GENERATIONS, multiplies_float8
 
 LARGE = 4096  # rows, columns and depth of a large product
@@ -64,7 +65,7 @@ def has_fast_float8(machine: Machine, recipe: str) -> bool:
     """
     if machine.device != "cuda" or not multiplies_float8(machine.architecture, recipe == "rowwise"):
         return False
-    return machine.achieved("product", FLOAT8, LARGE) > machine.achieved("product", "bfloat16", LARGE)
+    return achieved(machine, "product", FLOAT8, LARGE) > achieved(machine, "product", "bfloat16", LARGE)
 
 
 def can_compile(machine: Machine) -> bool:

@@ -11,9 +11,10 @@ import pytest
 
 from tests import tiny
 from tests.report.test_run_folder import command
+from tightfit.achieved_rates import COMPILED_ARITHMETIC, achieved
 from tightfit.calibration import calibrate
 from tightfit.calibration.this_machine import measured_machine_of, this_machine
-from tightfit.machine import COMPILED_ARITHMETIC, Figure, Machine, calibration_path
+from tightfit.machine import Figure, Machine, calibration_path
 
 
 def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +40,7 @@ def test_quick_calibration_finds_all_rates_and_is_stored(tmp_path: Path, monkeyp
     assert all(rate > 0 for table in seen.rates.values() for rate in table.values())
     for kind in COMPILED_ARITHMETIC:  # which nothing was compiled for: as what is nearest
         assert f"{kind}/float32" not in seen.rates
-        assert 0 < seen.achieved(kind, "float32", 2**20) < 1e13
+        assert 0 < achieved(seen, kind, "float32", 2**20) < 1e13
 
 
 def test_a_failed_quick_calibration_leaves_a_guess(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

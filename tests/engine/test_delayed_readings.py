@@ -23,17 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tightfit
 from tests import tiny
 from tightfit.distributed.mesh import PendingSum
+from tightfit.engine.agreement import StopPoll
 from tightfit.engine.delayed_readings import StepTimer, begin_reading
 from tightfit.engine.rng import seed_all
-from tightfit.engine.step import (
-    CountSums,
-    Step,
-    StopPoll,
-    accumulate,
-    skips_on_found_inf,
-    take_step,
-    with_fields,
-)
+from tightfit.engine.step import CountSums, Step, accumulate, skips_on_found_inf, take_step, with_fields
 from tightfit.methods.precision import LossScalerOnDevice
 from tightfit.models.masks import has_sequential_positions, without_mask_checks
 from tightfit.planner.tracing.device_emulation import emulate_device

@@ -14,8 +14,8 @@ from torch import nn
 
 import tightfit
 from tests import tiny
+from tightfit.engine.clipping import clip
 from tightfit.engine.loop import total_steps
-from tightfit.engine.step import clip
 from tightfit.errors import InputError
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tightfit.achieved_rates import achieved, achieved_by_shape, memory_bandwidth
 from tightfit.machine import Machine
 from tightfit.machines.shapes import product_share
 
@@ -43,7 +44,7 @@ OTHERS = {
 
 
 def attention_rate(machine: Machine, kind: str, width: int, causal: bool, length: int) -> float:
-    return machine.achieved_by_shape(kind, "bfloat16", (64.0, length, length, width), causal) / 1e12
+    return achieved_by_shape(machine, kind, "bfloat16", (64.0, length, length, width), causal) / 1e12
 
 
 @pytest.mark.parametrize(("kernel", "kind", "width", "causal"), H100)
@@ -69,9 +70,9 @@ def test_a_width_between_two_kernels_is_padded() -> None:
 def test_torch_chooses_the_kernel_by_architecture_and_dtype() -> None:
     hopper = Machine.named("h100-sxm")
     assert attention_rate(hopper, "attention", 128, True, 4096) == pytest.approx(518, rel=0.1)  # cuDNN
-    single = hopper.achieved_by_shape("attention", "float32", (64.0, 4096, 4096, 128), True)
-    assert single < hopper.achieved("product", "float32", 4096)
-    assert hopper.replace(architecture="").achieved_by_shape("attention", "bfloat16", (64.0, 512, 512, 64), False) > 0
+    single = achieved_by_shape(hopper, "attention", "float32", (64.0, 4096, 4096, 128), True)
+    assert single < achieved(hopper, "product", "float32", 4096)
+    assert achieved_by_shape(hopper.replace(architecture=""), "attention", "bfloat16", (64.0, 512, 512, 64), False) > 0
 
 
 def test_attention_without_flash_is_slower_unless_cudnn_runs() -> None:
@@ -79,7 +80,7 @@ def test_attention_without_flash_is_slower_unless_cudnn_runs() -> None:
     for name, slower in (("a100-80gb", True), ("h100-sxm", False)):
         machine, sizes = Machine.named(name), (64.0, 4096.0, 4096.0, 128.0)
         fast, other = (
-            machine.achieved_by_shape("attention", "bfloat16", sizes, True, flash=flash) for flash in (True, False)
+            achieved_by_shape(machine, "attention", "bfloat16", sizes, True, flash=flash) for flash in (True, False)
         )
         assert (other < 0.8 * fast) == slower
 
@@ -122,7 +123,7 @@ def test_products_on_an_a100_follow_measurements(case: tuple[tuple[int, int, int
     (batches, *shape), alignment = case
     machine = Machine.named("a100-40gb")
     sizes = (float(batches), *map(float, shape))
-    rate = machine.achieved_by_shape("batched product", "float16", sizes, False, alignment) / 1e12
+    rate = achieved_by_shape(machine, "batched product", "float16", sizes, False, alignment) / 1e12
     assert rate == pytest.approx(A100[case], rel=0.3)
 
 
@@ -131,7 +132,7 @@ def test_unaligned_rows_slow_only_some_kernels() -> None:
     sizes = (1.0, 8192.0, 50257.0, 4096.0)
 
     def share(machine: Machine, dtype: str) -> float:
-        slow, fast = (machine.achieved_by_shape("product", dtype, sizes, False, alignment) for alignment in (4, 16))
+        slow, fast = (achieved_by_shape(machine, "product", dtype, sizes, False, alignment) for alignment in (4, 16))
         return slow / fast
 
     assert share(volta, "float16") == pytest.approx(0.95)
@@ -155,29 +156,29 @@ def test_measured_rates_are_scaled_by_shape() -> None:
     assert attention_rate(measured, "attention", 128, True, 4096) == pytest.approx(150, rel=0.02)
     ratio = attention_rate(plain, "attention", 64, True, 4096) / attention_rate(plain, "attention", 128, True, 4096)
     assert attention_rate(measured, "attention", 64, True, 4096) == pytest.approx(150 * ratio, rel=0.05)
-    square = measured.achieved_by_shape("product", "bfloat16", (1.0, 4096, 4096, 4096), False)
+    square = achieved_by_shape(measured, "product", "bfloat16", (1.0, 4096, 4096, 4096), False)
     assert square == pytest.approx(2.4e14, rel=0.1)
-    narrow = measured.achieved_by_shape("product", "bfloat16", (1.0, 2.0**15, 2.0**15, 64), False)
+    narrow = achieved_by_shape(measured, "product", "bfloat16", (1.0, 2.0**15, 2.0**15, 64), False)
     assert narrow < 0.6 * square
 
 
 def test_few_bytes_come_from_the_cache() -> None:
     machine = Machine.named("rtx-4090")
-    large = machine.bandwidth(1e9)
+    large = memory_bandwidth(machine, 1e9)
     assert machine.memory_bytes_per_s is not None
     assert large == machine.memory_bytes_per_s.value
-    assert machine.bandwidth(1e7) == pytest.approx(4 * large)
-    assert large < machine.bandwidth(8e7) < 4 * large
-    assert Machine.named("t4").bandwidth(1e6) == Machine.named("t4").bandwidth(1e9)  # not known
+    assert memory_bandwidth(machine, 1e7) == pytest.approx(4 * large)
+    assert large < memory_bandwidth(machine, 8e7) < 4 * large
+    assert memory_bandwidth(Machine.named("t4"), 1e6) == memory_bandwidth(Machine.named("t4"), 1e9)  # not known
 
 
 def test_slow_memory_kernels_are_rated_by_their_kind() -> None:
     """An update of AdamW counts 4 of the 7 tensors that it accesses. A calibration replaces the assumed shares."""
     table, size = Machine.named("h100-sxm"), 2.0**29
-    copied = table.achieved("elementwise", "float32", size)
-    assert table.achieved("update", "float32", size) == pytest.approx(0.52 * copied)
-    assert table.achieved("update", "bfloat16", size) == pytest.approx(0.43 * copied)
-    assert table.achieved("cast", "bfloat16", size) == copied
+    copied = achieved(table, "elementwise", "float32", size)
+    assert achieved(table, "update", "float32", size) == pytest.approx(0.52 * copied)
+    assert achieved(table, "update", "bfloat16", size) == pytest.approx(0.43 * copied)
+    assert achieved(table, "cast", "bfloat16", size) == copied
     measured = table.replace(rates={"elementwise/float32": {2**29: 2e12}, "update/float32": {2**29: 1e12}})
-    assert measured.achieved("update", "float32", size) == 1e12
-    assert measured.achieved("cast", "bfloat16", size) == 2e12
+    assert achieved(measured, "update", "float32", size) == 1e12
+    assert achieved(measured, "cast", "bfloat16", size) == 2e12

@@ -254,9 +254,9 @@ def test_only_scripts_defining_the_dataset_need_a_main_guard(tmp_path: Path) -> 
 def test_workers_read_text_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words to learn, and more of them. " * 200)
     source = {"text": str(tmp_path / "a.txt"), "sequence_length": 16, "held_out": 0}
-    here, there = data_of(source), data_of(source, plan={"loader_workers": 1})
-    assert there.tokenizer.eos_token == "<|endoftext|>"
-    assert same(stacked(first(here, 2)), stacked(first(there, 2)))
+    inline, in_worker = data_of(source), data_of(source, plan={"loader_workers": 1})
+    assert in_worker.tokenizer.eos_token == "<|endoftext|>"
+    assert same(stacked(first(inline, 2)), stacked(first(in_worker, 2)))
 
 
 @pytest.mark.gpu

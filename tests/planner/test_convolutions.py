@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import tightfit
+from tightfit.achieved_rates import memory_bandwidth
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Convolution, Operation
 from tightfit.machine import Machine
 from tightfit.planner.time_model import TimeModel
@@ -64,7 +65,9 @@ def test_only_tensor_cores_need_the_channels_last() -> None:
 def test_a_depthwise_convolution_waits_for_memory() -> None:
     one = convolution(64, 256, backward=True, groups=256)
     seconds = TimeModel(H100).operation_s(one, 1)
-    assert seconds == pytest.approx(one.bytes_accessed.at(1) / H100.bandwidth(one.bytes_accessed.at(1)), rel=0.1)
+    assert seconds == pytest.approx(
+        one.bytes_accessed.at(1) / memory_bandwidth(H100, one.bytes_accessed.at(1)), rel=0.1
+    )
     few = TimeModel(H100).operation_s(convolution(64, 256, groups=4), 1)
     assert few < TimeModel(H100).operation_s(convolution(64, 256), 1)
 
@@ -157,4 +160,4 @@ def test_a_normalization_over_a_batch_reads_its_input_twice() -> None:
         ("aten.relu", 1),
     ):
         one = Operation(name, "float32", BatchLinear(), moved)
-        assert TimeModel(H100).operation_s(one, 1) == pytest.approx(passes * 1e9 / H100.bandwidth(1e9))
+        assert TimeModel(H100).operation_s(one, 1) == pytest.approx(passes * 1e9 / memory_bandwidth(H100, 1e9))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import tightfit
 from tests.planner import cases
+from tightfit.achieved_rates import achieved
 from tightfit.errors import DoesNotFit, InputError
 from tightfit.job import ModelSpec
 from tightfit.machine import Figure, Machine
@@ -140,8 +141,8 @@ def test_fp16_on_a_measured_cpu_has_its_measured_rate() -> None:
     }
     rates = {"product/float32": {64: 1e11}, "product/bfloat16": {64: 3e11}, "elementwise/bfloat16": {64: 2e10}}
     machine = Machine.detect().replace(matrix_flops_per_s=figures, rates=rates)
-    assert machine.achieved("product", "float16", 64) == pytest.approx(3e11 / 400)
-    assert machine.achieved("elementwise", "float16", 64) == 2e10
+    assert achieved(machine, "product", "float16", 64) == pytest.approx(3e11 / 400)
+    assert achieved(machine, "elementwise", "float16", 64) == 2e10
 
 
 @pytest.mark.parametrize(

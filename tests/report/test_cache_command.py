@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tightfit.cache_folder import cache_folder
 from tightfit.cli import app
 from tightfit.errors import InputError
-from tightfit.machine import cache_folder
 from tightfit.report.cache import CONTENTS, contents
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tightfit.achieved_rates import COMPILED_ARITHMETIC
 from tightfit.calibration.cases import Case, in_turn, random_tensor, sizes_in_bytes
 from tightfit.calibration.clock_drift import ClockDrift
 from tightfit.calibration.convolutions import CONVOLUTIONS
@@ -22,7 +23,7 @@ from tightfit.calibration.orders_in_memory import OF_ONE_SPEED
 from tightfit.calibration.single_operations import OPERATIONS, quick_cases, single_cases
 from tightfit.calibration.timing import Pick, timed
 from tightfit.capabilities import can_compile
-from tightfit.machine import COMPILED_ARITHMETIC, Machine
+from tightfit.machine import Machine
 from tightfit.methods.allocator import keep_freed_memory
 from tightfit.methods.attention import blocked_attention, causal_pairs, probability_count
 from tightfit.runtime.dropout_noise import dropout_noise

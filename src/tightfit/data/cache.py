@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tightfit.cache_folder import cache_folder, private_folder
 from tightfit.errors import InputError
-from tightfit.machine import cache_folder, private_folder
 
 _FORMAT_VERSION = 2  # increase it when the meaning of the stored files changes
 _FULL_HASH_BYTES = 2**26  # bytes; a larger file's checksum covers only its first and last _END_BYTES

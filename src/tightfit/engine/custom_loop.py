@@ -29,11 +29,12 @@ from torch.optim import Optimizer
 
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.pytree import tree_map_only
+from tightfit.engine.agreement import all_reduce_max
 from tightfit.engine.build import apply_methods, kind_of_device, new_run
 from tightfit.engine.checkpoint.resume import resume
 from tightfit.engine.checkpoint.save import save
 from tightfit.engine.failures import naming_failures
-from tightfit.engine.step import all_reduce_max, update
+from tightfit.engine.step import update
 from tightfit.errors import InputError
 from tightfit.job import Job, Permission, Train
 from tightfit.machine import Machine

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from tightfit.distributed.mesh import DATA
 from tightfit.engine.checkpoint.contents import model_of
+from tightfit.engine.clipping import gradient_norm
 from tightfit.engine.rng import evaluating, rng_preserved, seed_all
-from tightfit.engine.step import all_reduce_replicated, gradient_norm
+from tightfit.engine.step import all_reduce_replicated
 from tightfit.errors import InputError
 from tightfit.methods import float8, precision
 from tightfit.methods.materialize import create_on_host, weights_dtype

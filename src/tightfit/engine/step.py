@@ -20,12 +20,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointError
 
-from tightfit._torch.operations import foreach_mul_, foreach_norm
-from tightfit.distributed.mesh import AXES, DATA, Mesh, PendingSum
+from tightfit.distributed.mesh import DATA, PendingSum
+from tightfit.engine.agreement import all_ranks_true
+from tightfit.engine.clipping import clip, optimizer_weights, shard_of
 from tightfit.engine.delayed_readings import Reading, begin_reading, read_late
 from tightfit.engine.failures import naming_failures
 from tightfit.errors import InputError
@@ -40,10 +39,8 @@ from tightfit.runtime.run import (
     device_batches,
     optimizer_weights_named,
     refuse_unfrozen,
-    tp_shards_of,
     wait_for_weights,
 )
-from tightfit.target_device import kind_of
 
 
 @read_late("loss", "gradient_norm", "samples", "items", "processed", "skipped", "seconds")
@@ -328,7 +325,7 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
     note_activity("update")
     all_reduce_replicated(run)
     if run.loss_scale is not None:
-        finite, narrow_factor = run.loss_scale.unscale(_weights(run))
+        finite, narrow_factor = run.loss_scale.unscale(optimizer_weights(run))
         finite = all_ranks_true(run, finite)
         on_device = (
             isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
@@ -411,10 +408,6 @@ def all_reduce_replicated(run: Run) -> None:
             gradient.copy_(whole.view(gradient.shape))
 
 
-def _weights(run: Run) -> list[torch.Tensor]:
-    return [weight for group in run.optimizer.param_groups for weight in group["params"]]
-
-
 def drain(run: Run) -> None:
     """Finish all pending work of the run: wait for weights that are still being gathered, and
     complete the steps and updates of an asynchronous pipeline that are in flight."""
@@ -423,119 +416,3 @@ def drain(run: Run) -> None:
         with torch.enable_grad():
             for _ in run.executor.drain(run):
                 update(run)
-
-
-def all_ranks_true(run: Run, holds: bool | torch.Tensor) -> bool | torch.Tensor:
-    """Return whether `holds` is true on every device. All devices must call this function.
-
-    holds  this device's answer. If it is a scalar bool tensor, the result is one, too, and the host
-           does not wait
-    """
-    if run.mesh is None:
-        return holds
-    if isinstance(holds, torch.Tensor):
-        return run.mesh.all_reduce((~holds).to(run.device, torch.int64), AXES, dist.ReduceOp.MAX) == 0
-    return not all_reduce_max(run, int(not holds))
-
-
-def all_reduce_max(run: Run, number: int) -> int:
-    """Return the largest `number` of all devices. All devices must call this function, and the host
-    waits for the result."""
-    return int(_begin_max(run, number)()["largest"])
-
-
-def _begin_max(run: Run, number: int) -> Reading:
-    """Begin to compute the largest `number` of all devices. Return a callable that waits for the
-    result and returns {"largest": result}."""
-    if run.mesh is None:
-        return begin_reading({"largest": number})
-    there = torch.full((), number, device=run.device)  # filled there: a copy would block
-    return begin_reading({"largest": run.mesh.all_reduce(there, AXES, dist.ReduceOp.MAX)})
-
-
-class StopPoll:
-    """Computes the largest of the numbers that all devices pass to `largest`. A device passes a
-    number above 0 to ask for a stop, so all devices learn of it and stop after the same step.
-
-    On several CUDA devices, `largest` returns the result for the numbers of the previous call (0 at
-    first), so that no device has to wait.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._is_late = run.mesh is not None and run.device.type == "cuda"
-        self._before = begin_reading({"largest": 0})
-
-    def largest(self, number: int) -> int:
-        if not self._is_late:
-            return all_reduce_max(self._run, number)
-        before, self._before = self._before, _begin_max(self._run, number)
-        return int(before()["largest"])
-
-
-def clip(run: Run, limit: float, narrow_factor: float | torch.Tensor | None = None) -> torch.Tensor:
-    """Scale the gradients down so that their norm, over all parameters and devices, is at most
-    `limit`.
-
-    narrow_factor  the factor by which 16-bit gradients are multiplied in the update (fp16: 1 / loss
-                   scale); their norm is that of the products. None: 1
-
-    Returns the norm before scaling, a scalar tensor. Offloaded gradients are scaled later, when
-    they are copied to the device for the update.
-    """
-    weights = [weight for weight in _weights(run) if weight.grad is not None]
-    uploads = run.store is not None and run.plan.uploads_for_update(kind_of(run.device))
-    if run.mesh is None and not uploads and narrow_factor is None:
-        return torch.nn.utils.clip_grad_norm_(weights, limit)
-    gradients = [shard_of(weight.grad) for weight in weights if weight.grad is not None]
-    norm = _total_norm(gradients, narrow_factor) if run.mesh is None else gradient_norm(run, run.mesh, narrow_factor)
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    if uploads:
-        assert run.store is not None
-        run.store.factor = factor
-    elif gradients:
-        foreach_mul_(gradients, factor.to(gradients[0].device))
-    return norm
-
-
-def _total_norm(gradients: list[torch.Tensor], narrow_factor: float | torch.Tensor | None) -> torch.Tensor:
-    """Return the norm of all gradients, a scalar tensor. Those of 16 bits are first multiplied by
-    `narrow_factor`, in fp32; None: by 1."""
-    if narrow_factor is None:
-        return torch.nn.utils.get_total_norm(gradients)
-    narrow = [gradient for gradient in gradients if gradient.dtype.itemsize < 4]
-    wide = [gradient for gradient in gradients if gradient.dtype.itemsize >= 4]
-    norms = [norm * narrow_factor for norm in foreach_norm(narrow, 2.0, torch.float32)]  # in fp16 they may overflow
-    return torch.stack([*norms, torch.nn.utils.get_total_norm(wide)] if wide else norms).norm()
-
-
-def gradient_norm(run: Run, mesh: Mesh, narrow_factor: float | torch.Tensor | None = None) -> torch.Tensor:
-    """Return the norm of the gradient over all parameters and all devices, a scalar tensor. A
-    parameter that several devices have is counted once. All devices must call this function.
-
-    narrow_factor  the factor by which 16-bit gradients are multiplied in the update; None: 1
-    """
-    elsewhere = (
-        set(optimizer_weights_named(run, run.executor.copies_of_earlier_ranks)) if run.executor is not None else set()
-    )
-    squares = torch.zeros(2, device=run.device)  # of weights sharded over tp, and of all others
-    cut = tp_shards_of(run)
-    for weight in _weights(run):
-        if weight.grad is None or weight in elsewhere:
-            continue
-        gradient = shard_of(weight.grad)
-        real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        norm = torch.linalg.vector_norm(real, dtype=torch.promote_types(real.dtype, torch.float32))
-        if narrow_factor is not None and real.dtype.itemsize < 4:
-            norm = norm * narrow_factor
-        squares[int(weight not in cut)] += norm.square()
-    squares[1] /= mesh.size("tp")
-    sharded_over = run.reduction.shard_axes if run.reduction is not None else ()
-    if run.plan.servers:  # the server has all gradients, and the workers have none
-        sharded_over = (*sharded_over, "dp_replicate")
-    return mesh.all_reduce(squares, (*sharded_over, "tp", "pp")).sum().sqrt()
-
-
-def shard_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this device's shard of a DTensor. Return any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from tightfit.distributed.processes import check_world, is_rank_zero, join
 from tightfit.engine.build import build
+from tightfit.engine.clipping import shard_of
 from tightfit.engine.loop import train
 from tightfit.engine.pipeline_check import check_split
-from tightfit.engine.step import shard_of
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine, machine_of

@@ -6,8 +6,8 @@ own, add its name to a kind here; a new kind needs cases in `calibration/operati
 
 from __future__ import annotations
 
+from tightfit.achieved_rates import COMPILED_ARITHMETIC
 from tightfit.cost.recorded_step import BETWEEN_FORMATS, CHANNELS_LAST, OVERLAPPING, Operation
-from tightfit.machine import COMPILED_ARITHMETIC
 
 PRODUCT, BATCHED = "product", "batched product"
 CONVOLUTION, CONVOLUTION_BACKWARD = "convolution", "convolution backward"

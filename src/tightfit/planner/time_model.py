@@ -18,12 +18,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tightfit.achieved_rates import COMPILED_ARITHMETIC, achieved, achieved_by_shape, memory_bandwidth
 from tightfit.cost.entries import Message, RankProgram, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, ScheduledAction, consumer_of, simulate
 from tightfit.cost.recorded_step import CHANNELS_LAST, BatchLinear, Operation, Segment, Timeline
 from tightfit.cost.remembered import remembered
-from tightfit.machine import COMPILED_ARITHMETIC, Machine
+from tightfit.machine import Machine
 from tightfit.machines.shapes import (
     LARGE,
     MAX_SHARE,
@@ -420,16 +421,16 @@ class TimeModel:
         if kind in CONVOLUTIONS and self._knows_convolutions_by_shape(operation):
             return self._convolution_s(kind, operation, samples, moved)
         arithmetic_s = flops / self._arithmetic_rate(kind, operation, samples)
-        return max(arithmetic_s / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
+        return max(arithmetic_s / self.compute_share, moved / memory_bandwidth(self.machine, moved) / self.memory_share)
 
     def _bytes_per_s(self, kind: str, operation: Operation, moved: float) -> float:
         """Return the rate of an operation that is no arithmetic, in bytes accessed per second."""
         passes = PASSES.get(operation.name.removesuffix(CHANNELS_LAST), 1.0) if self.machine.device == "cuda" else 1.0
         if passes > 1 and f"{kind}/{operation.dtype}" not in self.machine.rates:
-            return self.machine.bandwidth(moved) / passes
+            return memory_bandwidth(self.machine, moved) / passes
         if f"{operation.name}/{operation.dtype}" in self.machine.rates:
             kind = operation.name  # timed by name: see `calibration/single_operations.py`
-        return self.machine.achieved(kind, operation.dtype, moved)
+        return achieved(self.machine, kind, operation.dtype, moved)
 
     def _rate_of_itself(self, kind: str, operation: Operation, samples: int) -> float | None:
         """Return the rate in FLOP/s that this very convolution reached when it was timed on the machine
@@ -437,7 +438,7 @@ class TimeModel:
         name = operation.convolution.rate_name(kind) if operation.convolution else ""
         if f"{name}/{operation.dtype}" not in self.machine.rates:
             return None
-        return self.machine.achieved(name, operation.dtype, operation.sizes[0].at(samples))
+        return achieved(self.machine, name, operation.dtype, operation.sizes[0].at(samples))
 
     def _knows_convolutions_by_shape(self, operation: Operation) -> bool:
         """Return whether the time of a convolution follows from its shape: on NVIDIA's GPUs, if no rate
@@ -463,19 +464,19 @@ class TimeModel:
         gradients = shape.gradients
         seconds = 0.0
         for product in convolution_products((groups, places, channels, depth, window), gradients):
-            rate = MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
+            rate = MAX_SHARE * achieved(self.machine, PRODUCT, operation.dtype, LARGE)
             if not self.assumes_best_shapes:
-                rate = self.machine.achieved_by_shape(PRODUCT, operation.dtype, (1.0, *product), False)
+                rate = achieved_by_shape(self.machine, PRODUCT, operation.dtype, (1.0, *product), False)
             if groups > 1:
-                rate = max(rate, self.machine.achieved(PRODUCT, "float32", LARGE))
+                rate = max(rate, achieved(self.machine, PRODUCT, "float32", LARGE))
             seconds += forward_flops / rate
-        seconds = max(seconds / self.compute_share, moved / self.machine.bandwidth(moved) / self.memory_share)
+        seconds = max(seconds / self.compute_share, moved / memory_bandwidth(self.machine, moved) / self.memory_share)
         has_units = _TENSOR_CORES.get(operation.dtype) in self.machine.matrix_flops_per_s
         if kind in IN_CHANNELS_LAST or not has_units or self.assumes_best_shapes:
             return seconds
         share = TRANSPOSES[operation.dtype in ("bfloat16", "float16")]
         transposed = transposed_bytes(moved, gradients)
-        return seconds + transposed / self.machine.bandwidth(transposed) / share / self.memory_share
+        return seconds + transposed / memory_bandwidth(self.machine, transposed) / share / self.memory_share
 
     def _arithmetic_rate(self, kind: str, operation: Operation, samples: int) -> float:
         """Return the rate of an operation's arithmetic in FLOP/s.
@@ -487,14 +488,14 @@ class TimeModel:
         if self.machine.device == "cuda" and operation.sizes and kind in BY_SHAPE:
             batches, rows, columns, depth = (max(size.at(samples), 1.0) for size in operation.sizes)
             if self.assumes_best_shapes and kind in (PRODUCT, BATCHED):
-                return MAX_SHARE * self.machine.achieved(PRODUCT, operation.dtype, LARGE)
+                return MAX_SHARE * achieved(self.machine, PRODUCT, operation.dtype, LARGE)
             sizes, flash = (batches, rows, columns, depth), "efficient" not in operation.name
-            return self.machine.achieved_by_shape(kind, operation.dtype, sizes, causal, operation.alignment, flash)
+            return achieved_by_shape(self.machine, kind, operation.dtype, sizes, causal, operation.alignment, flash)
         masked = f"causal {kind}" if causal else kind
         if kind in CONVOLUTIONS:
             kind, size = similar_convolution(kind, operation)
-            return self.machine.achieved(kind, operation.dtype, size)
-        rate = self.machine.achieved(masked, operation.dtype, _product_size(operation, samples))
+            return achieved(self.machine, kind, operation.dtype, size)
+        rate = achieved(self.machine, masked, operation.dtype, _product_size(operation, samples))
         if kind in (ATTENTION, ATTENTION_BACKWARD) and operation.sizes:
             queries = max(operation.sizes[1].at(samples), 1.0)
             rate *= queries / KERNEL_QUERIES / math.ceil(queries / KERNEL_QUERIES)
@@ -508,8 +509,8 @@ class TimeModel:
         """
         if self.machine.device != "cpu":
             return 0.0
-        return extrapolate_layers(ledger, page_fault_bytes) / self.machine.achieved(
-            "fetch", "float32", MAX_MMAP_THRESHOLD
+        return extrapolate_layers(ledger, page_fault_bytes) / achieved(
+            self.machine, "fetch", "float32", MAX_MMAP_THRESHOLD
         )
 
 

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tightfit.cache_folder import cache_folder
 from tightfit.errors import InputError
-from tightfit.machine import cache_folder
 from tightfit.units import format_bytes
 
 CONTENTS = {

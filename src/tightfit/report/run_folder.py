@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from tightfit.distributed.processes import is_rank_zero
+from tightfit.engine.agreement import StopPoll, all_ranks_true
 from tightfit.engine.best import Selection
 from tightfit.engine.build import build
 from tightfit.engine.callbacks import FAILED, STOP, CallbackCalls
@@ -34,10 +35,11 @@ from tightfit.engine.checkpoint.save import (
     save,
     step_of,
 )
+from tightfit.engine.clipping import shard_of
 from tightfit.engine.evaluation import evaluate_metrics
 from tightfit.engine.launch import PASSED_ON
 from tightfit.engine.loop import total_steps, train
-from tightfit.engine.step import Step, StopPoll, all_ranks_true, shard_of
+from tightfit.engine.step import Step
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.job_sections.selection import LOSS

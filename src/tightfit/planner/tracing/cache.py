@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tightfit
+from tightfit.cache_folder import cache_folder, private_folder
 from tightfit.job import Job
-from tightfit.machine import cache_folder, private_folder
 from tightfit.planner.tracing.plain_data import RecordedStep, from_content, to_content
 from tightfit.record import code_version
 

@@ -17,8 +17,8 @@ from tightfit._torch.operations import (
     FLASH_ATTENTION_BACKWARD,
     schema_of,
 )
+from tightfit.achieved_rates import FLOAT8
 from tightfit.cost.recorded_step import BETWEEN_FORMATS, CHANNELS_LAST, OVERLAPPING, BatchLinear, Convolution, Operation
-from tightfit.machine import FLOAT8
 from tightfit.machines.shapes import ALIGNMENT
 from tightfit.methods.attention import causal_pairs, probability_count
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, grouped_mm_sizes

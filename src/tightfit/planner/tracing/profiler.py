@@ -35,7 +35,6 @@ from tightfit.methods import (
     loss,
     recompute,
 )
-from tightfit.methods.loader import EXAMPLE_SAMPLES
 from tightfit.models import find_blocks, has_complex_parameters, model_factory, task_of
 from tightfit.models.fake_forward import branch_on_values
 from tightfit.models.objective import (
@@ -62,6 +61,7 @@ from tightfit.planner.tracing.shared_work import SharedWork
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.fake_compiler import can_generate_kernels
 from tightfit.runtime.method import traced_fields
+from tightfit.runtime.micro_batches import EXAMPLE_SAMPLES
 
 # a micro-batch with more chunks of a chunked loss is not traced: it is extrapolated from fewer
 # chunks
