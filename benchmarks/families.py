@@ -5,8 +5,9 @@
 
 The plain loops have what an experienced user writes for speed: the whole model compiled, fused AdamW, fp32
 weights under bf16 autocast in one and bf16 weights in the other, and the allocator settings with which
-`tightfit train` starts. tightfit trains with the plan that its search returns for the same job. The job allows bf16
-weights that are rounded to nearest, because the plain loop with bf16 weights rounds so.
+`tightfit train` starts. A CPU without bf16 instructions multiplies matrices faster in fp32 than in bf16. On such
+a CPU there is one plain loop, in fp32. tightfit trains with the plan that its search returns for the same job.
+The job allows bf16 weights that are rounded to nearest, because the plain loop with bf16 weights rounds so.
 
 All train the same samples from the same initial weights, with gradients clipped to 1. Dropout draws other
 numbers in other compiled code, so losses are equal only about. A row's time is the median of its steps in a
@@ -62,7 +63,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "resnet-50": ({"architecture": "resnet", "num_labels": 1000}, {"synthetic": "images", "image_size": 224}, 8),
 }
-PLAIN = {"plain loop, bf16 autocast": False, "plain loop, bf16 weights": True}  # name -> bf16 weights
+AUTOCAST, NARROW, SINGLE = "plain loop, bf16 autocast", "plain loop, bf16 weights", "plain loop, fp32"
 TIGHTFIT = "tightfit"
 WARM_UP = 5
 
@@ -95,10 +96,20 @@ def choose(family: str) -> dict[str, Any]:
     return {"plan": best.plan.content(), "predicted_s": best.time.step_s, "differences": best.plan.differences()}
 
 
-def run_plain(family: str, narrow: bool, steps: int) -> dict[str, Any]:
+def plain_loops() -> tuple[str, ...]:
+    """The names of the plain loops for this machine."""
+    from tightfit.machine import Machine
+
+    machine = Machine.detect()
+    narrow, single = machine.rate("bf16"), machine.rate("fp32")
+    return (SINGLE,) if narrow and single and single > narrow else (AUTOCAST, NARROW)
+
+
+def run_plain(family: str, contender: str, steps: int) -> dict[str, Any]:
     """The loop of a tutorial with the usual options for speed."""
     import torch
 
+    narrow = contender == NARROW
     job = job_of(family, steps)
     model = make_model(job)
     model = model.to(torch.bfloat16) if narrow else model
@@ -116,7 +127,7 @@ def run_plain(family: str, narrow: bool, steps: int) -> dict[str, Any]:
         began = time.perf_counter()
         if narrow:
             batch = {name: one.to(torch.bfloat16) if one.is_floating_point() else one for name, one in batch.items()}
-        with torch.autocast("cpu", torch.bfloat16, enabled=not narrow):
+        with torch.autocast("cpu", torch.bfloat16, enabled=contender == AUTOCAST):
             loss = forward(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -158,15 +169,16 @@ def measure(family: str, contender: str, plan: dict[str, Any], steps: int) -> di
         if plan["allocator"] != "tuned":
             added = launch.environment(Plan.parse(plan, "plan"), "cpu", os.environ)
         return harness.in_fresh_process(run_tightfit, family, plan, steps + WARM_UP, environment=added)
-    return harness.in_fresh_process(run_plain, family, PLAIN[contender], steps + WARM_UP, environment=added)
+    return harness.in_fresh_process(run_plain, family, contender, steps + WARM_UP, environment=added)
 
 
 def summarise(family: str, chosen: dict[str, Any], rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """One family's rows, and the ratios of tightfit to the best plain loop of the same round."""
     medians = {name: [statistics.median(one[name]["step_s"]) for one in rounds] for name in rounds[0]}
-    best = [min(medians[name][number] for name in PLAIN) for number in range(len(rounds))]
-    fastest = min(PLAIN, key=lambda name: statistics.median(medians[name]))
-    narrow = "plain loop, bf16 weights" if chosen["plan"]["precision"] == "bf16-true" else "plain loop, bf16 autocast"
+    plain = [name for name in medians if name != TIGHTFIT]
+    best = [min(medians[name][number] for name in plain) for number in range(len(rounds))]
+    fastest = min(plain, key=lambda name: statistics.median(medians[name]))
+    of_precision = {"bf16-true": NARROW, "fp32": SINGLE}.get(chosen["plan"]["precision"], AUTOCAST)
     rss = {name: max(one[name]["rss_bytes"] for one in rounds) for name in rounds[0]}
     return {
         "family": family,
@@ -175,7 +187,7 @@ def summarise(family: str, chosen: dict[str, Any], rounds: list[dict[str, dict[s
         "best_plain": fastest,
         "faster": statistics.median(harness.ratios(best, medians[TIGHTFIT])),
         "faster_by_round": harness.ratios(best, medians[TIGHTFIT]),
-        "rss_to_plain": rss[TIGHTFIT] / rss[narrow],
+        "rss_to_plain": rss[TIGHTFIT] / rss[of_precision if of_precision in rss else fastest],
         "contenders": {
             name: {
                 "step_s": statistics.median(medians[name]),
@@ -191,9 +203,7 @@ def summarise(family: str, chosen: dict[str, Any], rounds: list[dict[str, dict[s
 def show(rows: list[dict[str, Any]]) -> None:
     columns = (
         "family",
-        "plain, autocast",
-        "plain, bf16 weights",
-        "tightfit",
+        *(name.replace(" loop", "") for name in rows[0]["contenders"]),
         "predicted",
         "x best plain",
         "RSS",
@@ -222,6 +232,7 @@ def compare(families: list[str], rounds: int, steps: int, out: Path | None) -> N
 
     rows: list[dict[str, Any]] = []
     others = [row for row in harness.read_record(out).get("families", []) if row["family"] not in families]
+    contenders = [*plain_loops(), TIGHTFIT]
     for family in families:
         harness.show_progress(f"{family}: search")
         chosen = harness.in_fresh_process(choose, family)
@@ -231,7 +242,7 @@ def compare(families: list[str], rounds: int, steps: int, out: Path | None) -> N
         def one(name: str, _: int, family: str = family, plan: dict[str, Any] = chosen["plan"]) -> dict[str, Any]:
             return measure(family, name, plan, steps)
 
-        rows.append(summarise(family, chosen, harness.interleaved(rounds, [*PLAIN, TIGHTFIT], one, line_of)))
+        rows.append(summarise(family, chosen, harness.interleaved(rounds, contenders, one, line_of)))
         harness.write_record(out, {"machine": Machine.detect().name, "families": sorted(rows + others, key=in_order)})
     show(rows)
 

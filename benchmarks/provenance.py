@@ -50,7 +50,19 @@ def processor(cpu_info: str) -> str | None:
     name = fields.get("model name", "processor")
     if fields.get("vendor_id") == "AuthenticAMD":
         name = _zen(int(fields.get("cpu family", 0)), int(fields.get("model", 0))) or name
+    if fields.get("vendor_id") == "GenuineIntel" and fields.get("cpu family") == "6":
+        name = INTEL.get(int(fields.get("model", 0)), name)
     return f"{name}, {bf16} bf16 instructions"
+
+
+# by the model number of family 6
+INTEL = {
+    85: "Skylake or Cascade Lake",
+    106: "Ice Lake",
+    143: "Sapphire Rapids",
+    173: "Granite Rapids",
+    207: "Emerald Rapids",
+}
 
 
 def _zen(family: int, model: int) -> str | None:

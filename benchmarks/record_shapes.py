@@ -407,6 +407,7 @@ SHAPES: dict[str, type[Shape]] = {
     "prediction": Prediction,
     "prediction_single": Prediction,
     "prediction_others": Prediction,
+    "prediction_others_single": Prediction,
     "published": Published,
     "refusals": Refusals,
     "search": Search,

@@ -120,6 +120,12 @@ SOURCES = {
             ZEN5,
         ),
         Source(
+            "prediction_others_single",
+            _script("prediction", "--others --single ", "prediction_others_single"),
+            "27 models of other families in fp32 on another processor: predicted against measured memory and time",
+            "CPU without bf16 instructions",
+        ),
+        Source(
             "operations",
             _script("operations"),
             "single operations of torch on a CPU: predicted against measured time",
@@ -459,6 +465,7 @@ tensors larger than the caches, the median is off by {found["median_factor"]:.2f
 def prediction() -> str:
     bf16, fp32 = read("prediction"), read("prediction_single")
     others = read("prediction_others")["pairs"]
+    elsewhere = read("prediction_others_single")["pairs"]
     pace = [one for pair in bf16["pairs"] for one in pair["pace"]]
     again = sum("runs_s" in pair for pair in bf16["pairs"])
     return f"""## Predicted against measured
@@ -494,6 +501,15 @@ calibrated by name now.
 {_error_table(others)}
 {_errors_by_model(others)}
 {_worst_times(others)}
+### Other families on another processor
+
+The same models in fp32, on a processor that had never been measured. It has no bf16 instructions, so runs choose
+fp32. Nothing was changed after this comparison.
+
+{SOURCES["prediction_others_single"].cite()}
+
+{_error_table(elsewhere)}
+{_worst_times(elsewhere)}
 ### Single operations
 
 {_operations()}

@@ -19,7 +19,9 @@ def cpu_info(vendor: str, family: int, model: int, flags: str) -> str:
         (cpu_info("AuthenticAMD", 25, 1, "avx2"), "Zen 3, without bf16 instructions"),
         (cpu_info("AuthenticAMD", 25, 17, "avx2 avx512_bf16"), "Zen 4, with bf16 instructions"),
         (cpu_info("AuthenticAMD", 26, 2, "avx512_bf16"), "Zen 5, with bf16 instructions"),
-        (cpu_info("GenuineIntel", 6, 143, "amx_bf16"), "A CPU, with bf16 instructions"),
+        (cpu_info("GenuineIntel", 6, 207, "avx512f"), "Emerald Rapids, without bf16 instructions"),
+        (cpu_info("GenuineIntel", 6, 1, "avx512f"), "A CPU, without bf16 instructions"),
+        (cpu_info("GenuineIntel", 6, 143, "amx_bf16"), "Sapphire Rapids, with bf16 instructions"),
         ("", None),
     ],
 )

@@ -188,6 +188,11 @@ def test_a_large_model_that_cannot_be_checked_is_warned_of(monkeypatch: pytest.M
         tightfit.build(job(lambda: Two(leaves_torch)), tightfit.Plan(recompute="full"))
 
 
+def test_an_error_about_the_loss_is_raised_by_a_check_as_it_is() -> None:
+    with pytest.raises(InputError, match="not a scalar tensor"):
+        tightfit.build(job(lambda: Two(asserts), loss=lambda output, batch: output), tightfit.Plan(recompute="full"))
+
+
 def test_weights_that_a_forward_averages_stay_in_fp32() -> None:
     asked, narrow = job(lambda: Two(asserts, scales=False)), tightfit.Plan(precision="bf16-true", rounding="kahan")
     with pytest.warns(TightfitWarning, match="changes teacher.* stores in 16 bits"):

@@ -29,6 +29,7 @@ from tightfit._torch.fake import DataDependentOutputException, FakeTensorMode
 from tightfit._torch.modules import RunningNorm, own_parameters, plain_attributes
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE
 from tightfit._torch.tensors import has_backward_hooks, in_backward, storage_id
+from tightfit.errors import InputError
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import describe_line, innermost_model_line, model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
@@ -316,6 +317,8 @@ def checked_forwards(
     make   creates the model
     total  (model, batch) -> the loss
     batch  a batch of samples
+
+    Raises InputError if the model or the loss raises it on real samples.
     """
     found: list[Found] = []
     size, failure = math.inf, None
@@ -345,9 +348,12 @@ def checked_forwards(
             model.train()
             forwards = Forwards(total, _few_samples(batch), is_fake=False)
             found.append(check(model, forwards))
+        failure = forwards.failure
     except Exception as error:
-        return found, _described(error)
-    return found, "" if forwards.failure is None else _described(forwards.failure)
+        failure = error
+    if isinstance(failure, InputError):  # the training would end with it
+        raise failure
+    return found, "" if failure is None else _described(failure)
 
 
 def _described(error: Exception) -> str:
