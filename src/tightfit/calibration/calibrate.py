@@ -166,11 +166,11 @@ def quick_calibrate(machine: Machine) -> Machine:
     )
     if done.returncode != 0:  # such as out of memory: the speed remains a guess
         return machine
-    seen = Machine.model_validate_json(done.stdout.splitlines()[-1])
+    measured = Machine.model_validate_json(done.stdout.splitlines()[-1])
     with contextlib.suppress(OSError):
         if not busy:
-            seen.keep()
-    return seen
+            measured.keep()
+    return measured
 
 
 def is_busy(machine: Machine) -> bool:
@@ -189,14 +189,14 @@ def quick_measurement(text: str) -> str:
     by_size = {kind: _matrix_rates(kind, device, QUICK_SIZES, min) for kind in _types(device)}
     kinds = measure_rates(device, ClockDrift(device, watched=False), lambda line: None, quick=True)
     bandwidth, launch_s = _memory_bandwidth(device, min), _launch_s(device, min)
-    seen = machine.replace(
+    measured = machine.replace(
         matrix_flops_per_s=_best(by_size, "quick"),
         matrix_flops_per_s_by_size=by_size,
         rates=kinds,
         memory_bytes_per_s=_figure(bandwidth, _copied(device), "quick"),
         launch_s=_figure(launch_s, "a chain of products of single numbers, forward and backward", "quick"),
     )
-    return seen.to_json()
+    return measured.to_json()
 
 
 def _types(device: torch.device) -> list[str]:

@@ -37,12 +37,12 @@ def in_turn(make: Callable[..., object], inputs: Callable[[], tuple[Tensor, ...]
     first = inputs()
     cold = COLD[first[0].device.type] // max(sum(tensor.nbytes for tensor in first), 1)
     sets = [first, *(inputs() for _ in range(min(cold, MOST_SETS)))]
-    kept: list[object] = [None] * len(sets)
-    places = itertools.cycle(range(len(sets)))
+    outputs: list[object] = [None] * len(sets)
+    indices = itertools.cycle(range(len(sets)))
 
     def work() -> None:
-        place = next(places)
-        kept[place] = make(*sets[place])
+        index = next(indices)
+        outputs[index] = make(*sets[index])
 
     return work
 

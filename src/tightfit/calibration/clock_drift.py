@@ -61,7 +61,7 @@ class ClockDrift:
     def __init__(self, device: torch.device, watched: bool = True) -> None:
         self.device = device
         self.drifts = watched and device.type == "cpu"
-        self.seen: list[float] = [self._now()]
+        self.control_times_s: list[float] = [self._now()]
 
     def _now(self) -> float:
         return control_s(self.device) if self.drifts else 1.0
@@ -70,11 +70,11 @@ class ClockDrift:
         """Time the control workload again. Return the mean of its seconds now and at the previous
         call, which are its times just after and just before the measurements between the two calls.
         """
-        self.seen.append(self._now())
-        return (self.seen[-2] + self.seen[-1]) / 2
+        self.control_times_s.append(self._now())
+        return (self.control_times_s[-2] + self.control_times_s[-1]) / 2
 
     @property
     def usual_control_s(self) -> float:
         """The median of all times of the control workload so far, in seconds. It represents the
         machine's usual speed, to which measurements are scaled."""
-        return statistics.median(self.seen)
+        return statistics.median(self.control_times_s)

@@ -327,31 +327,31 @@ def _softmax(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
 
 
 def _gather(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for places, width, rows in _embeddings(device):
-        table = random_tensor((places, width), dtype, device)
-        index = torch.randint(0, places, (rows,), device=device)
+    for table_rows, width, rows in _embeddings(device):
+        table = random_tensor((table_rows, width), dtype, device)
+        index = torch.randint(0, table_rows, (rows,), device=device)
         moved = table.nbytes + rows * (width * dtype.itemsize + 8)
         yield moved, float(moved), partial(functional.embedding, index, table)
 
 
 def _scatter(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    for places, width, rows in _embeddings(device):
+    for table_rows, width, rows in _embeddings(device):
         gradient = random_tensor((rows, width), dtype, device)
-        index = torch.randint(0, places, (rows,), device=device)
-        moved = gradient.nbytes + places * width * dtype.itemsize + 8 * rows
+        index = torch.randint(0, table_rows, (rows,), device=device)
+        moved = gradient.nbytes + table_rows * width * dtype.itemsize + 8 * rows
 
-        def work(gradient: Tensor = gradient, index: Tensor = index, places: int = places) -> Tensor:
-            return torch.ops.aten.embedding_dense_backward(gradient, index, places, -1, False)
+        def work(gradient: Tensor = gradient, index: Tensor = index, table_rows: int = table_rows) -> Tensor:
+            return torch.ops.aten.embedding_dense_backward(gradient, index, table_rows, -1, False)
 
         yield moved, float(moved), work
 
 
 def _indexed_sum(dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     """Yield the backward of rows that an index selects to time, as cases (size, bytes accessed, function)."""
-    for places, width, rows in _embeddings(device):
+    for table_rows, width, rows in _embeddings(device):
         gradient = random_tensor((rows, width), dtype, device)
-        index = torch.randint(0, places, (rows,), device=device)
-        total = torch.zeros((places, width), dtype=dtype, device=device)
+        index = torch.randint(0, table_rows, (rows,), device=device)
+        total = torch.zeros((table_rows, width), dtype=dtype, device=device)
         moved = gradient.nbytes + 2 * total.nbytes + 8 * rows
 
         def work(gradient: Tensor = gradient, index: Tensor = index, total: Tensor = total) -> Tensor:
@@ -538,10 +538,10 @@ def _fetch_rate(device: torch.device) -> float:
     time to write a newly allocated block, minus the time to write a block whose memory pages exist
     already."""
     count = 2**26
-    kept = torch.empty(count, dtype=torch.uint8)
-    there = timed(lambda: kept.fill_(1), device)
-    anew = timed(lambda: torch.empty(count, dtype=torch.uint8).fill_(1), device)
-    return count / max(anew - there, 1e-9)
+    block = torch.empty(count, dtype=torch.uint8)
+    reused_s = timed(lambda: block.fill_(1), device)
+    new_s = timed(lambda: torch.empty(count, dtype=torch.uint8).fill_(1), device)
+    return count / max(new_s - reused_s, 1e-9)
 
 
 _BY_NAME = {f"aten.{name}": partial(single_cases, name) for name in OPERATIONS}

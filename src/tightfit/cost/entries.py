@@ -333,14 +333,14 @@ class RankProgram:
         own = (consumer_of(action) for action in self.schedule[self.pipeline_rank] if action.kind != WEIGHTS)
         return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))
 
-    def resident_message_bytes(self, place: int) -> BatchLinear:
+    def resident_message_bytes(self, index: int) -> BatchLinear:
         """Return the bytes of the messages that are in this rank's memory during its action with
-        index `place`, without the action's own input.
+        number `index`, without the action's own input.
 
         Sent tensors that the rank has saved for its own backward are subtracted, because they count
         as activations.
         """
-        return self._resident_bytes(*(tuple((one.kind, one.stage) for one in part) for part in self.messages[place]))
+        return self._resident_bytes(*(tuple((one.kind, one.stage) for one in part) for part in self.messages[index]))
 
     @cached_property
     def _resident_bytes(self) -> Callable[..., BatchLinear]:

@@ -19,15 +19,15 @@ def without_blocks(ledger: Ledger, removed: Collection[int]) -> Ledger:
     """
 
     def remaining(program: tuple[Segment, ...]) -> tuple[Segment, ...]:
-        found, here = [], None
+        found, block = [], None
         for segment in program:
-            here = segment.block if segment.block is not None else here  # the latest block
-            if here not in removed:
+            block = segment.block if segment.block is not None else block  # the latest block
+            if block not in removed:
                 found.append(segment)
         return tuple(found)
 
     def remains(parameter: Parameter) -> bool:
-        return not parameter.used_by_blocks or any(place not in removed for place in parameter.used_by_blocks)
+        return not parameter.used_by_blocks or any(number not in removed for number in parameter.used_by_blocks)
 
     parameters = tuple(filter(remains, ledger.parameters))
     left_out = {parameter.name for parameter in ledger.parameters if not remains(parameter)}
@@ -62,8 +62,8 @@ def with_depth(ledger: Ledger, count: int) -> Ledger:
     removed = range(count - 1, ledger.blocks - 1)
     few = without_blocks(ledger, removed)
 
-    def renumbered(place: int) -> int:
-        return place - len(removed) if place >= removed.stop else place
+    def renumbered(block: int) -> int:
+        return block - len(removed) if block >= removed.stop else block
 
     def moved(parameter: Parameter) -> Parameter:
         if parameter.used_by_blocks == EVERYWHERE:

@@ -226,11 +226,11 @@ class Ledger:
         known: dict[Timeline, ReplayedSegment] = {}
         overlay.begin_step(memory)
         # key: an action, and the bytes when it begins; value: the action, and the bytes when it ends
-        seen: dict[Any, tuple[MicroBatchRun, dict[str, float], Overlay]] = {}
+        run_ends: dict[Any, tuple[MicroBatchRun, dict[str, float], Overlay]] = {}
         for run in self.micro_batch_runs():
             key = id(run), *memory.rows.items(), *overlay.state()
-            if distinct and key in seen:
-                _, memory.rows, after = seen[key]
+            if distinct and key in run_ends:
+                _, memory.rows, after = run_ends[key]
                 overlay = copy.copy(after)
                 continue
             overlay.begin_run(run)
@@ -247,7 +247,7 @@ class Ledger:
                 memory.free_gradients()
                 overlay.free_gradients()
             if distinct:
-                seen[key] = run, memory.rows, copy.copy(overlay)
+                run_ends[key] = run, memory.rows, copy.copy(overlay)
         overlay.end_backward(memory)
         if self.replica_sum_bytes:
             memory.note("backward", "reduce", {"temporaries": self.replica_sum_bytes})

@@ -138,14 +138,14 @@ def _interleaved(rank: int, ranks: int, virtual_stages: int, count: int) -> tupl
     total = count * virtual_stages
     ahead = min((ranks - rank - 1) * 2 + (virtual_stages - 1) * ranks, total)
 
-    def action(kind: str, place: int) -> Action:
-        group, inside = divmod(place, ranks * virtual_stages)
+    def action(kind: str, index: int) -> Action:
+        group, inside = divmod(index, ranks * virtual_stages)
         turn = inside // ranks
         own = turn if kind == FORWARD else virtual_stages - 1 - turn
         return Action(kind, own * ranks + rank, group * ranks + inside % ranks)
 
-    forwards = [action(FORWARD, place) for place in range(total)]
-    backwards = [action(BACKWARD, place) for place in range(total)]
+    forwards = [action(FORWARD, index) for index in range(total)]
+    backwards = [action(BACKWARD, index) for index in range(total)]
     return _in_turn(forwards, backwards, ahead)
 
 
@@ -249,31 +249,31 @@ def coming(
     )
     actions = make_schedule(schedule, ranks, virtual_stages, micro_batches)[rank]
     found: list[tuple[Action, ...]] = []
-    for place, here in enumerate(actions):
-        after = actions[place + 1 : place + 2]
+    for index, action in enumerate(actions):
+        after = actions[index + 1 : index + 2]
         if schedule == "pipedream":
-            is_last = (here.micro_batch + 1) % micro_batches == 0
-            if here.kind == BACKWARD and is_last:
+            is_last = (action.micro_batch + 1) % micro_batches == 0
+            if action.kind == BACKWARD and is_last:
                 after = ()
             elif stops:
-                after = (*after, *_due_backwards(actions, place, micro_batches))
+                after = (*after, *_due_backwards(actions, index, micro_batches))
         is_sent = [one.kind != WEIGHTS and 0 <= producer_of(one).stage <= last for one in after]
         wanted = [one for one, is_so in zip(after, is_sent, strict=True) if is_so and one not in waits]
         found.append(tuple(dict.fromkeys(wanted)))
     return tuple(found)
 
 
-def _due_backwards(actions: tuple[Action, ...], place: int, micro_batches: int) -> tuple[Action, ...]:
+def _due_backwards(actions: tuple[Action, ...], index: int, micro_batches: int) -> tuple[Action, ...]:
     """Return the backwards that a rank still has to run in pipedream's current round, after its
-    action with index `place` in `actions`. A round is the forwards of a step, then the backwards of
+    action number `index` in `actions`. A round is the forwards of a step, then the backwards of
     an earlier step.
 
     actions        all actions of the rank, in order
     micro_batches  number of micro-batches in one step
     """
-    here = actions[place]
-    end = place + micro_batches - here.micro_batch % micro_batches  # of this step's forwards or backwards
-    rest = actions[place + 1 : end] if here.kind == BACKWARD else actions[end : end + micro_batches]
+    action = actions[index]
+    end = index + micro_batches - action.micro_batch % micro_batches  # of this step's forwards or backwards
+    rest = actions[index + 1 : end] if action.kind == BACKWARD else actions[end : end + micro_batches]
     return tuple(one for one in rest if one.kind == BACKWARD)
 
 
@@ -299,15 +299,15 @@ def late(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> 
     """
     if schedule == "pipedream":
         return frozenset()
-    table, places = (
+    table, positions = (
         make_schedule(schedule, ranks, virtual_stages, micro_batches),
         _total_order(schedule, ranks, virtual_stages, micro_batches),
     )
     found = set()
     for actions in table:
-        for here, after in pairwise(actions):
+        for action, after in pairwise(actions):
             given = producer_of(after)
-            if after.kind != WEIGHTS and given in places and places[given] > places[here]:
+            if after.kind != WEIGHTS and given in positions and positions[given] > positions[action]:
                 found.add(after)
     return frozenset(found)
 
@@ -329,14 +329,14 @@ def _total_order(schedule: str, ranks: int, virtual_stages: int, micro_batches: 
     The reason is that a device that stops in an action waits for its sends, too.
     """
     table = make_schedule(schedule, ranks, virtual_stages, micro_batches)
-    own = {action: place for actions in table for place, action in enumerate(actions)}
+    own = {action: index for actions in table for index, action in enumerate(actions)}
     done, at = dict[Action, int](), [0] * ranks
     sending: list[list[Action]] = [[] for _ in table]  # named by the action that receives it
     while len(done) < len(own):
         ready = []
         for rank, actions in enumerate(table):
             if at[rank] < len(actions) and all(
-                other in done for other in dependencies_of(actions[at[rank]], ranks * virtual_stages)
+                dependency in done for dependency in dependencies_of(actions[at[rank]], ranks * virtual_stages)
             ):
                 ready.append(actions[at[rank]])
             sending[rank] = [one for one in sending[rank] if at[one.stage % ranks] < own[one]]
@@ -365,14 +365,16 @@ def _in_order(table: Schedule) -> Iterator[Action]:
     """
     stages = 1 + max(action.stage for actions in table for action in actions)
     done: set[Action] = set()
-    places = [0] * len(table)
-    while any(place < len(actions) for place, actions in zip(places, table, strict=True)):
+    next_indices = [0] * len(table)
+    while any(index < len(actions) for index, actions in zip(next_indices, table, strict=True)):
         before = len(done)
         for rank, actions in enumerate(table):
-            while places[rank] < len(actions) and done.issuperset(dependencies_of(actions[places[rank]], stages)):
-                done.add(actions[places[rank]])
-                yield actions[places[rank]]
-                places[rank] += 1
+            while next_indices[rank] < len(actions) and done.issuperset(
+                dependencies_of(actions[next_indices[rank]], stages)
+            ):
+                done.add(actions[next_indices[rank]])
+                yield actions[next_indices[rank]]
+                next_indices[rank] += 1
         if len(done) == before:
             raise ValueError("the ranks of this schedule wait for each other")
 
@@ -388,17 +390,17 @@ def sent(table: Schedule, rank: int) -> tuple[tuple[Action, ...], ...]:
     sent back something that it computed after receiving it.
     """
     ranks, last = len(table), max(action.stage for actions in table for action in actions)
-    places = {action: place for actions in table for place, action in enumerate(actions)}
-    there: list[Action] = []
+    indices = {action: index for actions in table for index, action in enumerate(actions)}
+    held: list[Action] = []
     found = []
     for action in table[rank]:
         given = producer_of(action)
-        if action.kind != WEIGHTS and given in places:
-            there = [one for one in there if one.stage % ranks != given.stage % ranks or places[one] > places[given]]
-        found.append(tuple(there))
+        if action.kind != WEIGHTS and given in indices:
+            held = [one for one in held if one.stage % ranks != given.stage % ranks or indices[one] > indices[given]]
+        found.append(tuple(held))
         taken = consumer_of(action)
         if action.kind != WEIGHTS and 0 <= taken.stage <= last:
-            there.append(taken)
+            held.append(taken)
     return tuple(found)
 
 
@@ -408,12 +410,12 @@ def in_flight(actions: Iterable[Action]) -> int:
 
     actions  all actions of the rank, in order
     """
-    there, most = 0, 0
+    count, most = 0, 0
     actions = list(actions)
     last = WEIGHTS if any(action.kind == WEIGHTS for action in actions) else BACKWARD
     for action in actions:
-        there += (action.kind == FORWARD) - (action.kind == last)
-        most = max(most, there)
+        count += (action.kind == FORWARD) - (action.kind == last)
+        most = max(most, count)
     return most
 
 

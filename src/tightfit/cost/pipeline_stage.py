@@ -117,8 +117,8 @@ class Sections:
         piece  the numbers of the stage's blocks
         """
         first, last = piece.start or BEFORE, self.end + 1 if piece.stop == self.end else piece.stop
-        here = (segment for section in range(first, last) for segment in self.segments.get((section, FORWARD), ()))
-        return frozenset().union(*(segment.timeline.saved for segment in here))
+        segments = (segment for section in range(first, last) for segment in self.segments.get((section, FORWARD), ()))
+        return frozenset().union(*(segment.timeline.saved for segment in segments))
 
     def saves_output(self, piece: range, given: Buffer | None) -> bool:
         """Return whether a stage's backward needs the tensor that its forward passes to the next
@@ -158,17 +158,17 @@ def _in_sections(training: tuple[Segment, ...], blocks: int) -> Iterator[tuple[i
 
     blocks  number of blocks of the model
     """
-    here = {FORWARD: BEFORE, BACKWARD: blocks}
+    current = {FORWARD: BEFORE, BACKWARD: blocks}
     last = blocks - 1
     for segment in training:
         if segment.block is not None:
-            here[segment.phase] = segment.block
-        elif segment.phase == FORWARD and here[FORWARD] == last:
-            here[FORWARD] = blocks
-        yield here[segment.phase], segment
+            current[segment.phase] = segment.block
+        elif segment.phase == FORWARD and current[FORWARD] == last:
+            current[FORWARD] = blocks
+        yield current[segment.phase], segment
         # a segment between the backwards of block n and block n - 1 is in section n - 1
         if segment.block is not None and segment.phase == BACKWARD:
-            here[BACKWARD] = segment.block - 1
+            current[BACKWARD] = segment.block - 1
 
 
 @lru_cache(16)
@@ -217,28 +217,30 @@ class _StageBuilder:
     """Builds the recorded step of one pipeline stage from the sections of the whole model. A
     section is one block with the code up to the next block.
 
-    here     the sections whose forward and backward the stage runs
-    run      the sections whose forward the stage runs: `here` and the code before the blocks, which
-             every rank runs
-    alive    buffer -> how often the stage allocates it, if neither its own section nor the next one
-             frees it
-    operand  phase -> whether the tensors received in this phase are still needed to compute weight
-             gradients
-    kept     buffers that the forward saves for the backward
-    early    section -> events (allocations and frees) of parameter gradients that the loss computes
-             during its forward. They are moved to the section's backward
-    becomes  buffer -> the buffer that replaces it in this stage, or None if the stage does not
-             allocate it at all
+    own_sections   the sections whose forward and backward the stage runs
+    run            the sections whose forward the stage runs: `own_sections` and the code before the
+                   blocks, which every rank runs
+    alive          buffer -> how often the stage allocates it, if neither its own section nor the
+                   next one frees it
+    operand        phase -> whether the tensors received in this phase are still needed to compute
+                   weight gradients
+    saved_buffers  buffers that the forward saves for the backward
+    early          section -> events (allocations and frees) of parameter gradients that the loss
+                   computes during its forward. They are moved to the section's backward
+    becomes        buffer -> the buffer that replaces it in this stage, or None if the stage does
+                   not allocate it at all
     """
 
     def __init__(self, sections: Sections, piece: range, comes: StageInput, gradients: BatchLinear) -> None:
         self.sections, self.comes, self.gradients = sections, comes, gradients
         self.received, self.handed_on = piece.start > 0, piece.stop < sections.end
-        self.here = range(piece.start if self.received else BEFORE, piece.stop if self.handed_on else sections.end + 1)
-        self.run = {BEFORE, *self.here}
+        self.own_sections = range(
+            piece.start if self.received else BEFORE, piece.stop if self.handed_on else sections.end + 1
+        )
+        self.run = {BEFORE, *self.own_sections}
         self.alive: Counter[Buffer] = Counter()
         self.operand = {FORWARD: False, BACKWARD: False}
-        self.kept = sections.saved(piece)
+        self.saved_buffers = sections.saved(piece)
         self.early: dict[int, Events] = {}
         self.becomes: dict[Buffer, Buffer | None] = {}
         for gradient in sections.tied:
@@ -249,12 +251,14 @@ class _StageBuilder:
         """Replace the gradient of a parameter that several ranks use (such as a tied embedding). In
         the whole model, it is the sum of its terms, one from each use. In this stage, it is only
         the stage's own term."""
-        here = [term for term in gradient.terms if any(section in self.here for section in self.sections.made[term])]
-        if len(here) == 1 and len(gradient.terms) > 1:
-            own = self.becomes[here[0]] = replace(here[0], row="gradients")
+        own_terms = [
+            term for term in gradient.terms if any(section in self.own_sections for section in self.sections.made[term])
+        ]
+        if len(own_terms) == 1 and len(gradient.terms) > 1:
+            own = self.becomes[own_terms[0]] = replace(own_terms[0], row="gradients")
             self.becomes[gradient] = None
-            if self.sections.phase[here[0]] == FORWARD:  # a loss that computes gradients in its forward
-                self.early[min(self.sections.made[here[0]])] = [(here[0], -1), (own, 1), (own, 0)]
+            if self.sections.phase[own_terms[0]] == FORWARD:  # a loss that computes gradients in its forward
+                self.early[min(self.sections.made[own_terms[0]])] = [(own_terms[0], -1), (own, 1), (own, 0)]
 
     def part(self) -> StageProgram:
         inside = self.sections.segments
@@ -264,7 +268,11 @@ class _StageBuilder:
             for segment in inside.get((section, FORWARD), ())
         ]  # fmt: skip
         backward, weights = (
-            [(section, segment) for section in reversed(self.here) for segment in inside.get((section, phase), ())]
+            [
+                (section, segment)
+                for section in reversed(self.own_sections)
+                for segment in inside.get((section, phase), ())
+            ]
             for phase in (BACKWARD, WEIGHTS)
         )
         self._count_unfreed()
@@ -273,8 +281,8 @@ class _StageBuilder:
         )
         ends: dict[str, Events] = {FORWARD: [], BACKWARD: [], WEIGHTS: []}
         for buffer in self.alive.elements():
-            kept = buffer in self.kept or self.sections.phase[buffer] == BACKWARD
-            ends[BACKWARD if kept else FORWARD].append((buffer, -1))
+            until_backward = buffer in self.saved_buffers or self.sections.phase[buffer] == BACKWARD
+            ends[BACKWARD if until_backward else FORWARD].append((buffer, -1))
         begin: dict[str, Events] = {FORWARD: [], BACKWARD: []}
         for phase, row, size, end in (
             (FORWARD, "activations", self.comes.saved, WEIGHTS if self.operand[FORWARD] else BACKWARD),
@@ -295,13 +303,13 @@ class _StageBuilder:
         section nor the next one frees. A section is one block with the code up to the next
         block."""
         for section in self.run:
-            for buffer in self.sections.unfreed(section, whole=section in self.here):
+            for buffer in self.sections.unfreed(section, whole=section in self.own_sections):
                 if buffer in self.becomes:
                     continue
                 step = 1 if self.sections.phase[buffer] == FORWARD else -1
                 if (
-                    section not in self.here
-                    or section + step not in self.here
+                    section not in self.own_sections
+                    or section + step not in self.own_sections
                     or not self.sections.freed_by_next(buffer)
                 ):
                     self.alive[buffer] += 1
@@ -313,9 +321,9 @@ class _StageBuilder:
         """
         timeline = segment.timeline
         sections = self.sections
-        elsewhere = {buffer for buffer in timeline.freed if section not in sections.made.get(buffer, ())}
-        inner = section - 1 in self.here and section + 1 in self.here
-        if inner and all(sections.freed_by_next(buffer) for buffer in elsewhere):
+        foreign = {buffer for buffer in timeline.freed if section not in sections.made.get(buffer, ())}
+        inner = section - 1 in self.own_sections and section + 1 in self.own_sections
+        if inner and all(sections.freed_by_next(buffer) for buffer in foreign):
             return segment
         events: Events = []
         for buffer, sign in timeline.events:
@@ -324,7 +332,7 @@ class _StageBuilder:
                 if own is not None and sign > 0:
                     events += [(buffer, 1)] if segment.phase == FORWARD else [(own, 1), (own, 0)]
                 continue
-            if sign < 0 and buffer in elsewhere and not self._is_freed_here(section, buffer):
+            if sign < 0 and buffer in foreign and not self._is_freed_here(section, buffer):
                 if sections.freed_by_next(buffer):
                     self.operand[sections.phase[buffer]] |= segment in sections.segments[section, WEIGHTS]
                 continue
@@ -336,7 +344,7 @@ class _StageBuilder:
     def _is_freed_here(self, section: int, buffer: Buffer) -> bool:
         sections = self.sections
         if sections.freed_by_next(buffer):
-            return section + (-1 if sections.phase[buffer] == FORWARD else 1) in self.here
+            return section + (-1 if sections.phase[buffer] == FORWARD else 1) in self.own_sections
         if self.alive[buffer] > 0:
             self.alive[buffer] -= 1
             return True
@@ -359,25 +367,27 @@ def _recast_in_backward(timeline: Timeline, phase: str, late: set[str]) -> Timel
     if not copies:
         return timeline
     events: Events = []
-    there: Events = []  # frees of casts, to add after the next allocation, the product's result
+    pending_frees: Events = []  # frees of casts, to add after the next allocation, the product's result
     made: set[Buffer] = set()
     for buffer, sign in timeline.events:
         if buffer in copies and sign > 0:
-            there.append((buffer, -1))
+            pending_frees.append((buffer, -1))
             events.append((buffer, 1))
         elif buffer in copies:
             if phase == BACKWARD:
                 again = replace(buffer)
-                here = bool(events) and events[-1][0] not in made
-                place = next((n for n in reversed(range(len(events))) if here and events[n][1] > 0), len(events))
-                events[place:place] = [(again, 1)]
+                before_product = bool(events) and events[-1][0] not in made
+                index = next(
+                    (n for n in reversed(range(len(events))) if before_product and events[n][1] > 0), len(events)
+                )
+                events[index:index] = [(again, 1)]
                 events.append((again, -1))
                 made.add(again)
         else:
             events.append((buffer, sign))
             if sign > 0:
-                events, there = events + there, []
-    return replace(timeline, events=(*events, *there), saved=timeline.saved - copies)
+                events, pending_frees = events + pending_frees, []
+    return replace(timeline, events=(*events, *pending_frees), saved=timeline.saved - copies)
 
 
 def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:

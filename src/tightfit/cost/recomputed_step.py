@@ -160,11 +160,11 @@ class _RecomputationEdit:
         self.passing = {buffer for part in inference[:-1] for buffer in part.timeline.freed}
         self.forward: dict[Call, int] = {}
         self.backward: dict[Call, list[int]] = {}
-        for place, part in enumerate(self.training):
+        for index, part in enumerate(self.training):
             if part.block is not None and part.phase == "forward":
-                self.forward[part.block, part.call] = place
+                self.forward[part.block, part.call] = index
             elif part.block is not None:
-                self.backward.setdefault((part.block, part.call), []).append(place)
+                self.backward.setdefault((part.block, part.call), []).append(index)
         self.copies: dict[int, list[Buffer]] = {}
         self.calls: dict[int, list[Call]] = {}
         for call in self.forward:
@@ -177,9 +177,9 @@ class _RecomputationEdit:
         self.kept: set[Buffer] = set()
         for part in self.training:
             if part.phase == "forward":
-                here, whole = part.timeline, part.block in blocks
-                self.kept.update(here.inputs if whole else here.saved.difference(here.allocated))
-        self.end = max(place for place, part in enumerate(self.training) if part.phase == "forward")
+                timeline, whole = part.timeline, part.block in blocks
+                self.kept.update(timeline.inputs if whole else timeline.saved.difference(timeline.allocated))
+        self.end = max(index for index, part in enumerate(self.training) if part.phase == "forward")
 
     def _drop_retained(self, call: Call) -> None:
         """Let backward free the tensors that a module keeps, as it does with others: the second forward leaves
@@ -204,7 +204,7 @@ class _RecomputationEdit:
         for call in segment:
             before = self.training[self.forward[call]].timeline
             asked += len(before.operations)
-            saved = {buffer for place in self.backward[call] for buffer in self.training[place].timeline.freed}
+            saved = {buffer for index in self.backward[call] for buffer in self.training[index].timeline.freed}
             # autocast caches the cast of a weight within a forward, so the second forward casts again
             anew = [replace(copy) for copy in self.copies.get(call[0], [])]
             self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(anew)))
@@ -215,10 +215,10 @@ class _RecomputationEdit:
             handed_on = self._left_to_others(before, saved) if call == last else {}
             self._forward(call, before, saved, handed_on, keep_input=call == segment[0])
             again = _freeing(list(handed_on.values())).then(again)
-        place = self.backward[last][0]
+        index = self.backward[last][0]
         if not self.compiled:
             again = again.then(self._python_time(len(again.operations), asked))
-        self._replace_timeline(place, again.then(self.training[place].timeline))
+        self._replace_timeline(index, again.then(self.training[index].timeline))
 
     def _python_time(self, again: int, asked: int) -> Timeline:
         """Return a timeline with only the time that torch spends in Python to recompute one group
@@ -230,8 +230,8 @@ class _RecomputationEdit:
         count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
         return _in_python(count)
 
-    def _replace_timeline(self, place: int, timeline: Timeline) -> None:
-        self.training[place] = replace(self.training[place], timeline=timeline)
+    def _replace_timeline(self, index: int, timeline: Timeline) -> None:
+        self.training[index] = replace(self.training[index], timeline=timeline)
 
     def _left_to_others(self, before: Timeline, saved: set[Buffer]) -> dict[Buffer, Buffer]:
         """Return {buffer: its copy} for the buffers that both this block's backward and the next
@@ -305,12 +305,12 @@ class _RecomputationEdit:
         """Return the positions in the recorded step at which an input of the block may be freed
         after the block's forward: the segment right after it, and the last segment of the whole
         forward. Positions of blocks are left out."""
-        return [place for place in (self.forward[call] + 1, self.end) if self.training[place].block is None]
+        return [index for index in (self.forward[call] + 1, self.end) if self.training[index].block is None]
 
     def _is_freed_after(self, call: Call, buffer: Buffer) -> bool:
         """Return whether the buffer is freed in the forward pass, after the forward of the block's
         call `call`, because no segment saves it for backward."""
-        return any(buffer in self.training[place].timeline.freed for place in self._after(call))
+        return any(buffer in self.training[index].timeline.freed for index in self._after(call))
 
     def _keep_alive(self, call: Call, buffer: Buffer) -> bool:
         """Keep a buffer allocated until backward: remove the event of the forward pass that frees
@@ -319,11 +319,11 @@ class _RecomputationEdit:
         call    the block and the number of its call
         buffer  the buffer, an input of the block
         """
-        for place in self._after(call):
-            timeline = self.training[place].timeline
+        for index in self._after(call):
+            timeline = self.training[index].timeline
             if buffer in timeline.freed:
                 events = tuple(event for event in timeline.events if event != (buffer, -1))
-                self._replace_timeline(place, replace(timeline, events=events))
+                self._replace_timeline(index, replace(timeline, events=events))
                 return True
         return False
 
@@ -337,12 +337,12 @@ class _RecomputationEdit:
                 group
         """
         events, operations = before.recompute_end if stops else (len(before.events), len(before.operations))
-        there = _saved_products(before, self.selective) if self.selective else set()
-        done = [event for event in before.events[:events] if not (event[0] in there and event[1] > 0)]
+        saved_products = _saved_products(before, self.selective) if self.selective else set()
+        done = [event for event in before.events[:events] if not (event[0] in saved_products and event[1] > 0)]
         alive = [buffer for buffer, sign in done if sign > 0]
         gone = {buffer for buffer, sign in done if sign < 0}
         if stops:
-            alive = [buffer for buffer in (*alive, *there) if buffer not in gone and buffer not in saved]
+            alive = [buffer for buffer in (*alive, *saved_products) if buffer not in gone and buffer not in saved]
             done += [(buffer, -1) for buffer in alive]
         again = before.operations[:operations]
         if self.selective:

@@ -137,8 +137,8 @@ class Convolution:
         return (second, first // self.groups) if self.transposed else (first // self.groups, second)
 
     @property
-    def places(self) -> int:
-        """Places of the window in a sample: pixels of the output, or of a transposed one's input."""
+    def positions(self) -> int:
+        """Positions of the window in a sample: pixels of the output, or of a transposed one's input."""
         if self.transposed:
             return math.prod(self.image[1:])
         sides = zip(self.image[1:], self.weight[2:], self.stride, self.padding, self.dilation, strict=True)
@@ -150,7 +150,7 @@ class Convolution:
     @property
     def flops(self) -> int:
         """FLOPs for one sample."""
-        return 2 * self.places * self.groups * math.prod(self.channels) * self.window * max(self.gradients, 1)
+        return 2 * self.positions * self.groups * math.prod(self.channels) * self.window * max(self.gradients, 1)
 
     def rate_name(self, kind: str) -> str:
         """Return the name under which a machine has the rate that this convolution itself reached.

@@ -90,8 +90,8 @@ class TokenizedConversation:
 
     @property
     def first_counted(self) -> int:
-        places = np.flatnonzero(self.counted[1:])
-        return int(places[0]) + 1 if len(places) else len(self.counted)
+        positions = np.flatnonzero(self.counted[1:])
+        return int(positions[0]) + 1 if len(positions) else len(self.counted)
 
 
 def tokenized_conversations(

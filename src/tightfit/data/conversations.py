@@ -95,34 +95,34 @@ class ConversationFormat:
     def long_text(self) -> None:
         return None
 
-    def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
+    def documents(self, location: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
         """Yield the conversation of one row. Yield nothing if the row is damaged, which is reported
         to `damage`.
 
-        place: the row's file and number, for messages
+        location: the row's file and number, for messages
         """
         found = row_damage(row, self)
         if found is None:
             values = {part: row.get(self._name(part)) for part in self._parts()}
             try:
-                yield self._conversation(place, values)
+                yield self._conversation(location, values)
                 return
             except _Damage as error:
                 found = str(error)
-        damage.report(place, found)
+        damage.report(location, found)
 
-    def _conversation(self, place: str, values: dict[str, Any]) -> Conversation:
+    def _conversation(self, location: str, values: dict[str, Any]) -> Conversation:
         if self.kind == "messages":
-            return _of_messages(place, self._messages(values["messages"], "messages", "role", "content"))
+            return _of_messages(location, self._messages(values["messages"], "messages", "role", "content"))
         if self.kind == "sharegpt":
             messages = self._messages(values["conversations"], "conversations", "from", "value")
-            return _of_messages(place, [{**message, "role": _known_role(message["role"])} for message in messages])
+            return _of_messages(location, [{**message, "role": _known_role(message["role"])} for message in messages])
         texts = {part: self._text(part, value) for part, value in values.items()}
         if self.kind == "prompt-response":
-            return _of_pair(place, texts["prompt"], texts["prompt"], texts["response"])
+            return _of_pair(location, texts["prompt"], texts["prompt"], texts["response"])
         instruction, context = texts["instruction"], texts["input"]
         prompt = (_INSTRUCTION_AND_INPUT if context else _INSTRUCTION).format(instruction=instruction, input=context)
-        return _of_pair(place, prompt, f"{instruction}\n{context}" if context else instruction, texts["output"])
+        return _of_pair(location, prompt, f"{instruction}\n{context}" if context else instruction, texts["output"])
 
     def _text(self, part: str, value: Any) -> str:
         if value is None and self._is_optional(part):
@@ -168,18 +168,18 @@ class _Damage(Exception):
     """Raised if a row is damaged. The error's text says what is wrong with the row."""
 
 
-def _message(place: str, message: Any, role: str, content: str) -> Message:
+def _message(location: str, message: Any, role: str, content: str) -> Message:
     if not isinstance(message, dict):
-        raise _Damage(f"{place} is {type(message).__name__}, not a mapping with {role!r} and {content!r}")
+        raise _Damage(f"{location} is {type(message).__name__}, not a mapping with {role!r} and {content!r}")
     known = {name: value for name, value in message.items() if value is not None}  # tables fill keys with null
     if not isinstance(known.get(role), str):
-        raise _Damage(f"{place} has no {role!r}; it has {', '.join(map(repr, known)) or 'none'}")
+        raise _Damage(f"{location} has no {role!r}; it has {', '.join(map(repr, known)) or 'none'}")
     text = known.get(content, "" if "tool_calls" in known else None)
     if not isinstance(text, str):
         wrong = f"holds {type(text).__name__}, not text, as {content!r}" if text is not None else f"has no {content!r}"
-        raise _Damage(f"{place} {wrong}; it has {', '.join(map(repr, known))}")
+        raise _Damage(f"{location} {wrong}; it has {', '.join(map(repr, known))}")
     if not is_unicode(text):
-        raise _Damage(f"{place} holds half a surrogate pair, which is no character")
+        raise _Damage(f"{location} holds half a surrogate pair, which is no character")
     others = {name: value for name, value in known.items() if name not in (role, content)}
     return {"role": known[role], "content": text, **others}
 
@@ -190,13 +190,13 @@ def _known_role(name: str) -> str:
     return _ROLES[name]
 
 
-def _of_messages(place: str, messages: list[Message]) -> Conversation:
-    return Conversation(place, "\n".join(message["content"] for message in messages), messages=tuple(messages))
+def _of_messages(location: str, messages: list[Message]) -> Conversation:
+    return Conversation(location, "\n".join(message["content"] for message in messages), messages=tuple(messages))
 
 
-def _of_pair(place: str, prompt: str, request: str, response: str) -> Conversation:
+def _of_pair(location: str, prompt: str, request: str, response: str) -> Conversation:
     messages = ({"role": "user", "content": request}, {"role": ASSISTANT, "content": response})
-    return Conversation(place, prompt + response, messages=messages, prompt=prompt)
+    return Conversation(location, prompt + response, messages=messages, prompt=prompt)
 
 
 def conversation_format(spec: DataSpec) -> ConversationFormat:
@@ -287,7 +287,7 @@ class Renderer:
         assert text == whole
         return tuple((begin, end) for begin, end in spans)
 
-    def _span(self, messages: list[Message], at: int, whole: str, place: str) -> Span:
+    def _span(self, messages: list[Message], at: int, whole: str, location: str) -> Span:
         """Return the span of message number `at` (from 0) in the rendered text.
 
         The span is found by rendering two parts of the conversation: the messages before message
@@ -297,8 +297,8 @@ class Renderer:
         "<|im_start|>assistant") is not in the span. The span of message 0 begins at the beginning
         of the text.
 
-        whole  the rendered text of the whole conversation
-        place  the file and row of the conversation, for the message
+        whole     the rendered text of the whole conversation
+        location  the file and row of the conversation, for the message
 
         Raises InputError if the first text is not the beginning of the second, or the second not
         that of `whole`.
@@ -311,8 +311,8 @@ class Renderer:
             before, until, wrong = "", "", f"{error}, but renders the whole conversation"
         else:
             wrong = (
-                f"renders the first {at + 1} messages of {place} differently if others follow, or does not begin an answer with its "
-                "generation prompt"
+                f"renders the first {at + 1} messages of {location} differently if others follow, or does not begin an "
+                "answer with its generation prompt"
             )
         if not until or not (until.startswith(before) and whole.startswith(until)):
             raise InputError(

@@ -75,8 +75,8 @@ class _Splitter:
         self.buffer, self.begins = "", True
 
     def split(self, text: str, ends: bool) -> Iterator[DocumentChunk]:
-        for place in range(0, len(text), self.piece):
-            self.buffer += text[place : place + self.piece]
+        for start in range(0, len(text), self.piece):
+            self.buffer += text[start : start + self.piece]
             while len(self.buffer) > 2 * self.piece:
                 yield self._take_chunk()
         if ends:
@@ -98,15 +98,15 @@ def _split(text: str, encode: Encode, piece: int) -> tuple[str, str]:
 
     encode: returns the token ids of a text, without special tokens
     """
-    places = [match.start() for match in _GAP.finditer(text, piece // 2, piece)][-TRIED:]
-    for place in reversed(places):
-        left, right = text[max(place - CONTEXT, 0) : place], text[place : place + CONTEXT]
+    offsets = [match.start() for match in _GAP.finditer(text, piece // 2, piece)][-TRIED:]
+    for offset in reversed(offsets):
+        left, right = text[max(offset - CONTEXT, 0) : offset], text[offset : offset + CONTEXT]
         whole = encode(left + right)
         for dropped in (0, 1):  # how many characters of the right side are dropped
             if whole == encode(left) + encode(right[dropped:]):
-                return text[:place], text[place + dropped :]
-    place = places[-1] if places else piece
-    return text[:place], text[place:]
+                return text[:offset], text[offset + dropped :]
+    offset = offsets[-1] if offsets else piece
+    return text[:offset], text[offset:]
 
 
 __all__ = ["PIECE", "DocumentChunk", "chunk_documents"]

@@ -235,8 +235,8 @@ def first_images(spec: DataSpec, model: ModelInput, count: int) -> ImageSamples 
     except InputError:
         return None
     channels, processing = _processing(spec, model, _DEFAULT_SIZE, 3)
-    places = np.arange(min(count, len(files)))
-    return ImageSamples(ImageFiles(files[:count]), places, labels[:count], channels, processing)
+    indices = np.arange(min(count, len(files)))
+    return ImageSamples(ImageFiles(files[:count]), indices, labels[:count], channels, processing)
 
 
 def class_folders(folder: Path) -> tuple[list[Path], Integers, list[str]]:

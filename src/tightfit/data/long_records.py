@@ -63,26 +63,26 @@ class LongRecord:
         """Yield the string in the field `name`, in parts of about 1 MiB. Call `fields` first, which
         checks the object and shows whether the field is a string."""
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            places = [at for known, at, _ in _Scanner(data, self.start, self.stop).members() if known == name]
+            offsets = [at for known, at, _ in _Scanner(data, self.start, self.stop).members() if known == name]
             # of several fields with the same name, json uses the last one
-            yield from self._parts(data, places[-1])
+            yield from self._parts(data, offsets[-1])
 
     def _parts(self, data: mmap.mmap, at: int) -> Iterator[str]:
         """Yield the decoded JSON string whose opening quote is at byte `at` of the file, in parts
         of at most about 1 MiB. Raises ValueError if a character or an escape in it is not valid."""
-        place = at + 1
-        while data[place : place + 1] != b'"':
-            match = _STRING_BODY.match(data, place, min(place + PART, self.stop))
+        offset = at + 1
+        while data[offset : offset + 1] != b'"':
+            match = _STRING_BODY.match(data, offset, min(offset + PART, self.stop))
             assert match is not None
             end = match.end()
-            end -= incomplete(data[max(place, end - 4) : end])
-            half = _FIRST_SURROGATE.search(data, max(place, end - 6), end)
-            if half and _backslashes(data, place, half.start()) % 2 == 0 and half.start() > place:
+            end -= incomplete(data[max(offset, end - 4) : end])
+            half = _FIRST_SURROGATE.search(data, max(offset, end - 6), end)
+            if half and _backslashes(data, offset, half.start()) % 2 == 0 and half.start() > offset:
                 end = half.start()
-            if end == place:
-                raise ValueError(f"a string with {data[place : place + 1]!r} in it")
-            yield json.loads(b'"' + data[place:end] + b'"')
-            place = end
+            if end == offset:
+                raise ValueError(f"a string with {data[offset : offset + 1]!r} in it")
+            yield json.loads(b'"' + data[offset:end] + b'"')
+            offset = end
 
 
 class _Scanner:
@@ -109,9 +109,9 @@ class _Scanner:
             name = json.loads(self.data[begin : self.at])
             self._expect(b":")
             kind = self._peek()
-            place = self.at
+            value_offset = self.at
             self.at = self.after_value()
-            yield name, place, kind == b'"'
+            yield name, value_offset, kind == b'"'
             if self._peek() == b",":
                 self.at += 1
                 if self._peek() == b"}":
@@ -125,29 +125,29 @@ class _Scanner:
     def after_value(self) -> int:
         """Return the offset just after the value that begins at `self.at`. `self.at` does not
         change. Raises ValueError if the value is cut off or is not valid JSON."""
-        place, open_brackets = self.at, []
+        offset, open_brackets = self.at, []
         while True:
-            place = _SPACE.match(self.data, place, self.stop).end()  # type: ignore[union-attr]
-            letter = self.data[place : place + 1] if place < self.stop else b""
+            offset = _SPACE.match(self.data, offset, self.stop).end()  # type: ignore[union-attr]
+            letter = self.data[offset : offset + 1] if offset < self.stop else b""
             if letter == b'"':
-                place = self._after_string(place)
+                offset = self._after_string(offset)
             elif letter in _BRACKETS:
                 open_brackets.append(_BRACKETS[letter])
-                place += 1
+                offset += 1
             elif open_brackets and letter in (open_brackets[-1], b",", b":"):
                 if letter == open_brackets[-1]:
                     open_brackets.pop()
-                place += 1
+                offset += 1
             else:
-                match = _LITERAL.match(self.data, place, self.stop)
+                match = _LITERAL.match(self.data, offset, self.stop)
                 if match is None:
                     raise ValueError("it ends too early" if not letter else f"{letter!r} where a value should be")
-                place = match.end()
+                offset = match.end()
             if not open_brackets:
-                return place
+                return offset
 
-    def _after_string(self, place: int) -> int:
-        match = _STRING_BODY.match(self.data, place + 1, self.stop)
+    def _after_string(self, offset: int) -> int:
+        match = _STRING_BODY.match(self.data, offset + 1, self.stop)
         assert match is not None
         end = match.end()
         if end >= self.stop or self.data[end : end + 1] != b'"':
@@ -176,11 +176,11 @@ def incomplete(tail: bytes) -> int:
     return 0
 
 
-def _backslashes(data: mmap.mmap, start: int, place: int) -> int:
-    """Return how many backslashes are directly before byte `place`. Only bytes from `start` on are
+def _backslashes(data: mmap.mmap, start: int, stop: int) -> int:
+    """Return how many backslashes are directly before byte `stop`. Only bytes from `start` on are
     counted."""
     count = 0
-    while place - count > start and data[place - count - 1 : place - count] == b"\\":
+    while stop - count > start and data[stop - count - 1 : stop - count] == b"\\":
         count += 1
     return count
 

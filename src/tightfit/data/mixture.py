@@ -68,14 +68,14 @@ class MixedOrder:
 
     def compute(self, start: int, stop: int) -> tuple[Integers, Integers]:
         """Compute what `training_samples` returns."""
-        places, rounds = shuffled_epochs(np.arange(start, stop, dtype=np.int64), self.training_count, self.seed)
-        sources = np.searchsorted(self._bounds, places, side="right") - 1
-        indices, epochs = np.empty_like(places), np.empty_like(places)
+        draws, rounds = shuffled_epochs(np.arange(start, stop, dtype=np.int64), self.training_count, self.seed)
+        sources = np.searchsorted(self._bounds, draws, side="right") - 1
+        indices, epochs = np.empty_like(draws), np.empty_like(draws)
         for number, order in enumerate(self.orders):
-            here = sources == number
-            positions = rounds[here] * self.drawn[number] + places[here] - self._bounds[number]
-            indices[here], epochs[here] = order.samples_at(positions)
-            indices[here] += self._starts[number]
+            chosen = sources == number
+            positions = rounds[chosen] * self.drawn[number] + draws[chosen] - self._bounds[number]
+            indices[chosen], epochs[chosen] = order.samples_at(positions)
+            indices[chosen] += self._starts[number]
         return indices, epochs
 
     def held_out(self, limit: int) -> Integers:
@@ -187,12 +187,12 @@ class MixedSamples:
 
     def batch(self, indices: Integers, epochs: Integers) -> dict[str, Tensor]:
         sources = np.searchsorted(self.starts, indices, side="right") - 1
-        places, batches = [], []
+        rows_of_parts, batches = [], []
         for number in np.unique(sources).tolist():
-            here = np.flatnonzero(sources == number)
-            places.append(here)
-            batches.append(self.parts[number].batch(indices[here] - self.starts[number], epochs[here]))
-        order = torch.from_numpy(np.argsort(np.concatenate(places)))
+            rows = np.flatnonzero(sources == number)
+            rows_of_parts.append(rows)
+            batches.append(self.parts[number].batch(indices[rows] - self.starts[number], epochs[rows]))
+        order = torch.from_numpy(np.argsort(np.concatenate(rows_of_parts)))
         return {name: self._joined(name, [batch[name] for batch in batches])[order] for name in batches[0]}
 
     def _joined(self, name: str, tensors: list[Tensor]) -> Tensor:

@@ -68,11 +68,11 @@ def _check_problem(model: Any, config: Any) -> None:
         if config.num_labels == 1
         else "if each sample has one class, set problem_type: single_label_classification"
     )
-    place = " (in model.config)" if isinstance(model, ModelSpec) and model.from_ else ""
+    where = " (in model.config)" if isinstance(model, ModelSpec) and model.from_ else ""
     raise InputError(
         f"job: model: {model}" if isinstance(model, ModelSpec) else "model",
         f"{found or f'its config has problem_type: {problem}'}, and the task classification trains a cross entropy over classes",
-        f"{choice}{place}; or give the job a loss, such as loss: {{python: 'torch.nn:{losses[problem]}'}}, and a dataset with "
+        f"{choice}{where}; or give the job a loss, such as loss: {{python: 'torch.nn:{losses[problem]}'}}, and a dataset with "
         "such labels (data.python)",
     )
 

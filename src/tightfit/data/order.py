@@ -68,16 +68,16 @@ def uniform(numbers: NDArray[np.uint64]) -> NDArray[np.float64]:
     return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def permute(places: Integers, count: int, secret: int) -> Integers:
-    """Apply a random permutation of the integers 0 to count - 1 to each element of `places`, an
-    array of such integers, and return the result. `secret` selects the permutation, as a seed does.
+def permute(numbers: Integers, count: int, secret: int) -> Integers:
+    """Apply a random permutation of the integers 0 to count - 1 to each element of `numbers`,
+    an array of such integers, and return the result. `secret` selects the permutation, as a seed does.
 
     Example: permute([0, 1, 2], 3, secret) is [1, 2, 0] for some `secret`.
     """
     rows = math.isqrt(count - 1) + 1 if count > 1 else 1
     a, b = np.uint64(rows), np.uint64(-(-count // rows))
     keys = [np.uint64(hash_numbers(secret, turn)) for turn in range(_ROUNDS)]
-    found = places.astype(np.uint64)
+    found = numbers.astype(np.uint64)
     outside = np.ones(len(found), dtype=bool)
     while outside.any():
         left, right = found[outside] // b, found[outside] % b
@@ -92,11 +92,11 @@ def permute(places: Integers, count: int, secret: int) -> Integers:
 def shuffled_epochs(positions: Integers, count: int, seed: int) -> tuple[Integers, Integers]:
     """Return (numbers in [0, count), epochs) for positions of a stream of permutations of [0,
     count), one permutation for each epoch."""
-    epochs, places = np.divmod(positions, count)
-    found = np.empty_like(places)
+    epochs, offsets = np.divmod(positions, count)
+    found = np.empty_like(offsets)
     for epoch in np.unique(epochs).tolist():
-        here = epochs == epoch
-        found[here] = permute(places[here], count, hash_numbers(seed, epoch))
+        in_epoch = epochs == epoch
+        found[in_epoch] = permute(offsets[in_epoch], count, hash_numbers(seed, epoch))
     return found, epochs
 
 
@@ -151,9 +151,11 @@ class Order:
         stop = self.training_count + min(limit, self.evaluation_count)
         return self._split(np.arange(self.training_count, stop, dtype=np.int64))
 
-    def _split(self, places: Integers) -> Integers:
+    def _split(self, numbers: Integers) -> Integers:
         return (
-            permute(places, self.count, hash_numbers(self.seed, _EVALUATION_SPLIT)) if self.evaluation_count else places
+            permute(numbers, self.count, hash_numbers(self.seed, _EVALUATION_SPLIT))
+            if self.evaluation_count
+            else numbers
         )
 
 
@@ -173,8 +175,8 @@ def in_chunks(order: Computed, start: int, stop: int) -> tuple[Integers, Integer
     first, last = start // _CHUNK, max(stop - 1, start) // _CHUNK
     chunks = [_chunk(order, number) for number in range(first, last + 1)]
     indices, epochs = chunks[0] if len(chunks) == 1 else map(np.concatenate, zip(*chunks, strict=True))
-    here = slice(start - first * _CHUNK, stop - first * _CHUNK)
-    return indices[here], epochs[here]
+    wanted = slice(start - first * _CHUNK, stop - first * _CHUNK)
+    return indices[wanted], epochs[wanted]
 
 
 @functools.lru_cache(maxsize=8)

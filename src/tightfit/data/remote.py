@@ -80,11 +80,11 @@ def local_path(url: str) -> str:
 def _found(asked: str, url: str, endings: tuple[str, ...]) -> tuple[Any, list[str]]:
     """Return (the file system of a URL, the paths of its files in it). Raises InputError if there
     are none."""
-    system, place = _file_system(asked, url)
+    system, path = _file_system(asked, url)
     try:
-        files = _listed(system, place, endings)
-        known = bool(files) or system.isdir(place)
-        beside = [] if known else sorted(system.ls(place.rpartition("/")[0], detail=False))
+        files = _listed(system, path, endings)
+        known = bool(files) or system.isdir(path)
+        beside = [] if known else sorted(system.ls(path.rpartition("/")[0], detail=False))
     except FileNotFoundError:
         files, beside = [], []
     except Exception as error:  # each back end raises classes of its own
@@ -123,13 +123,13 @@ def _file_system(asked: str, url: str) -> tuple[Any, str]:
         raise _unreadable(asked, error) from None
 
 
-def _listed(system: Any, place: str, endings: tuple[str, ...]) -> list[str]:
-    if system.isfile(place):
-        return [place]
-    if any(letter in place for letter in "*?["):
-        return sorted(file for file in system.glob(place) if system.isfile(file))
-    inside = sorted(system.find(place))
-    shown = (file for file in inside if not any(part.startswith(".") for part in _below(file, place).parts))
+def _listed(system: Any, path: str, endings: tuple[str, ...]) -> list[str]:
+    if system.isfile(path):
+        return [path]
+    if any(letter in path for letter in "*?["):
+        return sorted(file for file in system.glob(path) if system.isfile(file))
+    inside = sorted(system.find(path))
+    shown = (file for file in inside if not any(part.startswith(".") for part in _below(file, path).parts))
     return [file for file in shown if not endings or PurePosixPath(file).name.lower().endswith(endings)]
 
 

@@ -209,13 +209,15 @@ class DamagePolicy:
         self.skip, self.count = skip, 0
         self.first: tuple[str, str] | None = None
 
-    def report(self, place: str, found: str) -> None:
+    def report(self, location: str, found: str) -> None:
         """Count a damaged sample if `skip` is True. Raise InputError if `skip` is False.
 
-        place  where the sample is, such as file:line
-        found  what is wrong with the sample
+        location  where the sample is, such as file:line
+        found     what is wrong with the sample
         """
         if not self.skip:
-            raise InputError(place, found, "correct the sample, or set data.skip_damaged: true to skip damaged samples")
+            raise InputError(
+                location, found, "correct the sample, or set data.skip_damaged: true to skip damaged samples"
+            )
         self.count += 1
-        self.first = self.first or (place, found)
+        self.first = self.first or (location, found)

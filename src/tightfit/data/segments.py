@@ -79,9 +79,11 @@ class SegmentRows:
 
     def _row(self, index: int) -> tuple[Integers, Mask, Integers]:
         chosen = slice(self.firsts[index], self.firsts[index + 1])
-        places = [np.arange(begin, end) for begin, end in zip(self.starts[chosen], self.stops[chosen], strict=True)]
-        at = np.concatenate(places)
-        positions = np.concatenate([place - place[0] for place in places])
+        token_indices = [
+            np.arange(begin, end) for begin, end in zip(self.starts[chosen], self.stops[chosen], strict=True)
+        ]
+        at = np.concatenate(token_indices)
+        positions = np.concatenate([indices - indices[0] for indices in token_indices])
         counted = self.tokens.counted[at] if self.masked else np.ones(len(at), dtype=bool)
         return self.tokens.ids[at].astype(np.int64), counted & (positions > 0), positions
 
@@ -106,10 +108,10 @@ def stack_segments(
     ids = np.full((len(rows), length), pad, dtype=np.int64)
     labels = np.full((len(rows), length), IGNORED, dtype=np.int64)
     positions = np.empty((len(rows), length), dtype=np.int64)
-    for number, (row, counted, places) in enumerate(rows):
+    for number, (row, counted, row_positions) in enumerate(rows):
         ids[number, : len(row)] = row
         labels[number, : len(row)] = np.where(counted, row, IGNORED)
-        positions[number, : len(row)] = places
+        positions[number, : len(row)] = row_positions
         positions[number, len(row) :] = np.arange(length - len(row))
     return ids, labels, positions
 
@@ -179,8 +181,8 @@ def _parts(offsets: Integers, length: int) -> tuple[Integers, Integers]:
     """
     counts = -(-np.diff(offsets) // length)
     ends = np.repeat(offsets[1:], counts)
-    places = np.arange(len(ends)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.repeat(offsets[:-1], counts) + places * length
+    indices = np.arange(len(ends)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(offsets[:-1], counts) + indices * length
     return starts, np.minimum(starts + length, ends)
 
 

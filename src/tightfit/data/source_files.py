@@ -24,9 +24,9 @@ def stdlib_files() -> list[Path]:
     """Return the source files of the running Python's standard library, without its tests: about
     12 MB of text that every machine has."""
     files: list[Path] = []
-    for place, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
+    for folder, inside, names in os.walk(sysconfig.get_paths()["stdlib"]):
         inside[:] = [name for name in inside if name not in _LEFT_OUT]  # os.walk visits only these
-        files += [Path(place, name) for name in names if name.endswith(".py")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files)
 
 

@@ -145,11 +145,11 @@ class TextStream:
         """Yield the batch of samples first..stop of the stream for each of `ranges`, which are in
         order. For a range that begins before the end of the previous one, the previous batch is
         yielded again."""
-        rows, place = self._rows(), 0
+        rows, position = self._rows(), 0
         held: tuple[int, list[StreamRow]] = (0, [])
         for first, stop in ranges:
-            if not held[1] or first >= place:
-                held, place = (first, list(itertools.islice(rows, first - place, stop - place))), stop
+            if not held[1] or first >= position:
+                held, position = (first, list(itertools.islice(rows, first - position, stop - position))), stop
             yield self._batch(*held)
 
     def example(self, count: int) -> Batch:
@@ -179,10 +179,10 @@ class TextStream:
 class _FirstEpochDamage(DamagePolicy):
     """Counts damaged samples, and warns of the first one."""
 
-    def report(self, place: str, found: str) -> None:
-        super().report(place, found)
+    def report(self, location: str, found: str) -> None:
+        super().report(location, found)
         if self.count == 1:
-            said = f"{place}: {found}: data.skip_damaged leaves out this sample, and further damaged ones"
+            said = f"{location}: {found}: data.skip_damaged leaves out this sample, and further damaged ones"
             warnings.warn(said, TightfitWarning, stacklevel=2)
 
 
@@ -320,8 +320,8 @@ def shuffled(rows: Iterable[Any], size: int, secret: int) -> Iterator[Any]:
         at = hash_numbers(secret, number) % size
         yield held[at]
         held[at] = row
-    for place in permute(np.arange(len(held)), len(held), secret).tolist():
-        yield held[place]
+    for index in permute(np.arange(len(held)), len(held), secret).tolist():
+        yield held[index]
 
 
 def stream_bytes(spec: DataSpec, model: ModelInput) -> float:

@@ -99,7 +99,7 @@ class RowFormat(Protocol):
     @property
     def long_text(self) -> str | None: ...
 
-    def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]: ...
+    def documents(self, location: str, row: Any, damage: DamagePolicy) -> Iterator[Document]: ...
 
 
 @dataclass(frozen=True)
@@ -132,18 +132,18 @@ class Columns:
     def long_text(self) -> str:
         return self.text
 
-    def documents(self, place: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
+    def documents(self, location: str, row: Any, damage: DamagePolicy) -> Iterator[Document]:
         """Yield the document of one row. Yield nothing if its text is empty, or if the row is
         damaged, which is reported to `damage`.
 
-        place: the row's file and number, for messages
+        location: the row's file and number, for messages
         """
         found = row_damage(row, self) or self._wrong_type(row)
         if found:
-            damage.report(place, found)
+            damage.report(location, found)
         elif row[self.text] and (self.target is None or row[self.target]):
             target, label = (name and row[name] for name in (self.target, self.label))
-            yield Document(place, row[self.text], target, label)
+            yield Document(location, row[self.text], target, label)
 
     def _wrong_type(self, row: dict[str, Any]) -> str | None:
         for name in self.names:
@@ -253,10 +253,10 @@ def first_document(source: TextSource, skip_damaged: bool) -> Document:
             raise
         raise InputError(error.asked, error.found, _damage_fix(source, error.found)) from None
     if damage.first is not None:
-        place, found = damage.first
+        location, found = damage.first
         raise InputError(
             f"data: {source.name}",
-            f"contains no text: all {damage.count} samples are damaged; {place} {found}",
+            f"contains no text: all {damage.count} samples are damaged; {location} {found}",
             _damage_fix(source, found),
         )
     raise InputError(f"data: {source.name}", "contains no text", "name files that contain text, or another data.field")
@@ -282,8 +282,8 @@ def _damage_fix(source: TextSource, found: str) -> str:
 def _source(
     name: str, files: list[Path], columns: RowFormat, read: Callable[[DamagePolicy], Iterator[Document]]
 ) -> TextSource:
-    seen = stamps(files)
-    return TextSource(name, [seen, columns.identity], sum(size for _, size, _ in seen), columns, read)
+    file_stamps = stamps(files)
+    return TextSource(name, [file_stamps, columns.identity], sum(size for _, size, _ in file_stamps), columns, read)
 
 
 def _read_text(files: list[Path], damage: DamagePolicy) -> Iterator[Document]:
@@ -417,13 +417,13 @@ def _read_packed(file: Path, columns: RowFormat, damage: DamagePolicy) -> Iterat
                 yield from _read_line(f"{file}:{number}", line, columns, damage)
 
 
-def _read_line(place: str, line: bytes, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
+def _read_line(location: str, line: bytes, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        damage.report(place, f"not a line of JSON ({_json_error(error)})")
+        damage.report(location, f"not a line of JSON ({_json_error(error)})")
     else:
-        yield from columns.documents(place, row, damage)
+        yield from columns.documents(location, row, damage)
 
 
 def _json_error(error: Exception) -> str:
@@ -439,25 +439,25 @@ def _line_end(lines: BinaryIO) -> int:
     return lines.tell()
 
 
-def _read_long(place: str, record: LongRecord, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
+def _read_long(location: str, record: LongRecord, columns: RowFormat, damage: DamagePolicy) -> Iterator[Document]:
     """Yield the document of a line of JSON that is too long for the memory. Its text comes in
     several parts, each a Document. A damaged line is reported to `damage`.
 
-    place: the line's file and number, for messages
+    location: the line's file and number, for messages
     """
     try:
         row = record.fields(columns.long_text)
     except (ValueError, RecursionError) as error:
-        damage.report(place, f"not a line of JSON ({_json_error(error)})")
+        damage.report(location, f"not a line of JSON ({_json_error(error)})")
         return
-    for document in columns.documents(place, row, damage):
+    for document in columns.documents(location, row, damage):
         if columns.long_text is None:
             yield document
             continue
         before = None
         for part in record.text(columns.long_text):
             if before is not None:
-                yield Document(place, before, is_last_part=False)
+                yield Document(location, before, is_last_part=False)
             before = part
         yield replace(document, text=before or "")
 

@@ -73,24 +73,26 @@ def load_tokenizer(path: str) -> Any:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    asked, place = f"data: tokenizer={path}", pretrained_folder(path, field="data.tokenizer")
-    check_path(path, place)
+    asked, local_path = f"data: tokenizer={path}", pretrained_folder(path, field="data.tokenizer")
+    check_path(path, local_path)
     try:
-        described = (place / "tokenizer_config.json").exists() or not (place / "tokenizer.json").exists()
-        if place.is_dir() and described:
-            loaded = AutoTokenizer.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
+        described = (local_path / "tokenizer_config.json").exists() or not (local_path / "tokenizer.json").exists()
+        if local_path.is_dir() and described:
+            loaded = AutoTokenizer.from_pretrained(str(local_path), local_files_only=True, trust_remote_code=False)
             loaded.backend_tokenizer  # noqa: B018  fails for a tokenizer in pure Python
             return loaded
-        return _with_roles(Tokenizer.from_file(str(place / "tokenizer.json" if place.is_dir() else place)))
+        return _with_roles(
+            Tokenizer.from_file(str(local_path / "tokenizer.json" if local_path.is_dir() else local_path))
+        )
     except Exception as error:  # the Rust library raises plain Exception, transformers many classes
         raise InputError(
             asked, f"not a tokenizer ({error})", "write one with tokenizer.save_pretrained(folder)"
         ) from None
 
 
-def check_path(tokenizer: str, place: Path) -> None:
-    """Raise InputError if `place`, the path of the tokenizer that the job names `tokenizer`, does not exist."""
-    if not place.exists():
+def check_path(tokenizer: str, path: Path) -> None:
+    """Raise InputError if `path`, the path of the tokenizer that the job names `tokenizer`, does not exist."""
+    if not path.exists():
         raise InputError(
             f"data: tokenizer={tokenizer}", "no such file or folder", "name a tokenizer.json, or a folder that has one"
         )

@@ -143,8 +143,8 @@ def leading_tokens(backend: Any) -> list[int]:
     backend: the tokenizers.Tokenizer
     """
     plain, whole = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
-    places = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
-    return whole[: places[0]] if places else []
+    starts = [at for at in range(len(whole) - len(plain) + 1) if whole[at : at + len(plain)] == plain]
+    return whole[: starts[0]] if starts else []
 
 
 class ChunkEncoder:

@@ -117,12 +117,12 @@ class UserSamples:
         if len(dataset) == 0:
             raise InputError("data", "the dataset is empty", "give one with samples")
         count = min(_SEEN, len(dataset))
-        seen = self._samples(range(count), [0] * count)
-        check_labelled(seen[0], model)
-        warn_unshifted(seen[0], model)
-        warn_unmasked(seen)
-        self.ragged = len({tuple(tensor.shape for tensor in tensors_in(sample)) for sample in seen}) > 1
-        self.sample_items = max(map(items_in, seen))
+        examples = self._samples(range(count), [0] * count)
+        check_labelled(examples[0], model)
+        warn_unshifted(examples[0], model)
+        warn_unmasked(examples)
+        self.ragged = len({tuple(tensor.shape for tensor in tensors_in(sample)) for sample in examples}) > 1
+        self.sample_items = max(map(items_in, examples))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "dataset": None}
@@ -186,11 +186,11 @@ class UserStream:
         The ranges must be in ascending order, because the stream cannot go back. For a range that
         begins before the end of the previous one, the previous batch is yielded again.
         """
-        samples, place, batch = self._samples(), 0, None
+        samples, position, batch = self._samples(), 0, None
         for first, stop in ranges:
-            if batch is None or first >= place:
-                taken = itertools.islice(samples, first - place, stop - place)
-                batch, place = [as_tensors(sample) for sample in taken], stop
+            if batch is None or first >= position:
+                taken = itertools.islice(samples, first - position, stop - position)
+                batch, position = [as_tensors(sample) for sample in taken], stop
                 check_labelled(batch[0], self.model)
             yield collate(batch, self.model)
 

@@ -36,7 +36,7 @@ def begin_reduce_scatter(part: Tensor, rows: Tensor, group: dist.ProcessGroup) -
     """
     if not uses_row_collectives(group):
         return _reduce_scatter(part.view(-1), rows.view(-1), group=group, async_op=True)
-    works = [dist.reduce(row, group=group, group_dst=place, async_op=True) for place, row in enumerate(rows)]
+    works = [dist.reduce(row, group=group, group_dst=rank, async_op=True) for rank, row in enumerate(rows)]
     return _RowReduces(works, rows[dist.get_rank(group)], part)
 
 
@@ -77,7 +77,7 @@ def all_gather(rows: Tensor, group: dist.ProcessGroup) -> None:
     if not uses_row_collectives(group):
         _all_gather(rows.view(-1), rows[dist.get_rank(group)].view(-1), group=group)
         return
-    works = [dist.broadcast(row, group=group, group_src=place, async_op=True) for place, row in enumerate(rows)]
+    works = [dist.broadcast(row, group=group, group_src=rank, async_op=True) for rank, row in enumerate(rows)]
     for work in works:
         work.wait()
 

@@ -132,9 +132,9 @@ class Mesh:
 
         op  the reduction; by default a sum
         """
-        there = self.to_device(values)
-        dist.all_reduce(there, op, group=group)
-        return values if there is values else values.copy_(there)
+        on_device = self.to_device(values)
+        dist.all_reduce(on_device, op, group=group)
+        return values if on_device is values else values.copy_(on_device)
 
     @property
     def device(self) -> torch.device:
@@ -145,8 +145,8 @@ class Mesh:
         """Return `tensor` in a form that collectives accept: contiguous, and on this process's
         device. It is copied only if necessary.
         """
-        elsewhere = tensor.device.type != self.device.type
-        return (tensor.to(self.device) if elsewhere else tensor).contiguous()
+        off_device = tensor.device.type != self.device.type
+        return (tensor.to(self.device) if off_device else tensor).contiguous()
 
     def begin_all_reduce(self, values: Tensor, axes: tuple[str, ...]) -> PendingSum:
         """Begin to all-reduce (sum) `values` in place over the devices along `axes`. Return a

@@ -77,17 +77,17 @@ def _leave() -> None:
 
 def check_world(plan: Plan) -> None:
     """Raise InputError unless there is one process for each device of the plan."""
-    there = world_size()
-    if plan.devices != there:
+    processes = world_size()
+    if plan.devices != processes:
         named = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         sizes = " x ".join(f"{axis}={getattr(plan, axis)}" for axis in named if getattr(plan, axis) > 1)
         sizes += " + a server" if plan.servers else ""
         asked = f"plan: {plan.devices} devices ({sizes})" if sizes else "plan: one device"
         raise InputError(
             asked,
-            f"{there} {'process trains' if there == 1 else 'processes train'}",
+            f"{processes} {'process trains' if processes == 1 else 'processes train'}",
             f"start it with --nproc {plan.devices} (or torchrun --nproc-per-node {plan.devices}), or use a plan for "
-            f"{there} {'device' if there == 1 else 'devices'}, such as {_plan_for(plan, there)}",
+            f"{processes} {'device' if processes == 1 else 'devices'}, such as {_plan_for(plan, processes)}",
         )
 
 
@@ -130,5 +130,5 @@ def copy_to_device(numbers: list[float], device: torch.device) -> Tensor:
     To that end the numbers are copied from page-locked memory. A copy from pageable memory would
     wait for the GPU's other work.
     """
-    there = torch.tensor(numbers, dtype=torch.float32)
-    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.to(device)
+    on_host = torch.tensor(numbers, dtype=torch.float32)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host.to(device)

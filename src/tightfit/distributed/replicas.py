@@ -99,5 +99,5 @@ class ReplicatedBuffers:
         if active_fake_mode() is None:
             flags = torch.tensor(written, dtype=torch.int32, device=self._candidates[0][1].device)
             written = [bool(flag) for flag in self.mesh.all_reduce(flags, DATA, dist.ReduceOp.MAX)]
-        self._written += [place for (place, _, _), changed in zip(self._candidates, written, strict=True) if changed]
+        self._written += [owner for (owner, _, _), changed in zip(self._candidates, written, strict=True) if changed]
         self._candidates = []

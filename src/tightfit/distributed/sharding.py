@@ -74,8 +74,8 @@ class ParameterSharding:
         lengths = [last - first for first, last in map(self.range, range(count))]
         found = []
         for piece in range(self.fused_count):
-            for there, length in zip(parts, lengths, strict=True):
-                found.append(there.narrow(self.dim, piece * length, length))
+            for part, length in zip(parts, lengths, strict=True):
+                found.append(part.narrow(self.dim, piece * length, length))
         return torch.cat(found, self.dim)
 
     def _padding_shape(self, part: Tensor, length: int) -> list[int]:

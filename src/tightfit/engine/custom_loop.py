@@ -171,11 +171,11 @@ class Prepared:
         plan computes in 16 bits."""
         run = self.run
 
-        def here(tensor: Tensor) -> Tensor:
+        def moved(tensor: Tensor) -> Tensor:
             return tensor.to(run.device, non_blocking=run.plan.non_blocking)
 
         with naming_failures(run.plan):
-            output: Any = run.loss_sum(tree_map_only(Tensor, here, (args, kwargs)))
+            output: Any = run.loss_sum(tree_map_only(Tensor, moved, (args, kwargs)))
         return tree_map_only(Tensor, _widened, output) if run.plan.computes_in_16_bits else output
 
     def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:

@@ -31,13 +31,13 @@ class Reading:
     """
 
     def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
-        there = {name: one for name, one in numbers.items() if isinstance(one, Tensor) and one.is_cuda}
-        self._here: dict[str, float | Tensor] = {name: one for name, one in numbers.items() if name not in there}
-        self._names = list(there)
+        on_gpu = {name: one for name, one in numbers.items() if isinstance(one, Tensor) and one.is_cuda}
+        self._on_host: dict[str, float | Tensor] = {name: one for name, one in numbers.items() if name not in on_gpu}
+        self._names = list(on_gpu)
         self._copied: Tensor | None = None
         self._arrived: Any = None
-        if there:
-            self._copy(list(there.values()))
+        if on_gpu:
+            self._copy(list(on_gpu.values()))
 
     @torch.no_grad()
     def _copy(self, scalars: list[Tensor]) -> None:
@@ -50,10 +50,10 @@ class Reading:
     def __call__(self) -> dict[str, float]:
         if self._copied is not None:
             self._arrived.synchronize()
-            self._here |= dict(zip(self._names, self._copied.tolist(), strict=True))
+            self._on_host |= dict(zip(self._names, self._copied.tolist(), strict=True))
             self._copied = self._arrived = None
-        found = {name: float(one) for name, one in self._here.items()}
-        self._here = dict(found)
+        found = {name: float(one) for name, one in self._on_host.items()}
+        self._on_host = dict(found)
         return found
 
 

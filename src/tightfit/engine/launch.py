@@ -138,9 +138,9 @@ def start_processes(count: int) -> int:
         signal.signal(number, pass_on)
     try:
         for rank in range(count):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            rank_environ = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if not asked:  # in a new session, so that Ctrl-C reaches it only through pass_on
-                children.append(subprocess.Popen(command, env={**environ, **place}, start_new_session=True))
+                children.append(subprocess.Popen(command, env={**environ, **rank_environ}, start_new_session=True))
         return _wait_for(children, asked, listening) if len(children) == count else 128 + min(asked)
     finally:
         for child in children:

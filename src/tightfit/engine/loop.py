@@ -62,9 +62,9 @@ def train(run: Run, start: int = 0, take: TakeStep = take_step, weights_at_yield
     if run.job.train.steps is None and run.data.samples is not None:
         until = math.ceil((run.job.train.epochs or 1) * run.data.samples)
     if start == 0:
-        place = run.mesh.rng_rank if run.mesh is not None else 0
+        rng_rank = run.mesh.rng_rank if run.mesh is not None else 0
         # seed again after `build`, so that dropout does not depend on how the model was created
-        seed_all(run.job.train.seed + 1 + 7919 * place)
+        seed_all(run.job.train.seed + 1 + 7919 * rng_rank)
     if wants_divided_check(run):
         check_divided(run)
     if wants_check(run, total_steps(run) - start):

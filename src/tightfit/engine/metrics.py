@@ -93,24 +93,24 @@ class EvaluationMetrics:
         outputs = _with_full_logits(self.run, outputs)
         if not self._counts:
             return
-        there = batch()
-        size = sample_count(there)
+        on_device = batch()
+        size = sample_count(on_device)
         self.samples += size
         for part in self._parts:
-            part.add(outputs, there, size)
+            part.add(outputs, on_device, size)
 
     def values(self) -> dict[str, float]:
         """Return metric name -> value over the samples of all devices. All devices must call this
         method, and all get the same values. Raises InputError if a metric fails."""
         mine = [part.state() for part in self._parts] if self.samples else None
         everyones = all_gather_values(self.run, mine)
-        computing = next((place for place, one in enumerate(everyones) if one is not None), None)
+        computing = next((index for index, one in enumerate(everyones) if one is not None), None)
         found: dict[str, float] = {}
         said: tuple[str, str, str] | None = None
         if computing == (rank() if self.run.mesh is not None else 0):
             try:
-                for place, part in enumerate(self._parts):
-                    found.update(part.value([one[place] for one in everyones if one is not None]))
+                for index, part in enumerate(self._parts):
+                    found.update(part.value([one[index] for one in everyones if one is not None]))
             except InputError as error:
                 said = error.asked, error.found, error.fix
         found, said = all_gather_values(self.run, (found, said))[computing or 0]
@@ -289,7 +289,7 @@ def _numbers(name: str, found: Any, as_lists: bool = False) -> Iterator[tuple[st
     elif isinstance(found, Tensor) and found.numel() == 1:
         yield name, found.reshape(())
     elif isinstance(found, Tensor) and as_lists:
-        yield from ((f"{name}.{place}", value) for place, value in enumerate(found.flatten()))
+        yield from ((f"{name}.{index}", value) for index, value in enumerate(found.flatten()))
     elif isinstance(found, int | float) or (hasattr(found, "__float__") and not isinstance(found, Tensor)):
         yield name, float(found)
     else:

@@ -221,11 +221,11 @@ def _gather_weights(run: Run, model: nn.Module) -> None:
             if name in done or name not in tensors:
                 continue
             done.add(name)
-            there = tensors[name].detach()
-            value = saved.fetch(name).to(there) if stage == mine else torch.empty_like(there)
+            target = tensors[name].detach()
+            value = saved.fetch(name).to(target) if stage == mine else torch.empty_like(target)
             value = value.contiguous()
             dist.broadcast(value, group=group, group_src=stage)
-            there.copy_(value)
+            target.copy_(value)
 
 
 @contextmanager

@@ -179,17 +179,17 @@ class Watch:
         notes = {rank: note for rank, note in after.items() if note is not None}
         late = ranks_behind(notes)
         if late:
-            there = notes[late[0]]
-            why = f"still in {_step(there)}, {there.operation}{there.where}"
+            last_note = notes[late[0]]
+            why = f"still in {_step(last_note)}, {last_note.operation}{last_note.where}"
             return _said(f"{_ranks(late)} {_have(late)} not made progress", seconds, mine, self.rank, why)
         return _said("no rank has made progress", seconds, mine, self.rank, "all ranks wait for each other")
 
     def _notes(self, store: dist.Store) -> dict[int, ProgressNote | None]:
         """Read the heartbeats from `store`. Return rank -> its latest heartbeat; None for a rank
         that has written no heartbeat."""
-        there = [rank for rank in range(self.world) if store.check([_key(rank)])]
-        found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in there])]
-        notes = {rank: ProgressNote(**note) for rank, note in zip(there, found, strict=True)}
+        ranks = [rank for rank in range(self.world) if store.check([_key(rank)])]
+        found = [json.loads(text) for text in store.multi_get([_key(rank) for rank in ranks])]
+        notes = {rank: ProgressNote(**note) for rank, note in zip(ranks, found, strict=True)}
         return {rank: notes.get(rank) for rank in range(self.world)}
 
 

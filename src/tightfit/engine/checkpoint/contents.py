@@ -85,8 +85,8 @@ def states_of(run: Run) -> SavedTensors:
             key = f"{name}:{owner}"
             if is_nested(value):
                 counts.setdefault(owner, {})[name], tensors = flatten_state(value)
-                for place, tensor in enumerate(tensors):
-                    key = f"{name}.{place}:{owner}"
+                for index, tensor in enumerate(tensors):
+                    key = f"{name}.{index}:{owner}"
                     sizes[key], makers[key] = tensor.nbytes, partial(_same, tensor)
             elif isinstance(value, dict) and not sharded:
                 for what, tensor in value.items():

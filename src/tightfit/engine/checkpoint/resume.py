@@ -154,14 +154,16 @@ def _share(run: Run, needed: list[str]) -> list[str]:
 
     needed  names of the files that this device loads
     """
-    here = socket.gethostname()
+    own_host = socket.gethostname()
     others = [
-        (number, files) for number, (host, files) in enumerate(all_gather_values(run, (here, needed))) if host == here
+        (number, files)
+        for number, (host, files) in enumerate(all_gather_values(run, (own_host, needed)))
+        if host == own_host
     ]
     share = []
-    for place, name in enumerate(sorted({name for _, files in others for name in files})):
+    for index, name in enumerate(sorted({name for _, files in others for name in files})):
         readers = [number for number, files in others if name in files]
-        if readers[place % len(readers)] == (rank() if run.mesh is not None else 0):
+        if readers[index % len(readers)] == (rank() if run.mesh is not None else 0):
             share.append(name)
     return share
 
@@ -283,7 +285,7 @@ def _parts(run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, A
 
     def taken(owner: str, weight: Tensor, name: str, value: Any) -> Any:
         if isinstance(value, dict) and NESTED in value:
-            tensors = {place: one.clone() for place, one in value.items() if isinstance(one, Tensor)}
+            tensors = {position: one.clone() for position, one in value.items() if isinstance(one, Tensor)}
             return rebuild_state(value, tensors)
         if isinstance(value, dict) and not sharded:
             return {what: tensor.clone() for what, tensor in value.items()}

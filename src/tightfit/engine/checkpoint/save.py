@@ -107,7 +107,7 @@ def save(run: Run, folder: str | Path, step: int, kept_steps: frozenset[int] = f
             layouts[kind] = layout, size
             names = {file_name(kind, number, len(layout)): layout[number] for number in mine}
             stride = max(len(writers) // max(len(mine), 1), 1)
-            own = {file for place, file in enumerate(names) if writers[place * stride % len(writers)] == rank()}
+            own = {file for index, file in enumerate(names) if writers[index * stride % len(writers)] == rank()}
             writer.fill(unfinished, names, partial(_fetch, tensors), own)
         writer.wait()
         _together(run, lambda: _raise_first(writer.errors), step, folder, unfinished)
@@ -237,19 +237,19 @@ def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], L
     writers  how many ranks write the files of this device's stages
     """
     found: Layout = []
-    seen: set[str] = set()
+    assigned: set[str] = set()
     mine: list[int] = []
     total = sum(tensors.sizes.values())
     by_stage = _stages(run, (distribute(tensors.sizes, file_bytes(total, writers)), total))
-    here = run.mesh.rank("pp") if run.mesh is not None and len(by_stage) > 1 else 0
-    for place, (layout, _) in enumerate(by_stage):
-        left = [[name for name in names if name not in seen] for names in layout]
+    own_rank = run.mesh.rank("pp") if run.mesh is not None and len(by_stage) > 1 else 0
+    for pp_rank, (layout, _) in enumerate(by_stage):
+        left = [[name for name in names if name not in assigned] for names in layout]
         for names in filter(None, left):
-            seen.update(names)
-            mine += [len(found)] if place == here else []
+            assigned.update(names)
+            mine += [len(found)] if pp_rank == own_rank else []
             found.append(names)
     if not found:  # an optimizer without states
-        found, mine = [[]], [0] if here == 0 else []
+        found, mine = [[]], [0] if own_rank == 0 else []
     return mine, found, sum(size for _, size in by_stage)
 
 
