@@ -386,8 +386,10 @@ def _detect_cuda() -> Machine | None:
     )
     for name, row in devices().items():
         if gpu.name in row["called"]:
-            seen = ("name", "cores", "memory_bytes", "host_memory_bytes")
-            return _of_table(name, row, len(gpus), 1).replace(**{field: getattr(found, field) for field in seen})
+            detected_fields = ("name", "cores", "memory_bytes", "host_memory_bytes")
+            return _of_table(name, row, len(gpus), 1).replace(
+                **{field: getattr(found, field) for field in detected_fields}
+            )
     return _with_estimates(found, gpu)
 
 

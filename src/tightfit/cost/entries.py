@@ -334,7 +334,7 @@ class RankProgram:
         return sum(size.at(samples) for taken in own if taken.stage >= 0 for size in self.message_bytes(taken))
 
     def resident_message_bytes(self, index: int) -> BatchLinear:
-        """Return the bytes of the messages that are in this rank's memory during its action with
+        """Return the bytes of the messages that are in this rank's memory during its action
         number `index`, without the action's own input.
 
         Sent tensors that the rank has saved for its own backward are subtracted, because they count

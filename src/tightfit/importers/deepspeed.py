@@ -39,10 +39,10 @@ def _pair(value: Any) -> list[float]:
 
 def _offloaded(*words: str) -> Any:
     def convert(value: Any) -> tuple[str, ...]:
-        place = str(value).lower()
-        if place not in ("none", "cpu", "nvme"):
+        device = str(value).lower()
+        if device not in ("none", "cpu", "nvme"):
             raise ValueError("none, cpu or nvme")
-        return () if place == "none" else words
+        return () if device == "none" else words
 
     convert.__doc__ = f"cpu and nvme add {' and '.join(words)}. nvme also sets plan.offload_to: disk."
     return convert

@@ -255,11 +255,11 @@ def _validated(importer: Importer, draft: Draft) -> Imported:
     plan = Plan.parse(plan_fields, "plan")
     sections: dict[str, Any] = {}
     for name, value in draft.fields.items():
-        *places, field = name.split(".")
-        if places[0] in _SECTIONS:
+        *parents, field = name.split(".")
+        if parents[0] in _SECTIONS:
             inner = sections
-            for place in places:
-                inner = inner.setdefault(place, {})
+            for parent in parents:
+                inner = inner.setdefault(parent, {})
             inner[field] = value
     job = {name: sections[name] for name in _SECTIONS if name in sections}
     _add_permissions(job, plan, "precision" in plan_fields)

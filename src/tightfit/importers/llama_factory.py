@@ -387,16 +387,16 @@ def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder  the folder of the imported file
     """
     content = hf.prepare(content, folder)
-    names, place = content.get("dataset"), content.get("dataset_dir") or "data"
-    if not names or not isinstance(place, str):
+    names, dataset_dir = content.get("dataset"), content.get("dataset_dir") or "data"
+    if not names or not isinstance(dataset_dir, str):
         return content
     try:
         used = _names(names)
     except ValueError:
         return content  # the conversion of the key says what is wrong
-    if place == "ONLINE":
+    if dataset_dir == "ONLINE":
         return {**content, "dataset_dir": {name: {"hf_hub_url": name} for name in used}}
-    where = Path(existing(place, folder))
+    where = Path(existing(dataset_dir, folder))
     try:
         known = read_settings(where / _INFO)
     except InputError:
@@ -453,9 +453,9 @@ def _data(draft: Draft, stage: str) -> None:
 def _source(draft: Draft, name: str, info: dict[str, Any], stage: str) -> Source:
     """Return tightfit's source for a data set that dataset_info.json describes, with the format of
     its rows."""
-    place = next((info[key] for key in ("hf_hub_url", "ms_hub_url", "om_hub_url") if info.get(key)), None)
+    hub_id = next((info[key] for key in ("hf_hub_url", "ms_hub_url", "om_hub_url") if info.get(key)), None)
     source = data.source_of(
-        str(place or info.get("script_url") or info.get("cloud_file_name") or info.get("file_name"))
+        str(hub_id or info.get("script_url") or info.get("cloud_file_name") or info.get("file_name"))
     )
     lost = data.add_part(source, info.get("subset"), info.get("split"))
     columns = info.get("columns")

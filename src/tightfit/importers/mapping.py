@@ -156,15 +156,15 @@ class Draft:
         value       the converted value
         is_default  True if the value is the tool's default; False if the file has it
         """
-        place, name = (self.parts, key.part) if key.part else (self.fields, key.field)
+        target, name = (self.parts, key.part) if key.part else (self.fields, key.field)
         giver = self._givers.setdefault(name, row.key)
-        if name in self._contested or (name in place and place[name] != value):
+        if name in self._contested or (name in target and target[name] != value):
             self.contradict(f"{giver} and {row.key} disagree about {key.field}")
             self._contested.add(name)
-            place.pop(name, None)
+            target.pop(name, None)
             self.drop(key.field)
             return
-        place[name] = value
+        target[name] = value
         if is_default:
             self.defaulted.add(name)
 

@@ -376,8 +376,8 @@ def _model(draft: Draft) -> None:
             draft.settle(part, "no counterpart", "no preset of tightfit's has these sizes")
         draft.to_do.append(f"add the model: {{architecture: ..., hidden_size: ...}} with the sizes of {name} {flavor}")
     if parts.get("tokenizer"):
-        place = Path(parts["tokenizer"])
-        draft.fields["data.tokenizer"] = str(place.parent if place.suffix in (".model", ".json") else place)
+        path = Path(parts["tokenizer"])
+        draft.fields["data.tokenizer"] = str(path.parent if path.suffix in (".model", ".json") else path)
     if parts.get("initial"):
         draft.settle("initial", "no counterpart", "name the weights' folder in model.from, in transformers' form")
     if parts.get("dataset_path"):

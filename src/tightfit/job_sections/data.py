@@ -184,19 +184,19 @@ class DataSpec(Value):
     @model_validator(mode="after")
     def _consistent_sources(self) -> Self:
         for number, source in enumerate(self.sources or ()):
-            place = f"data.sources[{number}]"
-            check_one_source(place, {name: getattr(source, name) for name in TEXT_SOURCES})
-            _check_split(place, source)
+            section = f"data.sources[{number}]"
+            check_one_source(section, {name: getattr(source, name) for name in TEXT_SOURCES})
+            _check_split(section, source)
             if source.target_field is not None and self.target_field is None:
                 raise InputError(
-                    f"job: {place}.target_field={source.target_field}",
+                    f"job: {section}.target_field={source.target_field}",
                     "the sources without a field of their own have no target text",
                     f"set data.target_field: {source.target_field}, which holds for all sources",
                 )
             try:
                 self._part(source)
             except InputError as error:
-                asked = error.asked.replace("job: data", f"job: {place}", 1)
+                asked = error.asked.replace("job: data", f"job: {section}", 1)
                 raise InputError(asked, error.found, error.fix) from None
         return self
 
@@ -254,15 +254,19 @@ class DataSpec(Value):
         )
 
 
-def _check_split(place: str, data: DataSpec | SourceSpec) -> None:
+def _check_split(section: str, data: DataSpec | SourceSpec) -> None:
     for name in ("subset", "split"):
         if data.dataset is None and getattr(data, name) is not None:
-            raise InputError(f"job: {place}.{name}", f"is given without {place}.dataset", f"leave out {place}.{name}")
+            raise InputError(
+                f"job: {section}.{name}", f"is given without {section}.dataset", f"leave out {section}.{name}"
+            )
 
 
 def _has_format(content: dict[str, Any]) -> bool:
     """Return whether a DataSpec's content, or one of its sources, has a format."""
     sources = content.get("sources")
-    places = [content, *(sources if isinstance(sources, list | tuple) else ())]
-    found = (place.get("format") if isinstance(place, dict) else getattr(place, "format", None) for place in places)
+    sections = [content, *(sources if isinstance(sources, list | tuple) else ())]
+    found = (
+        section.get("format") if isinstance(section, dict) else getattr(section, "format", None) for section in sections
+    )
     return any(one is not None for one in found)

@@ -107,25 +107,27 @@ def with_absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]
     def python(text: Any) -> Any:
         return path(text) if isinstance(text, str) and ".py:" in text else text
 
-    def hub(place: str, name: str, text: Any) -> bool:
+    def hub(section_name: str, name: str, text: Any) -> bool:
         known = name in _HUB_FIELDS and isinstance(text, str) and is_hub_id(text)
         if not known or (folder / expand_path(text)).exists():
             return False
-        refuse_mistyped_folder(f"{place}.{name}", text, folder)
+        refuse_mistyped_folder(f"{section_name}.{name}", text, folder)
         return True
 
-    def section(place: str, fields: Any, names: list[str]) -> Any:
+    def section(section_name: str, fields: Any, names: list[str]) -> Any:
         if not isinstance(fields, dict):
             return fields
         named = [
-            n for n in names if n in fields and fields[n] not in _WORDS.get(n, []) and not hub(place, n, fields[n])
+            n
+            for n in names
+            if n in fields and fields[n] not in _WORDS.get(n, []) and not hub(section_name, n, fields[n])
         ]
         changed = {n: path(fields[n]) for n in named}
         if "python" in fields:
             changed["python"] = python(fields["python"])
         if isinstance(fields.get("sources"), list):
             changed["sources"] = [
-                section(f"{place}.sources[{number}]", one, names) for number, one in enumerate(fields["sources"])
+                section(f"{section_name}.sources[{number}]", one, names) for number, one in enumerate(fields["sources"])
             ]
         return {**fields, **changed}
 
@@ -145,6 +147,6 @@ def with_absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]
     train = content.get("train")
     if isinstance(train, dict):
         functions = {name: train[name] for name in ("optimizer", "schedule") if isinstance(train.get(name), dict)}
-        places = {name: {**one, "python": python(one.get("python"))} for name, one in functions.items()}
-        content = {**content, "train": {**train, **places}}
+        resolved = {name: {**one, "python": python(one.get("python"))} for name, one in functions.items()}
+        content = {**content, "train": {**train, **resolved}}
     return content

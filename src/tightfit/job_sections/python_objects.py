@@ -64,8 +64,10 @@ def or_function(words: Any) -> tuple[Any, ...]:
 
     words  the allowed words, a Literal
     """
-    place = {"type": "object", "properties": {"python": {"type": "string"}}, "required": ["python"]}
-    schema = {"anyOf": [{"enum": list(get_args(words)), "type": "string"}, {**place, "additionalProperties": False}]}
+    function_schema = {"type": "object", "properties": {"python": {"type": "string"}}, "required": ["python"]}
+    schema = {
+        "anyOf": [{"enum": list(get_args(words)), "type": "string"}, {**function_schema, "additionalProperties": False}]
+    }
     return (
         WrapValidator(_name_or_function),
         PlainSerializer(word_or_place, when_used="json"),

@@ -220,8 +220,8 @@ class Train(Value):
     def optimizer_name(self) -> str:
         """The optimizer's name, such as adamw. If the optimizer is a function of the user, the
         function's place in the user's code, such as "module:name"."""
-        place = word_or_place(self.optimizer)
-        return place if isinstance(place, str) else str(place["python"])
+        described = word_or_place(self.optimizer)
+        return described if isinstance(described, str) else str(described["python"])
 
     @property
     def scaled_learning_rate(self) -> float:

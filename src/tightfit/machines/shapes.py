@@ -106,7 +106,7 @@ def convolution_products(
     """Return the matrix products (rows, columns, depth) that cuDNN computes for a convolution, as
     implicit products: it reads each pixel under the kernel in its place, and copies none.
 
-    sizes      (groups, places, channels, depth, window): pixels of the output of all samples, output
+    sizes      (groups, positions, channels, depth, window): pixels of the output of all samples, output
                and input channels of a group, pixels of the kernel
     gradients  0 for a forward; for a backward 1 if only the weight has a gradient, 2 if the image has
                one, too
@@ -116,10 +116,10 @@ def convolution_products(
     Source: NVIDIA, "Convolutional Layers User's Guide": implicit GEMM, and its table of the dimensions
     of equivalent products in forward and backward.
     """
-    groups, places, channels, depth, window = sizes
+    groups, positions, channels, depth, window = sizes
     if not gradients:
-        return [(groups * places, channels, depth * window)]
-    of_weight, of_image = (groups * channels, depth * window, places), (groups * places, depth, channels * window)
+        return [(groups * positions, channels, depth * window)]
+    of_weight, of_image = (groups * channels, depth * window, positions), (groups * positions, depth, channels * window)
     return [of_weight, of_image][:gradients]
 
 

@@ -339,28 +339,28 @@ class _OptimizerWithHook:
 
 
 class _GradientRecorder:
-    """A `Reduction` that also records the gradients of the first step: it copies them into `seen`
+    """A `Reduction` that also records the gradients of the first step: it copies them into `gradients`
     when they are complete.
 
     ZeRO's gathered parameters hand their gradients over to the reduction, so hooks on the
     parameters would not see them.
 
-    weights  parameter name -> the tensor whose `grad` is recorded
-    seen     parameter name -> gradient, in fp32 on the host; filled by this object
+    weights    parameter name -> the tensor whose `grad` is recorded
+    gradients  parameter name -> gradient, in fp32 on the host; filled by this object
     """
 
-    def __init__(self, reduction: Reduction, weights: dict[str, nn.Parameter], seen: dict[str, Tensor]) -> None:
-        self.reduction, self.weights, self.seen = reduction, weights, seen
+    def __init__(self, reduction: Reduction, weights: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> None:
+        self.reduction, self.weights, self.gradients = reduction, weights, gradients
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.reduction, name)
 
     def end(self, last: bool) -> None:
         self.reduction.end(last)
-        if last and not self.seen:
+        if last and not self.gradients:
             for name, weight in self.weights.items():
                 if weight.grad is not None:
-                    self.seen[name] = weight.grad.detach().float().cpu().clone()
+                    self.gradients[name] = weight.grad.detach().float().cpu().clone()
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

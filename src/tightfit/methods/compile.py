@@ -108,10 +108,10 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 def _count_of_blocks(parameters: tuple[Parameter, ...]) -> int:
     """Return the number of blocks that have parameters, counting what comes after them as one more.
     The trace of a model that is compiled as a whole has no blocks of its own."""
-    places = {
-        place for one in parameters if one.used_by_blocks != EVERYWHERE for place in one.used_by_blocks if place >= 0
+    blocks = {
+        block for one in parameters if one.used_by_blocks != EVERYWHERE for block in one.used_by_blocks if block >= 0
     }
-    return len(places)
+    return len(blocks)
 
 
 def apply(run: Run, plan: Plan) -> Run:
@@ -174,8 +174,8 @@ def naming_compiler_failures(plan: Plan) -> Iterator[None]:
             "name the fields as forward names its arguments, or let samples be (input, target)",
         ) from error
     except RuntimeError as error:
-        elsewhere = any(word in str(error).lower() for word in ("memory", "gloo", "nccl", "connection"))
-        if plan.compile == "none" or elsewhere or not _is_compiler_error(error):
+        from_elsewhere = any(word in str(error).lower() for word in ("memory", "gloo", "nccl", "connection"))
+        if plan.compile == "none" or from_elsewhere or not _is_compiler_error(error):
             raise
         said = operation_error(error)
         if said is not None:

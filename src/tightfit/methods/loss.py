@@ -500,13 +500,13 @@ def _sum_and_gradients(
     loss = torch.zeros((), dtype=wide, device=hidden.device)
 
     # a function, so that a chunk's tensors are freed before the next chunk's logits
-    def compute_chunk(here: slice) -> None:
+    def compute_chunk(span: slice) -> None:
         nonlocal for_weight
         if chosen_rows is None:
-            rows, labels = hidden[here].to(dtype), targets[here]
+            rows, labels = hidden[span].to(dtype), targets[span]
         else:
-            places = chosen_rows[here]
-            rows, labels = hidden.index_select(0, places).to(dtype), targets.index_select(0, places)
+            row_indices = chosen_rows[span]
+            rows, labels = hidden.index_select(0, row_indices).to(dtype), targets.index_select(0, row_indices)
         padded_logits = functional.linear(rows, narrow_weight, narrow_bias)
         logits = padded_logits[:, :classes]
         part, gradient = _chunk_loss(logits, labels, kernels, shard, any(needed))  # may write it over the logits
@@ -516,13 +516,13 @@ def _sum_and_gradients(
             # where the gradient was written over the logits, it has the zeros of padded classes beside it
             overwritten = gradient is logits
             factors = (padded_logits, narrow_weight) if overwritten else (gradient, narrow_weight[:classes])
-            torch.mm(*factors, out=for_hidden[here]).mul_(counts)
+            torch.mm(*factors, out=for_hidden[span]).mul_(counts)
         if needed[1]:
             rows = rows * counts
             if for_weight is None or single_product:
                 for_weight = gradient.t() @ rows
             else:
-                _add_weight_gradient(for_weight, gradient.t(), rows, sums_in_fp32, here.start == 0)
+                _add_weight_gradient(for_weight, gradient.t(), rows, sums_in_fp32, span.start == 0)
         if for_bias is not None:
             for_bias.add_((gradient.t() @ counts).squeeze(1))
 
@@ -577,8 +577,8 @@ def cross_entropy_with_gradient(logits: Tensor, labels: Tensor, rows: int = ROWS
     """
     loss = torch.zeros((), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
     for start in repeated_iterations(range(0, len(logits), rows)):
-        here = slice(start, start + rows)
-        loss += _loss_and_gradient_within(logits[here], labels[here])
+        span = slice(start, start + rows)
+        loss += _loss_and_gradient_within(logits[span], labels[span])
     return loss, logits
 
 

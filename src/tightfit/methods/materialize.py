@@ -127,12 +127,12 @@ def _kept_bytes(ledger: Ledger, plan: Plan) -> int:
         kept = math.ceil(kept / plan.shards) + max(sizes, default=0)
     if plan.pp > 1:
         stages = stage_ranges(plan, ledger.blocks)
-        here = {
-            places
-            for places in {parameter.used_by_blocks for parameter in ledger.parameters}
-            if any(stage % plan.pp == ledger.pipeline_rank for stage in stages_using(places, stages))
+        own_uses = {
+            block_numbers
+            for block_numbers in {parameter.used_by_blocks for parameter in ledger.parameters}
+            if any(stage % plan.pp == ledger.pipeline_rank for stage in stages_using(block_numbers, stages))
         }
-        own = [parameter.bytes for parameter in ledger.parameters if parameter.used_by_blocks in here]
+        own = [parameter.bytes for parameter in ledger.parameters if parameter.used_by_blocks in own_uses]
         kept = math.ceil(kept * sum(own) / max(sum(sizes), 1))
     return kept
 
@@ -223,9 +223,9 @@ def own_parameters(run: Run, plan: Plan) -> frozenset[int] | None:
     # after the model exists.
     own = {
         id(parameters[name])
-        for name, places in parameter_uses(model, blocks).items()
-        if any(piece % plan.pp == run.mesh.rank("pp") for piece in stages_using(places, pieces))
-        or (parameters[name].numel() <= small and not any(0 <= place < len(blocks) for place in places))
+        for name, block_numbers in parameter_uses(model, blocks).items()
+        if any(piece % plan.pp == run.mesh.rank("pp") for piece in stages_using(block_numbers, pieces))
+        or (parameters[name].numel() <= small and not any(0 <= block < len(blocks) for block in block_numbers))
     }
     return frozenset(number for number, parameter in enumerate(created) if id(parameter) in own)
 
@@ -471,8 +471,8 @@ class _Staging(TorchFunctionMode):
             self._keep(copy, self.kept[parameter])
 
     def _keep(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        elsewhere = parameter.device != self.device or parameter.dtype != dtype
-        if elsewhere or self.divided is not None or self.own is not None or self.put is not None:
+        is_changed = parameter.device != self.device or parameter.dtype != dtype
+        if is_changed or self.divided is not None or self.own is not None or self.put is not None:
             self.kept[parameter] = dtype
             self.staged[id(parameter)] = parameter
 
@@ -501,8 +501,8 @@ class _Staging(TorchFunctionMode):
             return
         values = parameter.data.to(self.device, dtype)
         if self.put is not None:
-            there = self.stored.get(parameter)
-            self.stored[parameter] = self.put(values) if there is None else there.copy_(values)
+            stored = self.stored.get(parameter)
+            self.stored[parameter] = self.put(values) if stored is None else stored.copy_(values)
             parameter.data = self.stored[parameter]
             mark_stored(parameter)
         elif self.divided is None:

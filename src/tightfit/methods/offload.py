@@ -98,16 +98,16 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """Return the ledger (the predicted memory and time of a step) without the offloaded data in the
     device's memory, and with the copies between the device and host memory or disk.
     """
-    place = _Place(plan, machine)
+    store = _StoreModel(plan, machine)
     for name in plan.offload:
-        offloaded = _OFFLOADS[name](ledger, place)
-        messages = [place.message(name, copy) for copy in offloaded.copies if copy.bytes]
+        offloaded = _OFFLOADS[name](ledger, store)
+        messages = [store.message(name, copy) for copy in offloaded.copies if copy.bytes]
         stored = {f"offloaded {name}": offloaded.stored}
         ledger = replace(
             offloaded.ledger,
             messages=(*ledger.messages, *messages),
-            host=ledger.host if place.on_disk else {**ledger.host, **stored},
-            disk={**ledger.disk, **stored} if place.on_disk else ledger.disk,
+            host=ledger.host if store.on_disk else {**ledger.host, **stored},
+            disk={**ledger.disk, **stored} if store.on_disk else ledger.disk,
         )
     return ledger
 
@@ -140,7 +140,7 @@ class _Offloaded:
     copies: list[_Copy]
 
 
-class _Place:
+class _StoreModel:
     """Describes the store of a plan's offloaded data (host memory or files), and how a device uses
     it.
 
@@ -180,65 +180,65 @@ class _Place:
         return Message(name, copy.bytes, self.bytes_per_s, overlaps, during=copy.during, way=copy.way)
 
 
-def _offload_states(ledger: Ledger, place: _Place) -> _Offloaded:
+def _offload_states(ledger: Ledger, store: _StoreModel) -> _Offloaded:
     updates, sizes = _without_states(ledger.updates)
-    moved = place.share * sum(sizes.values())
+    moved = store.share * sum(sizes.values())
     # most states are two moments per parameter, and its master weights
-    count = 3 if place.plan.master_weights else 2
-    stored = sum(count * place.stored_bytes(place.share * size / count) for size in sizes.values())
+    count = 3 if store.plan.master_weights else 2
+    stored = sum(count * store.stored_bytes(store.share * size / count) for size in sizes.values())
     ledger = replace(ledger, updates=updates)
-    if place.is_copied:
+    if store.is_copied:
         ledger = _copied_for_updates(ledger, sizes, returns=True)
     return _Offloaded(ledger, stored, [_Copy(moved, "update", way) for way in ("in", "out")])
 
 
-def _offload_gradients(ledger: Ledger, place: _Place) -> _Offloaded:
+def _offload_gradients(ledger: Ledger, store: _StoreModel) -> _Offloaded:
     sizes = _gradient_bytes(ledger.parameters)
-    moved = place.share * sum(sizes.values())
-    stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
+    moved = store.share * sum(sizes.values())
+    stored = sum(store.stored_bytes(store.share * size) for size in sizes.values())
     # each micro-batch but the first also copies the accumulated gradients of the earlier ones
     copies = [_Copy((2.0 * ledger.micro_batches - 1) * moved, "backward", "out"), _Copy(moved, "update", "in")]
-    if place.is_copied:
+    if store.is_copied:
         ledger = _copied_for_updates(ledger, sizes, returns=False)
-    return _Offloaded(replace(ledger, offloads_gradients=not place.gathers), stored, copies)
+    return _Offloaded(replace(ledger, offloads_gradients=not store.gathers), stored, copies)
 
 
-def _offload_parameters(ledger: Ledger, place: _Place) -> _Offloaded:
-    sizes, plan = _trainable_bytes(ledger.parameters), place.plan
-    moved = place.share * sum(sizes.values())
-    stored = sum(place.stored_bytes(place.share * size) for size in sizes.values())
+def _offload_parameters(ledger: Ledger, store: _StoreModel) -> _Offloaded:
+    sizes, plan = _trainable_bytes(ledger.parameters), store.plan
+    moved = store.share * sum(sizes.values())
+    stored = sum(store.stored_bytes(store.share * size) for size in sizes.values())
     copies = [_Copy(moved, "update", way) for way in ("in", "out")]
-    if place.is_copied:
+    if store.is_copied:
         gathered = ledger.micro_batches * moved
         copies = [*(_Copy(gathered, phase, "in") for phase in ("forward", "backward")), *copies]
         ledger = _copied_for_updates(ledger, sizes, returns=True)
     if plan.zero < 3:  # with zero: 3, `zero` shards the parameters and corrects their bytes
-        if place.gathers:
+        if store.gathers:
             ledger = replace(ledger, sharded_parameters=sharded_parameters(ledger, plan, low_precision_names(ledger)))
         ledger = replace(ledger, parameters=_without_trainable(ledger.parameters))
     return _Offloaded(ledger, stored, copies)
 
 
-def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
+def _offload_activations(ledger: Ledger, store: _StoreModel) -> _Offloaded:
     """Return the effect of offloading the activations that forward saves for backward.
 
     The recorded step is changed. It now frees a saved buffer at the end of the segment of forward
     (such as one block) that allocates it, and allocates it again before backward uses it. A CPU
     does not allocate it again, because it reads it from the store.
     """
-    samples, plan = ledger.micro_batch, place.plan
+    samples, plan = ledger.micro_batch, store.plan
     saved = _saved_for_backward(ledger.training, samples)
     leaving = [_left_by_forward(segment, saved) for segment in ledger.training]
     sizes = [[buffer.size.at(samples) for buffer in buffers] for buffers in leaving]
     training = [_then_freed(*one) for one in zip(ledger.training, leaving, strict=True)]
     backward = [number for number, segment in enumerate(training) if segment.phase != "forward"]
     stretches = [training[number].timeline.events for number in backward]
-    if place.is_copied:
+    if store.is_copied:
         prefetch = _Prefetch(saved, samples, max_prefetch_bytes(max(itertools.chain(*sizes), default=0.0)))
         compiled = [_is_compiled(training[number], plan) for number in backward]
-        both = list(zip(stretches, compiled, strict=True))
+        segments = list(zip(stretches, compiled, strict=True))
         # the segments of a pipeline may run on several devices
-        parts = [both] if plan.pp == 1 else [[one] for one in both]
+        parts = [segments] if plan.pp == 1 else [[one] for one in segments]
         stretches = [events for part in parts for events in prefetch.with_returns(part)]
     else:
         stretches = [tuple(event for event in events if event[0] not in saved) for events in stretches]
@@ -247,7 +247,7 @@ def _offload_activations(ledger: Ledger, place: _Place) -> _Offloaded:
     total = sum(map(sum, sizes), 0.0)
     moved = total * ledger.micro_batches / plan.pp
     copies = [_Copy(moved, "forward", "out"), _Copy(moved, "backward", "in")]
-    stored = _share_in_flight(plan, ledger.micro_batches) * sum(map(place.stored_bytes, itertools.chain(*sizes)))
+    stored = _share_in_flight(plan, ledger.micro_batches) * sum(map(store.stored_bytes, itertools.chain(*sizes)))
     return _Offloaded(replace(ledger, training=tuple(training)), stored, copies)
 
 
@@ -260,7 +260,7 @@ def _share_in_flight(plan: Plan, micro_batches: int) -> float:
     return in_flight(actions) / (plan.pp * plan.virtual_stages)
 
 
-_OFFLOADS: dict[str, Callable[[Ledger, _Place], _Offloaded]] = {
+_OFFLOADS: dict[str, Callable[[Ledger, _StoreModel], _Offloaded]] = {
     "states": _offload_states,
     "gradients": _offload_gradients,
     "parameters": _offload_parameters,
@@ -376,8 +376,8 @@ class _Prefetch:
                    allocates a buffer, and (buffer, -1) frees it
         """
         freed = [buffer for events, _ in stretches for buffer, sign in events if sign < 0 and buffer in self.saved]
-        # place: index of the next buffer to prefetch; ahead: buffers prefetched and not used yet
-        place, ahead = 0, deque[Buffer]()
+        # next_index: index of the next buffer to prefetch; ahead: buffers prefetched and not used yet
+        next_index, ahead = 0, deque[Buffer]()
         found = []
         for events, compiled in stretches:
             edited: list[tuple[Buffer, int]] = []
@@ -388,11 +388,11 @@ class _Prefetch:
                         ahead.popleft()
                     else:
                         edited.append((buffer, 1))
-                        place += 1
-                    while place < len(freed) and self._fits(ahead, freed[place]):
-                        edited.append((freed[place], 1))
-                        ahead.append(freed[place])
-                        place += 1
+                        next_index += 1
+                    while next_index < len(freed) and self._fits(ahead, freed[next_index]):
+                        edited.append((freed[next_index], 1))
+                        ahead.append(freed[next_index])
+                        next_index += 1
                 edited += stretch
             found.append(tuple(edited))
         return found

@@ -330,10 +330,10 @@ class LossScalerOnDevice(LossScaler):
     def finite_steps(self, steps: int) -> None:
         self._set(2, steps)
 
-    def _set(self, place: int, number: float) -> None:
+    def _set(self, index: int, number: float) -> None:
         # a new tensor, because a step may still use the old one
         self._numbers = self._numbers.clone()
-        self._numbers[place].fill_(number)
+        self._numbers[index].fill_(number)
 
     @property
     def factor(self) -> float | Tensor:

@@ -166,13 +166,14 @@ def _with_shards(ledger: Ledger, plan: Plan) -> Ledger:
 
 
 @remembered(16)
-def _sharded(parameters: tuple[Parameter, ...], shards: int, there: float) -> tuple[Parameter, ...]:
+def _sharded(parameters: tuple[Parameter, ...], shards: int, device_share: float) -> tuple[Parameter, ...]:
     """Return the first device's shards of the parameters, and all buffers.
 
-    there  share of the shards' bytes that is in the device's memory
+    device_share  share of the shards' bytes that is in the device's memory
     """
     return tuple(
-        p if p.buffer else replace(p, bytes=math.ceil(there * p.bytes * _share(p.shape, shards))) for p in parameters
+        p if p.buffer else replace(p, bytes=math.ceil(device_share * p.bytes * _share(p.shape, shards)))
+        for p in parameters
     )
 
 

@@ -196,9 +196,9 @@ class _Operations(TorchDispatchMode):
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
         self.kept += [*(one for one in leaves if isinstance(one, Tensor)), *made]
         for one in made:
-            place = storage_id(one)
-            if place not in self._outside:
-                self._numbers.setdefault(place, len(self._numbers))
+            storage = storage_id(one)
+            if storage not in self._outside:
+                self._numbers.setdefault(storage, len(self._numbers))
         return output
 
     def _note_update(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -218,13 +218,13 @@ class _Operations(TorchDispatchMode):
             return leaf
         if self._is_fake and not isinstance(leaf, FakeTensor):  # a constant that the forward makes of numbers
             return "constant", leaf.dtype, tuple(leaf.shape)
-        place = storage_id(leaf)
-        if place in self._numbers:
-            return "made", self._numbers[place], tuple(leaf.shape), leaf.storage_offset()
-        self._outside.add(place)
-        if place in self._names:
-            return "own", self._names[place], tuple(leaf.shape), leaf.storage_offset()
-        return "outside", place if self._is_fake else _checksum(leaf), tuple(leaf.shape), leaf.storage_offset()
+        storage = storage_id(leaf)
+        if storage in self._numbers:
+            return "made", self._numbers[storage], tuple(leaf.shape), leaf.storage_offset()
+        self._outside.add(storage)
+        if storage in self._names:
+            return "own", self._names[storage], tuple(leaf.shape), leaf.storage_offset()
+        return "outside", storage if self._is_fake else _checksum(leaf), tuple(leaf.shape), leaf.storage_offset()
 
 
 def _checksum(tensor: Tensor) -> int:

@@ -183,10 +183,10 @@ def _moved_to_meta(value: Any, inside: tuple[int, ...] = ()) -> Any:
         return value if _is_unreal(value) else value.to("meta")
     if not isinstance(value, list | tuple | dict) or id(value) in inside:
         return value
-    here = (*inside, id(value))
+    containers = (*inside, id(value))
     if isinstance(value, dict):
-        return {key: _moved_to_meta(one, here) for key, one in value.items()}
-    moved = [_moved_to_meta(one, here) for one in value]
+        return {key: _moved_to_meta(one, containers) for key, one in value.items()}
+    moved = [_moved_to_meta(one, containers) for one in value]
     return moved if isinstance(value, list) else type(value)(*moved) if hasattr(value, "_fields") else tuple(moved)
 
 
@@ -279,15 +279,15 @@ def _tensors_and_containers(values: Iterable[Any]) -> tuple[list[Tensor], list[A
     of names.
     """
     tensors: list[Tensor] = []
-    containers, seen, level = [], set[int](), list(values)
+    containers, visited, level = [], set[int](), list(values)
     while level:
         found = [one for one in level if isinstance(one, list | tuple | dict)]
         if len(found) < len(level):
             tensors += [one for one in level if isinstance(one, Tensor)]
             modules = [one for one in level if isinstance(one, nn.Module)]
             tensors += [each for one in modules for each in (*one.parameters(), *one.buffers())]
-        fresh = list({id(one): one for one in found if id(one) not in seen}.values())
-        seen.update(map(id, fresh))
+        fresh = list({id(one): one for one in found if id(one) not in visited}.values())
+        visited.update(map(id, fresh))
         containers += [one for one in fresh if not isinstance(one, tuple)]
         short = [one for one in fresh if len(one) <= 2 * _ENDS]
         held = gc.get_referents(*short)

@@ -258,11 +258,11 @@ def blocks_out_of_order() -> InputError:
 def innermost_model_line(error: Exception) -> tuple[str, int] | None:
     """Return the innermost line of an error's traceback that is not in torch's or tightfit's code,
     as (file, number). Return None if the traceback has no such line."""
-    found, here = None, error.__traceback__
-    while here is not None:
-        name = here.tb_frame.f_code.co_filename
-        found = found if name.startswith(LIBRARIES) else (name, here.tb_lineno)
-        here = here.tb_next
+    found, entry = None, error.__traceback__
+    while entry is not None:
+        name = entry.tb_frame.f_code.co_filename
+        found = found if name.startswith(LIBRARIES) else (name, entry.tb_lineno)
+        entry = entry.tb_next
     return found
 
 

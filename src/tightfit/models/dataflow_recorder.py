@@ -222,7 +222,7 @@ class Recorder(TorchDispatchMode):
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             same = [any(leaf is one for one in record.arguments.values()) for leaf in tensors]
             found = tuple((self.tensor_id(leaf), is_same) for leaf, is_same in zip(tensors, same, strict=True))
-            record.storages.update(seen.storage for seen, is_same in found if not is_same)
+            record.storages.update(tensor_id.storage for tensor_id, is_same in found if not is_same)
             self.forwards[-1].append(BlockReturn(number, found))
             self.in_block = False
             self.block_index = self.count if number == self.count - 1 else number
@@ -264,9 +264,9 @@ class Recorder(TorchDispatchMode):
         batch, or replaces a buffer."""
         if self.replaced:
             return True
-        there = self.persistent.keys() | self.parameters.keys() | self.batch_storages
+        persistent = self.persistent.keys() | self.parameters.keys() | self.batch_storages
         events = self.forwards[0]
-        return any(isinstance(event, OperationCall) and there.intersection(event.written) for event in events)
+        return any(isinstance(event, OperationCall) and persistent.intersection(event.written) for event in events)
 
     def dataflow(self, changed: list[str], numbers: tuple[int, ...]) -> Dataflow:
         """Return the record of all forwards so far, and release the recorder's tensors.
@@ -279,8 +279,8 @@ class Recorder(TorchDispatchMode):
         for event in self.forwards[0]:
             if not isinstance(event, OperationCall):
                 continue
-            for seen in event.reads:
-                for name in self.parameters.get(seen.storage, ()):
+            for read in event.reads:
+                for name in self.parameters.get(read.storage, ()):
                     uses.setdefault(name, set()).add(event.block)
             if not event.inside:
                 overwritten.update(event.written)
@@ -293,7 +293,7 @@ class Recorder(TorchDispatchMode):
             self.forwards,
             {storage: frozenset(names) for storage, names in self.parameters.items()},
             self.persistent,
-            {name: tuple(sorted(places)) for name, places in uses.items()},
+            {name: tuple(sorted(block_numbers)) for name, block_numbers in uses.items()},
             changed,
             returns,
             sample_shapes(self.batch),

@@ -178,8 +178,8 @@ class ExpertRouting:
 
     def _note_choice(self, func: Any, args: Any, output: Any) -> None:
         index = output if isinstance(output, Tensor) else output[_INDEX_OF_CHOICE[func]]
-        place = 2 if func is _ATEN.topk.default else 1
-        dim = args[place] if len(args) > place else -1 if func is _ATEN.topk.default else None
+        position = 2 if func is _ATEN.topk.default else 1
+        dim = args[position] if len(args) > position else -1 if func is _ATEN.topk.default else None
         if dim is None or args[0].dim() == 0:
             return
         experts, keeps = args[0].shape[dim], index.dim() == args[0].dim()
@@ -226,7 +226,7 @@ def spread_over_experts(
     """
     dim %= len(shape)
     experts = shape[dim]
-    others = [size for place, size in enumerate(shape) if place != dim]
+    others = [size for axis, size in enumerate(shape) if axis != dim]
     tokens = torch.Size(others).numel()
     if imbalance == 1.0 or chosen == experts:
         index = (torch.arange(tokens * chosen) + begin).view(tokens, chosen) % experts
@@ -263,10 +263,10 @@ def _note_values(func: Any, args: Any, output: Any, computed: _Value | None) -> 
         _note_change(func, args, output, computed)
     elif computed is not None:
         outputs = tree_leaves(output)
-        for place, one in enumerate(outputs):
+        for index, one in enumerate(outputs):
             if isinstance(one, Tensor):
                 base = weakref.ref(args[0]) if func.is_view and isinstance(args[0], Tensor) else None
-                _set(one, _Value(partial(_part, computed, place), computed.choices, base))
+                _set(one, _Value(partial(_part, computed, index), computed.choices, base))
     elif func in _FILLED:
         value = _FILLED[func](args)
         if not isinstance(value, Tensor):
@@ -313,8 +313,8 @@ def _real(argument: Any) -> Any:
     return argument.get() if isinstance(argument, _Value) else argument
 
 
-def _part(value: _Value, place: int) -> Any:
-    return tree_leaves(value.get())[place]
+def _part(value: _Value, index: int) -> Any:
+    return tree_leaves(value.get())[index]
 
 
 def _empty_like(device_of: Tensor, value: Any) -> Any:

@@ -99,10 +99,10 @@ def uses_of_parameters(
 
 def _uses(model: nn.Module, forwards: Forwards) -> UsesOfParameters:
     given = dict(model.named_parameters(remove_duplicate=False))
-    places, written = {name: storage_id(one) for name, one in given.items()}, list[str]()
+    storages, written = {name: storage_id(one) for name, one in given.items()}, list[str]()
     shared = _sharing_memory(model)
     watch = _WatchedUses(
-        _replace_held(model), {place: name for name, place in places.items()}, tensors_in(forwards.batch)
+        _replace_held(model), {storage: name for name, storage in storages.items()}, tensors_in(forwards.batch)
     )
     with (
         _substitutions(model) as substituted,
@@ -111,7 +111,7 @@ def _uses(model: nn.Module, forwards: Forwards) -> UsesOfParameters:
     ):
         forwards.run(model)
     now = dict(model.named_parameters(remove_duplicate=False))
-    replaced = [name for name, one in given.items() if now.get(name) is not one or storage_id(one) != places[name]]
+    replaced = [name for name, one in given.items() if now.get(name) is not one or storage_id(one) != storages[name]]
     buffers, rewritten, attributes = _buffers_of(model), set[str](), _numbers_of(model)
     reads = _WatchedUses({storage_id(one): name for name, one in buffers.items()}, {}, [])
     with WatchedWrites(buffers, lambda name, _: rewritten.add(name)), reads:
@@ -414,16 +414,16 @@ class WatchedWrites(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[Any, Tensor], before_write: Callable[[Any, Tensor], None]) -> None:
         super().__init__()
-        self.places = {storage_id(one): (name, one) for name, one in tensors.items()}
+        self.by_storage = {storage_id(one): (name, one) for name, one in tensors.items()}
         self.before_write = before_write
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for one in written_tensors(func, args, kwargs or {}):
-            place = storage_id(one) if isinstance(one, Tensor) else None
-            if place in self.places and place not in self.written:
-                self.written.add(place)
-                self.before_write(*self.places[place])
+            storage = storage_id(one) if isinstance(one, Tensor) else None
+            if storage in self.by_storage and storage not in self.written:
+                self.written.add(storage)
+                self.before_write(*self.by_storage[storage])
         return func(*args, **(kwargs or {}))
 
 
@@ -445,13 +445,13 @@ class _WatchedUses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.differentiates = self.differentiates or in_backward()
-        places = [storage_id(one) for one in tensors_in((args, kwargs or {}))]
-        self.read.update(self.texts[place] for place in places if place in self.texts)
+        storages = [storage_id(one) for one in tensors_in((args, kwargs or {}))]
+        self.read.update(self.texts[storage] for storage in storages if storage in self.texts)
         output = func(*args, **(kwargs or {}))
-        if not self._dependent.isdisjoint(places):
+        if not self._dependent.isdisjoint(storages):
             changed = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, Tensor)]
             self.from_batch += [
-                self.parameters[place] for place in map(storage_id, changed) if place in self.parameters
+                self.parameters[storage] for storage in map(storage_id, changed) if storage in self.parameters
             ]
             made = [*changed, *tensors_in(output)]
             self._kept += made

@@ -155,8 +155,8 @@ def as_input_error(asked: str, fix: str, file: str | None = None) -> Iterator[No
             (line for line in lines[1:2] if "Error: " in line), described
         )  # in a validation error, the second line names the cause
         line_numbers = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        place = f" (line {line_numbers[-1]} of {file})" if line_numbers else ""
-        raise InputError(asked, f"{message}{place}", fix) from error
+        location = f" (line {line_numbers[-1]} of {file})" if line_numbers else ""
+        raise InputError(asked, f"{message}{location}", fix) from error
 
 
 def _load_file(path: Path, asked: str) -> Any:
