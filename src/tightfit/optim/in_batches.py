@@ -97,62 +97,63 @@ class MultiTensor(PerParameter):
             {name: self._fetch(value) for name, value in self.state.get(parameter, {}).items()}
             for parameter in parameters
         ]
-        here = parameters
+        on_device = parameters
         if self._weight_store is not None:
-            here = [copy_shard_mark(self._weight_store.bring(parameter), parameter) for parameter in parameters]
-        backups = [self._backup(*one) for one in zip(parameters, here, before, strict=True)]
+            on_device = [copy_shard_mark(self._weight_store.bring(parameter), parameter) for parameter in parameters]
+        backups = [self._backup(*one) for one in zip(parameters, on_device, before, strict=True)]
         carried = [states.pop(self._carried, None) for states in before]
-        flat, weights = self._widen_weights(here, carried)
+        flat, weights = self._widen_weights(on_device, carried)
         states, wide = self._widen_states(before, weights)
         inner.param_groups = [{**group, "params": weights}]
         inner.state = defaultdict(dict, zip(weights, states, strict=True))
         inner.step()
         updated = [inner.state[weight] for weight in weights]
         inner.param_groups, inner.state, states = [], defaultdict(dict), []
-        if weights is not here:
+        if weights is not on_device:
             for weight in weights:
                 weight.grad = None
         self._save_states(parameters, before, updated, wide, backups)
         if flat is not None:
-            self._round_weights(parameters, here, flat, carried, backups)
-        elif weights is not here:
-            self._save_masters(parameters, here, weights, backups)
-        for one, old in zip(here, backups, strict=True):
+            self._round_weights(parameters, on_device, flat, carried, backups)
+        elif weights is not on_device:
+            self._save_masters(parameters, on_device, weights, backups)
+        for one, old in zip(on_device, backups, strict=True):
             self._restore_if_skipped(one.detach(), old.get(""))
         if self._weight_store is not None:
-            for parameter, one in zip(parameters, here, strict=True):
+            for parameter, one in zip(parameters, on_device, strict=True):
                 self._weight_store.take_back(parameter, one)
 
-    def _widen_weights(self, here: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
+    def _widen_weights(self, on_device: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
         """Return a flat fp32 copy of 16-bit weights, and views of this copy, one for each weight,
         with fp32 gradients. With master weights, return None and the masters, with the gradients.
         If the update does not need fp32 weights, return None and the weights unchanged.
 
-        here     the weights on the device
-        carried  the master of each weight, None before its first update; or, with kahan rounding,
-                 the rounding error of each weight from its last update, which is added to the copy;
-                 other values are not read
+        on_device  the weights on the device
+        carried    the master of each weight, None before its first update; or, with kahan rounding,
+                   the rounding error of each weight from its last update, which is added to the
+                   copy; other values are not read
         """
-        if not self._is_widened(here[0]):
-            return None, here
+        if not self._is_widened(on_device[0]):
+            return None, on_device
         if self._masters:
             masters = [
-                kept if kept is not None else one.detach().float() for one, kept in zip(here, carried, strict=True)
+                saved if saved is not None else one.detach().float()
+                for one, saved in zip(on_device, carried, strict=True)
             ]
-            for master, one in zip(masters, here, strict=True):
+            for master, one in zip(masters, on_device, strict=True):
                 copy_shard_mark(master, one).grad = one.grad
             return None, masters
-        flat = self._empty_flat(here, torch.float32)
-        weights = _views_of(flat, here)
-        foreach_copy_(weights, here)
+        flat = self._empty_flat(on_device, torch.float32)
+        weights = _views_of(flat, on_device)
+        foreach_copy_(weights, on_device)
         if isinstance(carried[0], Tensor):
             flat.add_(_concatenate(carried))
-        flat_gradients = self._empty_flat(here, torch.float32)
-        gradients = _views_of(flat_gradients, here)
-        foreach_copy_(gradients, [one.grad for one in here if one.grad is not None])
+        flat_gradients = self._empty_flat(on_device, torch.float32)
+        gradients = _views_of(flat_gradients, on_device)
+        foreach_copy_(gradients, [one.grad for one in on_device if one.grad is not None])
         if self._factor is not None:
             flat_gradients.mul_(self._factor)
-        for weight, one, gradient in zip(weights, here, gradients, strict=True):
+        for weight, one, gradient in zip(weights, on_device, gradients, strict=True):
             copy_shard_mark(weight, one).grad = gradient
         return flat, weights
 
@@ -169,13 +170,15 @@ class MultiTensor(PerParameter):
         states: list[dict[str, Any]] = [{} for _ in before]
         wide: Wide = {}
         for name in _names(before):
-            there = [number for number, kept in enumerate(before) if name in kept]
-            packed = [number for number in there if isinstance(before[number][name], dict)]
-            for number in there:
+            with_state = [number for number, saved in enumerate(before) if name in saved]
+            packed = [number for number in with_state if isinstance(before[number][name], dict)]
+            for number in with_state:
                 if number not in packed:
                     states[number][name] = before[number][name]
             narrow = [
-                number for number in there if number not in packed and _is_narrower(states[number][name], weights[0])
+                number
+                for number in with_state
+                if number not in packed and _is_narrower(states[number][name], weights[0])
             ]
             for numbers in (packed, narrow):
                 if not numbers:
@@ -248,11 +251,11 @@ class MultiTensor(PerParameter):
         """
         into: list[Tensor] = []
         source: list[Tensor] = []
-        kept = dict(values)
+        copies = dict(values)
         for number in old:
-            value, there = values[number], old[number]
+            value, previous = values[number], old[number]
             parts = value if isinstance(value, dict) else {"": value}
-            olds = there if isinstance(there, dict) else {"": there}
+            olds = previous if isinstance(previous, dict) else {"": previous}
             if (
                 self._state_store is None
                 and isinstance(next(iter(olds.values())), Tensor)
@@ -260,18 +263,18 @@ class MultiTensor(PerParameter):
             ):
                 into += [olds[part] for part in parts]
                 source += list(parts.values())
-                kept[number] = there
+                copies[number] = previous
             elif isinstance(value, dict):
-                kept[number] = (
+                copies[number] = (
                     value if self._state_store is not None else {part: one.clone() for part, one in value.items()}
                 )
             else:
-                kept[number] = value.to(torch.bfloat16)
+                copies[number] = value.to(torch.bfloat16)
         # a foreach kernel copies tensors of one type
         for dtype in dict.fromkeys(one.dtype for one in into):
             pairs = [pair for pair in zip(into, source, strict=True) if pair[0].dtype == dtype]
             foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
-        return kept
+        return copies
 
     def _quantize(self, name: str, flat: Tensor, like: list[Tensor]) -> Iterable[dict[str, Tensor]]:
         """Quantize several states that lie one after another in `flat`. Return a dict with the keys
@@ -295,54 +298,54 @@ class MultiTensor(PerParameter):
     def _round_weights(
         self,
         parameters: list[Tensor],
-        here: list[Tensor],
+        on_device: list[Tensor],
         flat: Tensor,
         carried: list[Any],
         backups: list[dict[str, Any]],
     ) -> None:
-        """Round the updated fp32 weights in `flat` to 16 bits and write them to `here`, the weights
-        on the device.
+        """Round the updated fp32 weights in `flat` to 16 bits and write them to `on_device`, the
+        weights on the device.
 
         carried  what the last rounding of each weight left: its rounding error (kahan) or the
                  number of its roundings (stochastic); None before the first update
         backups  copies of the state before the update, one dict for each parameter, as `_backup`
                  returned them; they undo the update if the step is skipped
         """
-        weights = _views_of(flat, here)
+        weights = _views_of(flat, on_device)
         if self._generator is not None:
             counts = [carried_one or 0 for carried_one in carried]
-            noise = self._empty_flat(here, torch.int32)
-            for parameter, part, count in zip(parameters, _views_of(noise, here), counts, strict=True):
+            noise = self._empty_flat(on_device, torch.int32)
+            for parameter, part, count in zip(parameters, _views_of(noise, on_device), counts, strict=True):
                 self._generator.manual_seed(rounding_seed(self._seed, self._number.get(parameter, 0), count))
                 torch.randint(0, 1 << 16, part.shape, out=part, generator=self._generator)
                 self.state[parameter]["roundings"] = count + 1
             add_noise_(flat, noise)
             del noise
         if self._rounding != "kahan":
-            foreach_copy_(here, weights)
+            foreach_copy_(on_device, weights)
             return
-        narrow = flat.to(here[0].dtype)
-        foreach_copy_(here, _views_of(narrow, here))
+        narrow = flat.to(on_device[0].dtype)
+        foreach_copy_(on_device, _views_of(narrow, on_device))
         flat.sub_(narrow)
         del narrow
         if isinstance(carried[0], Tensor):
             foreach_copy_(carried, weights)
         else:
-            carried = [lost.to(one.dtype) for lost, one in zip(weights, here, strict=True)]
+            carried = [lost.to(one.dtype) for lost, one in zip(weights, on_device, strict=True)]
         for parameter, lost, old in zip(parameters, carried, backups, strict=True):
             lost = self._restore_if_skipped(lost, old.get("compensation"))
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _save_masters(
-        self, parameters: list[Tensor], here: list[Tensor], masters: list[Tensor], backups: list[dict[str, Any]]
+        self, parameters: list[Tensor], on_device: list[Tensor], masters: list[Tensor], backups: list[dict[str, Any]]
     ) -> None:
-        """Round the updated master weights to 16 bits and write them to `here`, the weights on the
-        device. Save the masters as states.
+        """Round the updated master weights to 16 bits and write them to `on_device`, the weights on
+        the device. Save the masters as states.
 
         backups  copies of the state before the update, one dict for each parameter, as `_backup`
                  returned them; they undo the update if the step is skipped
         """
-        foreach_copy_(here, masters)
+        foreach_copy_(on_device, masters)
         for parameter, master, old in zip(parameters, masters, backups, strict=True):
             master = self._restore_if_skipped(master, old.get(MASTER))
             self.state[parameter][MASTER] = self._put(parameter, MASTER, master)

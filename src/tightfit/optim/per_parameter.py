@@ -78,7 +78,7 @@ class WeightStore(Protocol):
     device       the device that updates the weights
     bring_ahead  start an asynchronous copy of a weight to the device, before it is updated
     bring        return the weight on the device, with its gradient in `grad`, for the update
-    take_back    copy the updated weight `here` on the device back to the store
+    take_back    copy `on_device`, the updated weight on the device, back to the store
     next_update  must be called before the update of each parameter
     end_updates  must be called after the last update of a step
     settle       make the host wait until all copies to the store have ended
@@ -90,7 +90,7 @@ class WeightStore(Protocol):
 
     def bring(self, weight: Tensor) -> Tensor: ...
 
-    def take_back(self, weight: Tensor, here: Tensor) -> None: ...
+    def take_back(self, weight: Tensor, on_device: Tensor) -> None: ...
 
     def next_update(self) -> None: ...
 
@@ -250,13 +250,13 @@ class PerParameter(Optimizer):
             for parameter, backup in counters:
                 self.state[parameter].update(backup)
 
-    def _backup(self, parameter: Tensor, here: Tensor, states: dict[str, Any]) -> dict[str, Any]:
+    def _backup(self, parameter: Tensor, on_device: Tensor, states: dict[str, Any]) -> dict[str, Any]:
         """Return copies of the tensors that must be restored if the step is skipped: a dict with
         the weight under the key "", and each saved state under its name. The dict is empty unless
         `skip_step_if` was called.
 
-        here    the weight on the device, which differs from `parameter` if weights are offloaded
-        states  the parameter's saved states by name, on the device
+        on_device  the weight on the device, which differs from `parameter` if weights are offloaded
+        states     the parameter's saved states by name, on the device
 
         States that are not on the device are counters. Their copies are added to `_host_counters`
         instead.
@@ -265,8 +265,8 @@ class PerParameter(Optimizer):
             return {}
         counters = {name: value for name, value in states.items() if not _is_on_device_of(value, self._skip_step)}
         self._host_counters.append((parameter, {name: _clone(value) for name, value in counters.items()}))
-        kept = {name: _clone(value) for name, value in states.items() if name not in counters}
-        return {"": here.detach().clone(), **kept}
+        saved = {name: _clone(value) for name, value in states.items() if name not in counters}
+        return {"": on_device.detach().clone(), **saved}
 
     def _restore_if_skipped(self, value: Any, backup: Any) -> Any:
         """Overwrite `value` in place with `backup` if the step is skipped, and return it. `backup`
@@ -329,14 +329,14 @@ class PerParameter(Optimizer):
         Widen the weight, gradient and states to fp32, update them, narrow the states to the width
         in which they are saved, and round the weight to 16 bits.
         """
-        kept = {name: self._fetch(value) for name, value in self.state.get(parameter, {}).items()}
-        here = (
+        saved = {name: self._fetch(value) for name, value in self.state.get(parameter, {}).items()}
+        on_device = (
             parameter if self._weight_store is None else copy_shard_mark(self._weight_store.bring(parameter), parameter)
         )
-        backup, inner = self._backup(parameter, here, kept), self._inner
-        carried = kept.pop(self._carried, None)
-        weight = self._widen_weight(here, carried)
-        states = {name: self._widen(name, value, weight) for name, value in kept.items()}
+        backup, inner = self._backup(parameter, on_device, saved), self._inner
+        carried = saved.pop(self._carried, None)
+        weight = self._widen_weight(on_device, carried)
+        states = {name: self._widen(name, value, weight) for name, value in saved.items()}
         inner.param_groups = [{**group, "params": [weight]}]
         inner.state = defaultdict(dict, {weight: states})
         inner.step()
@@ -348,11 +348,11 @@ class PerParameter(Optimizer):
             )
             for name in list(states)
         }
-        if weight is not here:
-            self._round(parameter, here, weight, carried, backup)
-        self._restore_if_skipped(here.detach(), backup.get(""))
+        if weight is not on_device:
+            self._round(parameter, on_device, weight, carried, backup)
+        self._restore_if_skipped(on_device.detach(), backup.get(""))
         if self._weight_store is not None:
-            self._weight_store.take_back(parameter, here)
+            self._weight_store.take_back(parameter, on_device)
 
     def _is_widened(self, parameter: Tensor) -> bool:
         """Return whether the wrapped optimizer updates an fp32 copy of the parameter instead of the
@@ -370,33 +370,36 @@ class PerParameter(Optimizer):
             weight.grad.mul_(self._factor)
         return weight.add_(carried) if isinstance(carried, Tensor) and not self._masters else weight
 
-    def _round(self, parameter: Tensor, here: Tensor, weight: Tensor, carried: Any, backup: dict[str, Any]) -> None:
+    def _round(
+        self, parameter: Tensor, on_device: Tensor, weight: Tensor, carried: Any, backup: dict[str, Any]
+    ) -> None:
         """Round the fp32 `weight` to the 16-bit type of `parameter`, and write the result to
-        `here`.
+        `on_device`.
 
-        here     the parameter's copy on the device, or the parameter itself if it is on the device
-        weight   the updated weight; with kahan, it is overwritten with the rounding error. With
-                 master weights, it is saved as the parameter's master
-        carried  with stochastic rounding, the number of earlier roundings of this parameter (None:
-                 0); not read otherwise
-        backup   copies of the state before the update, as `_backup` returned them; they undo the
-                 update if the step is skipped
+        on_device  the parameter's copy on the device, or the parameter itself if it is on the
+                   device
+        weight     the updated weight; with kahan, it is overwritten with the rounding error. With
+                   master weights, it is saved as the parameter's master
+        carried    with stochastic rounding, the number of earlier roundings of this parameter
+                   (None: 0); not read otherwise
+        backup     copies of the state before the update, as `_backup` returned them; they undo the
+                   update if the step is skipped
         """
         if self._generator is not None:
-            assert here.dtype is torch.bfloat16
+            assert on_device.dtype is torch.bfloat16
             count = carried or 0
             # The planner's trace replaces the weights by other tensors, which have no number.
             number = self._number.get(parameter, 0)
             self._generator.manual_seed(rounding_seed(self._seed, number, count))
             round_stochastically_(weight, self._generator)
             self.state[parameter]["roundings"] = count + 1
-        here.copy_(weight)
+        on_device.copy_(weight)
         if self._masters:
             weight.grad = None
             master = self._restore_if_skipped(weight, backup.get(MASTER))
             self.state[parameter][MASTER] = self._put(parameter, MASTER, master)
         if self._rounding == "kahan":
-            lost = self._restore_if_skipped(weight.sub_(here).to(here.dtype), backup.get("compensation"))
+            lost = self._restore_if_skipped(weight.sub_(on_device).to(on_device.dtype), backup.get("compensation"))
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
 
     def _narrow(self, name: str, value: Any) -> Any:

@@ -145,7 +145,7 @@ class Reducer:
         self._on_reduced, self._in_flight = on_reduced, in_flight
         self._sending, self._next = False, 0
         self._slot = {
-            parameter: (bucket, place) for bucket in self.buckets for place, parameter in enumerate(bucket.parameters)
+            parameter: (bucket, index) for bucket in self.buckets for index, parameter in enumerate(bucket.parameters)
         }
         on_gradient_ready(parameters, self._on_gradient)
 
@@ -159,10 +159,10 @@ class Reducer:
 
     def _on_gradient(self, parameter: Tensor) -> None:
         if self._sending:
-            bucket, place = self._slot[parameter]  # type: ignore[index]
-            if place in bucket.ready:  # the reduction of its first gradient may have begun
+            bucket, index = self._slot[parameter]  # type: ignore[index]
+            if index in bucket.ready:  # the reduction of its first gradient may have begun
                 raise completed_twice(parameter)
-            self._write_gradient(bucket, place, parameter.grad)
+            self._write_gradient(bucket, index, parameter.grad)
             parameter.grad = None
             while self._next < len(self.buckets) and self.buckets[self._next].is_full:
                 self._send()
@@ -179,11 +179,11 @@ class Reducer:
             bucket.work = None
             self._on_reduced(bucket)
 
-    def _write_gradient(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+    def _write_gradient(self, bucket: Bucket, index: int, gradient: Tensor | None) -> None:
         if bucket.buffer is None:
             bucket.buffer = self._allocate(bucket)
-        self._write(bucket, place, gradient)
-        bucket.ready.add(place)
+        self._write(bucket, index, gradient)
+        bucket.ready.add(index)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -194,10 +194,10 @@ class Reducer:
         micro-batches have accumulated in its `.grad` is reduced, or None if there is none.
         """
         for bucket in self.buckets[self._next :]:
-            for place, parameter in enumerate(bucket.parameters):
-                if place not in bucket.ready:
+            for index, parameter in enumerate(bucket.parameters):
+                if index not in bucket.ready:
                     # the gradient that earlier micro-batches have accumulated, or None
-                    self._write_gradient(bucket, place, parameter.grad)
+                    self._write_gradient(bucket, index, parameter.grad)
                     parameter.grad = None
             self._send()
         for bucket in self.buckets:
@@ -235,14 +235,14 @@ class AllReducedGradients:
         self._views[id(bucket)][-1].fill_(1.0)
         return buffer
 
-    def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+    def _write(self, bucket: Bucket, index: int, gradient: Tensor | None) -> None:
         slots = self._views[id(bucket)]
         if gradient is None:
-            slots[place].zero_()
-            slots[-1][place] = 0.0
-            self._missing.append((bucket, place))
+            slots[index].zero_()
+            slots[-1][index] = 0.0
+            self._missing.append((bucket, index))
         else:
-            slots[place].copy_(gradient.reshape(-1))
+            slots[index].copy_(gradient.reshape(-1))
 
     def _send(self, bucket: Bucket) -> None:
         assert bucket.buffer is not None
@@ -262,10 +262,10 @@ class AllReducedGradients:
             for parameter, slot in zip(bucket.parameters, self._views[id(bucket)], strict=False):
                 parameter.grad = slot.view(parameter.shape)
         for bucket in self._reducer.buckets:
-            for place in missing_everywhere(
-                self._views[id(bucket)][-1], [place for at, place in self._missing if at is bucket]
+            for index in missing_everywhere(
+                self._views[id(bucket)][-1], [index for at, index in self._missing if at is bucket]
             ):
-                bucket.parameters[place].grad = None
+                bucket.parameters[index].grad = None
         self._missing.clear()
         self._views.clear()
         for bucket in self._reducer.buckets:
@@ -375,11 +375,11 @@ class ReduceScatteredGradients:
         like = bucket.parameters[0]
         return torch.empty(self.count, self._offsets[id(bucket)][-1], dtype=gradient_dtype(like), device=like.device)
 
-    def _write(self, bucket: Bucket, place: int, gradient: Tensor | None) -> None:
+    def _write(self, bucket: Bucket, index: int, gradient: Tensor | None) -> None:
         assert bucket.buffer is not None
-        offsets, parameter = self._offsets[id(bucket)], bucket.parameters[place]
-        slots = bucket.buffer[:, offsets[place] : offsets[place + 1]]
-        bucket.buffer[:, offsets[-2] + place] = 0.0 if gradient is None else 1.0
+        offsets, parameter = self._offsets[id(bucket)], bucket.parameters[index]
+        slots = bucket.buffer[:, offsets[index] : offsets[index + 1]]
+        bucket.buffer[:, offsets[-2] + index] = 0.0 if gradient is None else 1.0
         if gradient is None:
             slots.zero_()
             return
@@ -407,9 +407,9 @@ class ReduceScatteredGradients:
         """
         bucket.buffer = None
         part, offsets = self._parts.pop(id(bucket)), self._offsets[id(bucket)]
-        for place, parameter in enumerate(bucket.parameters):
+        for index, parameter in enumerate(bucket.parameters):
             share = self.shards[parameter]
-            gradient = part[offsets[place] : offsets[place] + share.numel()].view(share.shape)
+            gradient = part[offsets[index] : offsets[index] + share.numel()].view(share.shape)
             share.grad = gradient if share.grad is None else share.grad.add_(gradient)
         counts = part[offsets[-2] :]
         if id(bucket) in self._counts:
@@ -433,10 +433,10 @@ class ReduceScatteredGradients:
         self._sum_replicas()
         for bucket in self._reducer.buckets:
             missed = [
-                place for place, parameter in enumerate(bucket.parameters) if parameter not in self._with_gradient
+                index for index, parameter in enumerate(bucket.parameters) if parameter not in self._with_gradient
             ]
-            for place in missing_everywhere(self._counts[id(bucket)], missed):
-                self.shards[bucket.parameters[place]].grad = None
+            for index in missing_everywhere(self._counts[id(bucket)], missed):
+                self.shards[bucket.parameters[index]].grad = None
         self._with_gradient.clear()
         self._counts.clear()
 
@@ -492,7 +492,7 @@ def missing_everywhere(counts: Tensor, missing: list[int]) -> list[int]:
     if not missing or active_fake_mode() is not None:
         return missing
     made = counts.tolist()
-    return [place for place in missing if not made[place]]
+    return [index for index in missing if not made[index]]
 
 
 @contextmanager
@@ -506,13 +506,13 @@ def gradients_filled(weights: Sequence[Tensor], all_reduce: Callable[[Tensor], o
     weights     the weights, at least one
     all_reduce  a function that all-reduces (sums) a tensor over the devices in place
     """
-    missed = [place for place, weight in enumerate(weights) if weight.grad is None]
+    missed = [index for index, weight in enumerate(weights) if weight.grad is None]
     counts = torch.ones(len(weights), device=weights[0].device)
-    for place in missed:
-        counts[place] = 0.0
-        weights[place].grad = empty_gradient(weights[place]).zero_()
+    for index in missed:
+        counts[index] = 0.0
+        weights[index].grad = empty_gradient(weights[index]).zero_()
     all_reduce(counts)
-    absent = {weights[place] for place in missing_everywhere(counts, missed)}
+    absent = {weights[index] for index in missing_everywhere(counts, missed)}
     yield absent
     for weight in absent:
         weight.grad = None

@@ -232,12 +232,12 @@ class WeightGathers:
         buffered = set(bucket.buffered)
         for parameter in bucket.parameters:
             if parameter not in buffered:
-                for place in range(self.sharding.count):
-                    first, last = self.sharding.shard_range(parameter, place)
-                    pieces.append((place, parameter.detach()[first:last]))
+                for rank in range(self.sharding.count):
+                    first, last = self.sharding.shard_range(parameter, rank)
+                    pieces.append((rank, parameter.detach()[first:last]))
         bucket.works = [
-            dist.broadcast(piece, group=self.group, group_src=place, async_op=True)
-            for place, piece in pieces
+            dist.broadcast(piece, group=self.group, group_src=rank, async_op=True)
+            for rank, piece in pieces
             if piece.numel()
         ]
 
@@ -267,15 +267,15 @@ class WeightGathers:
         like = bucket.parameters[0]
         buffer = torch.empty(self.sharding.count, bucket.offsets[-1], dtype=like.dtype, device=like.device)
         mine = buffer[self.sharding.rank]
-        for place, parameter in enumerate(bucket.buffered):
+        for index, parameter in enumerate(bucket.buffered):
             share = self.sharding.shards[parameter]
-            mine[bucket.offsets[place] : bucket.offsets[place] + share.numel()].copy_(share.detach().reshape(-1))
+            mine[bucket.offsets[index] : bucket.offsets[index] + share.numel()].copy_(share.detach().reshape(-1))
         return buffer
 
     def _unpack(self, bucket: _Bucket, buffer: Tensor) -> None:
         """Copy the shards of all devices from a buffer into the bucket's parameters."""
-        for place, parameter in enumerate(bucket.buffered):
-            slots = buffer[:, bucket.offsets[place] : bucket.offsets[place + 1]]
+        for index, parameter in enumerate(bucket.buffered):
+            slots = buffer[:, bucket.offsets[index] : bucket.offsets[index + 1]]
             if slots.numel() == parameter.numel():
                 parameter.detach().view(self.sharding.count, -1).copy_(slots)
                 continue

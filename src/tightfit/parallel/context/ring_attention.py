@@ -72,11 +72,11 @@ class Ring:
         """
         sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
         received = torch.empty_like(sent)
-        there, before = ((self.rank + step) % self.size for step in (1, -1))
+        next_rank, previous_rank = ((self.rank + step) % self.size for step in (1, -1))
         work = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, sent, group=self.group, group_peer=there),
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
+                dist.P2POp(dist.isend, sent, group=self.group, group_peer=next_rank),
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous_rank),
             ]
         )
         return _Transfer(work, sent, received, tensors)
@@ -209,7 +209,7 @@ class RingAttention(torch.autograd.Function):
     query   (batch, heads, length, width), at this device's positions
     key     (batch, key heads, length, width); heads is a multiple of key heads
     value   the same shape as key
-    seen    bool (batch, 1, 1, length): False for keys that are padding; None: there is no padding
+    mask    bool (batch, 1, 1, length): False for keys that are padding; None: there is no padding
     causal  whether to apply a causal mask. If so, this device's positions must be the two chunks
             that `shard_batch` returns
     scale   the factor of the scores
@@ -224,7 +224,7 @@ class RingAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        seen: Tensor | None,
+        mask: Tensor | None,
         causal: bool,
         scale: float,
         ring: Ring,
@@ -232,7 +232,7 @@ class RingAttention(torch.autograd.Function):
         wide = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=wide, device=query.device)
         total = torch.full(query.shape[:-1], float("-inf"), dtype=wide, device=query.device)
-        for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, seen)):
+        for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, mask)):
             rows, columns = visible_slices(step, ring, causal, query.shape[2])
             part, sums = attention(
                 query[:, :, rows],
@@ -247,24 +247,24 @@ class RingAttention(torch.autograd.Function):
             output[:, :, rows] *= (before - after).exp().unsqueeze(-1)
             output[:, :, rows] += part * (sums - after).exp().unsqueeze(-1)
             total[:, :, rows] = after
-        if seen is not None:
+        if mask is not None:
             # as sdpa: the output of a query that sees no key is 0, and so are its gradients
             sees_none = total < torch.finfo(query.dtype).min / 2
             output = output.masked_fill(sees_none.unsqueeze(-1), 0.0)
             total = total.masked_fill(sees_none, float("inf"))
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, seen, output, total)
+        ctx.save_for_backward(query, key, value, mask, output, total)
         ctx.causal, ctx.scale, ctx.ring = causal, scale, ring
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, seen, output, total = ctx.saved_tensors
+        query, key, value, mask, output, total = ctx.saved_tensors
         gradient, ring = gradients[0].contiguous(), ctx.ring
         wide = torch.promote_types(query.dtype, torch.float32)
         grad_query = torch.zeros(query.shape, dtype=wide, device=query.device)
         transfer: _Transfer | None = None
-        for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, seen)):
+        for step, (keys, values, bias) in enumerate(_ring_steps(ring, key, value, mask)):
             rows, columns = visible_slices(step, ring, ctx.causal, query.shape[2])
             parts = attention_backward(
                 gradient[:, :, rows], query[:, :, rows], keys[:, :, columns], values[:, :, columns],
@@ -286,22 +286,22 @@ class RingAttention(torch.autograd.Function):
 
 
 def _ring_steps(
-    ring: Ring, key: Tensor, value: Tensor, seen: Tensor | None
+    ring: Ring, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Yield (keys, values, mask) of each device of the ring: first of this device, then of the
     previous device, and so on.
 
-    While the caller computes with one device's tensors, the next tensors are received. The mask is
-    bool, as `seen` is, or None if `seen` is None.
+    While the caller computes with one device's tensors, the next tensors are received. The yielded
+    mask is bool, or None if `mask` is None.
 
     key, value  this device's keys and values
-    seen        bool (batch, 1, 1, length): False for those keys of this device that are padding;
+    mask        bool (batch, 1, 1, length): False for those keys of this device that are padding;
                 None: there is no padding
     """
-    held = [key, value, *([] if seen is None else [seen.to(key.dtype)])]
+    held = [key, value, *([] if mask is None else [mask.to(key.dtype)])]
     for step in range(ring.size):
         transfer = ring.send_to_next(tuple(held)) if step < ring.size - 1 else None
-        yield held[0], held[1], held[2] > 0 if seen is not None else None
+        yield held[0], held[1], held[2] > 0 if mask is not None else None
         if transfer is not None:
             held = transfer.wait()
 
@@ -330,18 +330,16 @@ def visible_slices(step: int, ring: Ring, causal: bool, length: int) -> tuple[sl
     return slice(length // 2, None), slice(None)
 
 
-def _mask_columns(seen: Tensor | None, columns: slice) -> Tensor | None:
-    """Return the part of the mask `seen` for the keys in the slice `columns`; None if `seen` is
-    None.
-    """
-    return None if seen is None else seen[..., columns]
+def _mask_columns(mask: Tensor | None, columns: slice) -> Tensor | None:
+    """Return the part of `mask` for the keys in the slice `columns`; None if `mask` is None."""
+    return None if mask is None else mask[..., columns]
 
 
 def _is_on_accelerator(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def select_kernel(query: Tensor, seen: Tensor | None) -> str:
+def select_kernel(query: Tensor, mask: Tensor | None) -> str:
     """Return the name of the kernel that computes attention: "cpu", "flash", "efficient" or
     "plain".
 
@@ -351,26 +349,26 @@ def select_kernel(query: Tensor, seen: Tensor | None) -> str:
     "efficient" otherwise.
 
     query  (batch, heads, queries, width)
-    seen   the mask of padding; None: there is no padding
+    mask   the mask of padding; None: there is no padding
     """
     if query.device.type == "cpu":
         return "cpu"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return "plain"
-    narrow = query.dtype != torch.float32 and seen is None and query.shape[-1] <= WIDEST_FLASH
+    narrow = query.dtype != torch.float32 and mask is None and query.shape[-1] <= WIDEST_FLASH
     if narrow and torch.cuda.get_device_capability(query.device) >= (8, 0):
         return "flash"
     return "efficient"
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of queries to the keys of one device, with the kernel of `select_kernel`.
 
     query       (batch, heads, queries, width)
     key, value  (batch, key heads, keys, width); heads is a multiple of key heads
-    seen        bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
+    mask        bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
     causal      whether query i attends to the keys 0 to i only
     scale       the factor of the scores
 
@@ -378,14 +376,14 @@ def attention(
     log-sum-exp of each query's scores has shape (batch, heads, queries). It is needed to merge the
     outputs for the keys of several devices.
     """
-    kernel = select_kernel(query, seen)
+    kernel = select_kernel(query, mask)
     if kernel == "flash":
         output, sums, *_ = FLASH_ATTENTION(query, key, value, 0.0, causal, False, scale=scale)
         return output, sums
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    bias = None if seen is None else _as_bias(seen, query, key)
+    bias = None if mask is None else _as_bias(mask, query, key)
     if kernel == "cpu":
         return CPU_FLASH_ATTENTION(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
     if kernel == "plain":
@@ -397,7 +395,7 @@ def attention(
 
 
 def attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, output: Tensor, sums: Tensor,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, output: Tensor, sums: Tensor,
     causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the gradients of query, key and value for the keys of one device, and return them in
@@ -406,7 +404,7 @@ def attention_backward(
     gradient    the gradient of the output, (batch, heads, queries, width)
     query       (batch, heads, queries, width)
     key, value  (batch, key heads, keys, width); heads is a multiple of key heads
-    seen        bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
+    mask        bool (batch, 1, 1, keys): False for keys that are padding; None: there is no padding
     output      the output over the keys of all devices
     sums        each query's log-sum-exp of scores over the keys of all devices: (batch, heads,
                 queries)
@@ -416,7 +414,7 @@ def attention_backward(
     The gradients have the shapes of query, key and value. If key has fewer heads than query, its
     gradient is summed over the query heads that share a key head, and so is that of value.
     """
-    kernel, heads = select_kernel(query, seen), key.shape[1]
+    kernel, heads = select_kernel(query, mask), key.shape[1]
     if kernel == "flash":
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)  # for dropout, which is 0
         return FLASH_ATTENTION_BACKWARD(
@@ -426,7 +424,7 @@ def attention_backward(
     groups = query.shape[1] // heads
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    bias = None if seen is None else _as_bias(seen, query, key)
+    bias = None if mask is None else _as_bias(mask, query, key)
     if kernel == "cpu":
         found = CPU_FLASH_ATTENTION_BACKWARD(
             gradient, query, key, value, output, sums.transpose(1, 2).contiguous().transpose(1, 2), 0.0, causal,
@@ -477,18 +475,18 @@ def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale
     return scores
 
 
-def _as_bias(seen: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Turn a mask of padding into a bias that is added to the scores.
 
-    seen  bool (batch, 1, 1, keys): False for keys that are padding
+    mask  bool (batch, 1, 1, keys): False for keys that are padding
 
     Returns (batch, heads, queries, keys): 0 for keys that count, and the dtype's lowest number for
     padding. The bias is not -inf, because each log-sum-exp has to be finite, even if all keys of a
     device are padding. In this case the log-sum-exp is so low that the device adds nothing to the
     merged output.
     """
-    keys = seen.shape[-1]
+    keys = mask.shape[-1]
     if _is_on_accelerator(query):  # the CUDA kernel needs rows that are aligned to 16 bytes
-        seen = functional.pad(seen, (0, -keys % ALIGNED))
-    bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, torch.finfo(query.dtype).min)[..., :keys]
+        mask = functional.pad(mask, (0, -keys % ALIGNED))
+    bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

@@ -111,65 +111,67 @@ class CollectiveOrder:
         """
         self._check(_GATHER, number)
 
-    def _check(self, kind: int, place: int = 0, which: int = 0) -> None:
+    def _check(self, kind: int, group_number: int = 0, which: int = 0) -> None:
         """Check one event of this device against the events of the other devices.
 
         In the first `first` backward passes, compare it at once. Later, add it to the checksum that
         `end_backward` compares.
 
-        kind   _GATHER, _SUM, _FORWARD or _BACKWARD
-        place  the number of the parameter group; 0 for an event without a group
-        which  for _SUM, a hash of which of the group's parameters have gradients; otherwise 0
+        kind          _GATHER, _SUM, _FORWARD or _BACKWARD
+        group_number  the number of the parameter group; 0 for an event without a group
+        which         for _SUM, a hash of which of the group's parameters have gradients; otherwise
+                      0
         """
         if active_fake_mode() is not None or dist.get_backend(self.group) == "fake":
             return
         if kind in (_GATHER, _SUM):
             note_activity(
-                f"{'the gather' if kind == _GATHER else 'the gradients'} of {self.names[place]}, or what follows"
+                f"{'the gather' if kind == _GATHER else 'the gradients'} of {self.names[group_number]}, or what follows"
             )
         if self.first is None or self.passes < self.first:
-            self._compare(kind, place, which)
+            self._compare(kind, group_number, which)
         else:
-            for number in (kind, place, which):
+            for number in (kind, group_number, which):
                 self.checksum = (self.checksum * 1_000_003 + number + 1) % (2**61 - 1)
 
-    def _compare(self, kind: int, place: int = 0, which: int = 0) -> None:
+    def _compare(self, kind: int, group_number: int = 0, which: int = 0) -> None:
         """Send an event to all devices, and receive theirs. If the events differ, all devices raise
         InputError.
 
-        kind   _GATHER, _SUM, _FORWARD, _BACKWARD or _CHECKSUM
-        place  the number of the parameter group; 0 for an event without a group
-        which  for _SUM, a hash of which of the group's parameters have gradients; for _CHECKSUM,
-               the checksum; otherwise 0
+        kind          _GATHER, _SUM, _FORWARD, _BACKWARD or _CHECKSUM
+        group_number  the number of the parameter group; 0 for an event without a group
+        which         for _SUM, a hash of which of the group's parameters have gradients; for
+                      _CHECKSUM, the checksum; otherwise 0
         """
-        mine = torch.tensor([kind, place, which], device="cpu")
-        said = [torch.empty_like(mine) for _ in range(self.group.size())]
-        dist.all_gather(said, mine, group=self.group)
-        if not all(torch.equal(one, mine) for one in said):
-            raise self._mismatch([one.tolist() for one in said])
+        mine = torch.tensor([kind, group_number, which], device="cpu")
+        events = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(events, mine, group=self.group)
+        if not all(torch.equal(one, mine) for one in events):
+            raise self._mismatch([one.tolist() for one in events])
 
-    def _mismatch(self, said: Sequence[list[int]]) -> InputError:
+    def _mismatch(self, events: Sequence[list[int]]) -> InputError:
         """Return the error that says what each rank is about to do, such as which layer it gathers.
 
-        said  for each rank of the group, the event [kind, place, which] that it sent (see
-              `_compare`)
+        events  for each rank of the group, the event [kind, group_number, which] that it sent (see
+                `_compare`)
         """
         ranks: dict[str, list[int]] = {}
-        for number, (kind, place, *_) in enumerate(said):
-            says = _EVENTS[kind].format(self.names[place])
+        for number, (kind, group_number, *_) in enumerate(events):
+            says = _EVENTS[kind].format(self.names[group_number])
             ranks.setdefault(says, []).append(dist.get_global_rank(self.group, number))
         told = "; ".join(
             f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who[:8]))}: {says}" for says, who in ranks.items()
         )
-        places = [place for kind, place, *_ in said if kind in (_GATHER, _SUM)]
-        if not places:
+        group_numbers = [group_number for kind, group_number, *_ in events if kind in (_GATHER, _SUM)]
+        if not group_numbers:
             where = f"they differ in this step ({told})"
         elif len(ranks) == 1:
             where = (
-                f"they first differ at {self.names[min(places)]} ({told}, but of different parameters in that layer)"
+                f"they first differ at {self.names[min(group_numbers)]} "
+                f"({told}, but of different parameters in that layer)"
             )
         else:
-            where = f"they first differ at {self.names[min(places)]} ({told})"
+            where = f"they first differ at {self.names[min(group_numbers)]} ({told})"
         return InputError(
             "plan: zero=3",
             "each layer's parameters are gathered from all ranks, so all ranks must call the same layers in the same "

@@ -159,9 +159,9 @@ def _move_to_store(model: nn.Module, store: Store) -> None:
     for held in model_records(model):
         parameter: Any = sharded_parameter(held)
         if parameter.requires_grad:
-            there, local = store.put(padded_shard(held)), local_shard(parameter)
-            set_padded_shard(held, there)
-            rows = there.view(padded_shard_size(held)).narrow(0, 0, local.shape[0] if local.numel() else 0)
+            stored, local = store.put(padded_shard(held)), local_shard(parameter)
+            set_padded_shard(held, stored)
+            rows = stored.view(padded_shard_size(held)).narrow(0, 0, local.shape[0] if local.numel() else 0)
             set_local_shard(parameter, rows.view(local.shape))
             mark_stored(parameter)
 
@@ -177,8 +177,8 @@ def apply_fully_shard(run: Run, plan: Plan) -> Run:
     """
     assert run.mesh is not None
     named = find_blocks(run.model, run.job.blocks_name)
-    places, parameters = parameter_uses(run.model, named), dict(run.model.named_parameters())
-    check_shardable(((name, parameters[name].dim(), used) for name, used in places.items()), len(named), plan)
+    uses, parameters = parameter_uses(run.model, named), dict(run.model.named_parameters())
+    check_shardable(((name, parameters[name].dim(), used) for name, used in uses.items()), len(named), plan)
     refuse_hooks(run.model, "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters")
     store = run.store if "parameters" in plan.offload else None
     shards = FullyShardReduction(
@@ -380,10 +380,10 @@ class FullyShardReduction:
         if self.used_parameters is not None:
             weights = list(self.weights.items())
             total = partial(self.mesh.all_reduce, axes=DATA)
-            for place in self.used_parameters.missing_everywhere(
+            for index in self.used_parameters.missing_everywhere(
                 [parameter for parameter, _ in weights], total, self.device
             ):
-                weights[place][1].grad = None
+                weights[index][1].grad = None
 
     def updated(self) -> None:
         """Do nothing after an update: the next forward gathers the updated shards."""

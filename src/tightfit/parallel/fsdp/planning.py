@@ -204,12 +204,12 @@ def check_shardable(described: Iterable[tuple[str, int, tuple[int, ...]]], block
         if plan.zero == 3
         else ("plan: offload=parameters", "leave parameters out of offload")
     )
-    for name, dims, places in described:
+    for name, dims, block_numbers in described:
         if dims == 0:
             raise InputError(
                 asked, f"{name} is a single number, which cannot be sharded", f"give it the shape (1,), or {fix}"
             )
-        if len(places) > 1 and any(0 <= place < blocks for place in places):
+        if len(block_numbers) > 1 and any(0 <= number < blocks for number in block_numbers):
             raise InputError(asked, f"{name} is used by several blocks, and is gathered for one block at a time", fix)
 
 

@@ -83,9 +83,9 @@ class _Prefetch:
         self.stream.wait_stream(self.streams.current_stream())
         with self.streams.stream(self.stream):
             for held in records(self.group):
-                there = padded_shard(held)
-                here = torch.empty_like(there, device=self.device, pin_memory=False)
-                self.prefetched[held] = here.copy_(there, non_blocking=True)
+                on_host = padded_shard(held)
+                on_device = torch.empty_like(on_host, device=self.device, pin_memory=False)
+                self.prefetched[held] = on_device.copy_(on_host, non_blocking=True)
 
     @contextmanager
     def using_copies(self) -> Iterator[None]:
@@ -94,14 +94,14 @@ class _Prefetch:
         """
         current = self.streams.current_stream()
         current.wait_stream(self.stream)
-        there = {held: padded_shard(held) for held in self.prefetched}
-        for held, here in self.prefetched.items():
-            set_padded_shard(held, here)
+        on_host = {held: padded_shard(held) for held in self.prefetched}
+        for held, on_device in self.prefetched.items():
+            set_padded_shard(held, on_device)
             if self.device.type != "cpu":
-                here.record_stream(current)
+                on_device.record_stream(current)
         try:
             yield
         finally:
-            for held, rows in there.items():
+            for held, rows in on_host.items():
                 set_padded_shard(held, rows)
             self.prefetched.clear()

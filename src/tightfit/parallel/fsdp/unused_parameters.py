@@ -65,7 +65,7 @@ class UsedParameters:
         Raises InputError if the check fails.
         """
         which = 0
-        for place, record in enumerate(records(group)):
+        for index, record in enumerate(records(group)):
             parameter = sharded_parameter(record)
             if not parameter.requires_grad or not is_gathered_once(record):
                 continue
@@ -76,7 +76,7 @@ class UsedParameters:
                 gathered.grad = torch.zeros_like(gathered)
             else:
                 continue
-            which = (31 * which + place + 1) % 2**31
+            which = (31 * which + index + 1) % 2**31
         if which and reduces_gradients(group):
             self.agreement.check_reduce(number, which)
 
@@ -99,7 +99,7 @@ class UsedParameters:
         device      this process's device
         """
         counts = copy_to_device([float(parameter in self.with_gradient) for parameter in parameters], device)
-        missed = [place for place, parameter in enumerate(parameters) if parameter not in self.with_gradient]
+        missed = [index for index, parameter in enumerate(parameters) if parameter not in self.with_gradient]
         self.with_gradient.clear()
         all_reduce(counts)
         return missing_everywhere(counts, missed)

@@ -59,7 +59,7 @@ OTHER_PARALLELISM = "use pp: 1, and split the model with zero: 3 or tp instead"
 MAX_REPLICATED_SHARE = 0.01
 CHECKED_FIELDS = ("pp", "virtual_stages", "split", "schedule", "materialize")  # of a plan, in `check_boundaries`
 
-Places = dict[str, tuple[int, ...]]
+ParameterUses = dict[str, tuple[int, ...]]
 
 
 def trace_boundaries(run: Run, plan: Plan, example: Batch) -> Run:
@@ -110,8 +110,8 @@ class _Placed(NamedTuple):
     `sizes` the numbers of elements, by name. Buffers are left out. `parameters` are all parameters and
     buffers, and have the blocks that use them as their `places`."""
 
-    defined: Places
-    used: Places
+    defined: ParameterUses
+    used: ParameterUses
     sizes: dict[str, int]
     parameters: tuple[Parameter, ...]
 
@@ -134,7 +134,7 @@ def _checked(flow: Dataflow, placed: _Placed, blocks: int, plan: Plan) -> dict[i
 
 
 def check_boundaries(
-    flow: Dataflow, plan: Plan, stages: list[range], defined: Places, used: Places, sizes: dict[str, int]
+    flow: Dataflow, plan: Plan, stages: list[range], defined: ParameterUses, used: ParameterUses, sizes: dict[str, int]
 ) -> dict[int, tuple[PathTo, ...]]:
     """Check that the stages of the plan's pipeline compute what the full model computes. Return the
     arguments that are sent to each stage, in the form of `boundary_inputs`.
@@ -152,15 +152,15 @@ def check_boundaries(
     return boundary_inputs(flow, plan, stages)
 
 
-def refuse_shared_blocks(places: Places, blocks: int) -> None:
+def refuse_shared_blocks(uses: ParameterUses, blocks: int) -> None:
     """Raise InputError if a parameter that a block uses is also used outside of this block.
 
-    places  parameter name -> the numbers of the blocks that use it, -1 before the blocks and the
+    uses    parameter name -> the numbers of the blocks that use it, -1 before the blocks and the
             number of blocks after them
     blocks  the number of blocks
     """
-    for name, where in places.items():
-        inner = {place for place in where if 0 <= place < blocks}
+    for name, where in uses.items():
+        inner = {block for block in where if 0 <= block < blocks}
         if len(inner) > 1 or (inner and len(set(where)) > 1):
             raise InputError(
                 PP_FIELD, f"{name} is used by several blocks, which a pipeline puts on several devices", "use pp: 1"
@@ -177,14 +177,14 @@ def refuse_encoder_decoder(model: nn.Module) -> None:
         )
 
 
-def resolve_parameter_uses(places: Places, flow: Dataflow, blocks: int | None = None) -> Places:
+def resolve_parameter_uses(definitions: ParameterUses, flow: Dataflow, blocks: int | None = None) -> ParameterUses:
     """Return parameter name -> the numbers of the blocks that use the parameter. -1 means code
     before the blocks, the number of blocks means code after them.
 
-    places  parameter name -> the numbers of the blocks in which it is defined. A parameter that the
-            traced forward does not use keeps these numbers
-    flow    the trace of a forward, which shows where each parameter is used
-    blocks  the model's number of blocks, if the trace left out some of them; else None
+    definitions  parameter name -> the numbers of the blocks in which it is defined. A parameter
+                 that the traced forward does not use keeps these numbers
+    flow         the trace of a forward, which shows where each parameter is used
+    blocks       the model's number of blocks, if the trace left out some of them; else None
 
     Example: an embedding tied to the head of a model of 12 blocks gives (-1, 12), before and after
     the blocks.
@@ -192,18 +192,20 @@ def resolve_parameter_uses(places: Places, flow: Dataflow, blocks: int | None = 
     count = flow.block_count if blocks is None else blocks
     numbers = {BEFORE_BLOCKS: BEFORE_BLOCKS, flow.block_count: count, **dict(enumerate(flow.block_numbers))}
     found = {}
-    for name, defined in places.items():
-        used = tuple(sorted({numbers[place] for place in flow.uses.get(name, ())}))
-        inner = tuple(place for place in defined if 0 <= place < count)
+    for name, defined in definitions.items():
+        used = tuple(sorted({numbers[block] for block in flow.uses.get(name, ())}))
+        inner = tuple(block for block in defined if 0 <= block < count)
         found[name] = tuple(sorted({*inner, *used})) if used else defined
     return found
 
 
-def _refuse_misplaced(plan: Plan, stages: list[range], defined: Places, used: Places, sizes: dict[str, int]) -> None:
+def _refuse_misplaced(
+    plan: Plan, stages: list[range], defined: ParameterUses, used: ParameterUses, sizes: dict[str, int]
+) -> None:
     last, whole = len(stages) - 1, sum(sizes.values())
-    stages_of = cache(lambda places: stages_using(places, stages))
-    for name, places in used.items():
-        where = stages_of(places)
+    stages_of = cache(lambda block_numbers: stages_using(block_numbers, stages))
+    for name, block_numbers in used.items():
+        where = stages_of(block_numbers)
         if len(where) > 1 and not where <= {0, last}:
             raise InputError(
                 PP_FIELD,
@@ -217,17 +219,17 @@ def _refuse_misplaced(plan: Plan, stages: list[range], defined: Places, used: Pl
                 f"{name} is used by the first and the last device, which update it at different times",
                 "use schedule: 1f1b, or a model whose embeddings are not tied",
             )
-        inside = any(0 <= place < stages[-1].stop for place in defined[name])
+        inside = any(0 <= block < stages[-1].stop for block in defined[name])
         if inside and len(where) > 1:
-            outside = not all(0 <= place < stages[-1].stop for place in places)
+            outside = not all(0 <= block < stages[-1].stop for block in block_numbers)
             users = (
                 "a block and outside of the blocks, as by a loss that reads weights" if outside else "several blocks"
             )
             raise InputError(
                 PP_FIELD, f"{name} is used by {users}, which a pipeline puts on several devices", "use pp: 1"
             )
-        elsewhere = plan.materialize == "device" and not where <= stages_of(defined[name])
-        if elsewhere and sizes[name] > MAX_REPLICATED_SHARE * whole:  # a rank that uses it lacks it
+        created_elsewhere = plan.materialize == "device" and not where <= stages_of(defined[name])
+        if created_elsewhere and sizes[name] > MAX_REPLICATED_SHARE * whole:  # a rank that uses it lacks it
             raise InputError(
                 f"plan: pp={plan.pp}, materialize=device",
                 f"{name} is used on another pipeline stage than the stage that creates it",
@@ -308,9 +310,9 @@ def _changed_buffers(flow: Dataflow) -> Iterator[tuple[OperationCall, str]]:
             for storage in event.written:
                 if storage in flow.persistent or storage in flow.parameters:
                     yield event, flow.persistent.get(storage, "")
-            for seen in event.outputs:
-                if seen.tensor in made:
-                    yield event, made[seen.tensor]
+            for output in event.outputs:
+                if output.tensor in made:
+                    yield event, made[output.tensor]
 
 
 def _refuse_repeated_writes(flow: Dataflow) -> None:
@@ -391,8 +393,8 @@ class _StageTrace:
                 elif isinstance(event, BlockReturn):
                     if event.block < self.blocks.start:
                         self._returned(event)
-                    for seen, _ in event.outputs:
-                        self.inner.pop(seen.tensor, None)
+                    for output, _ in event.outputs:
+                        self.inner.pop(output.tensor, None)
                 elif ended or (event.inside and event.block < self.blocks.start):
                     self._run_elsewhere(event)
                 elif real:
@@ -415,17 +417,17 @@ class _StageTrace:
                     f"pass the value to each block as an argument, or {OTHER_PARALLELISM}",
                 )
 
-    def _reason_missing(self, seen: TensorId) -> str | None:
+    def _reason_missing(self, tensor_id: TensorId) -> str | None:
         """Return why a tensor is missing on this stage, or None if it is not missing."""
-        if seen.tensor in self.unknown:
-            return self.unknown[seen.tensor]
-        if seen.storage in self.known:
+        if tensor_id.tensor in self.unknown:
+            return self.unknown[tensor_id.tensor]
+        if tensor_id.storage in self.known:
             return (
                 None
-                if seen.tensor in self.known[seen.storage]
+                if tensor_id.tensor in self.known[tensor_id.storage]
                 else "it is another view of a tensor that the stage receives"
             )
-        return self.missing.get(seen.storage)
+        return self.missing.get(tensor_id.storage)
 
     def _run_elsewhere(self, event: OperationCall) -> None:
         """Record an operation that another stage runs, and this stage does not. All of its results
@@ -435,12 +437,12 @@ class _StageTrace:
         for storage in event.written:
             self.missing[storage] = f"{line} overwrites the value on another stage"
             self.known.pop(storage, None)
-        there, tensors = {seen.storage for seen in event.reads}, {seen.tensor for seen in event.reads}
-        for seen in event.outputs:
-            if seen.tensor not in tensors:
-                self.unknown[seen.tensor] = self.left[seen.tensor] = f"{line} computes the value on another stage"
-            if seen.storage not in there:
-                self.missing[seen.storage] = f"{line} computes the value on another stage"
+        storages, tensors = {read.storage for read in event.reads}, {read.tensor for read in event.reads}
+        for output in event.outputs:
+            if output.tensor not in tensors:
+                self.unknown[output.tensor] = self.left[output.tensor] = f"{line} computes the value on another stage"
+            if output.storage not in storages:
+                self.missing[output.storage] = f"{line} computes the value on another stage"
 
     def _returned(self, event: BlockReturn) -> None:
         """Record that a block of an earlier stage returns. On this stage a stub replaces the block,
@@ -449,10 +451,10 @@ class _StageTrace:
         If an output is also an input of the block, such as a tensor that the block passes on, the
         call does not change whether it is missing.
         """
-        for seen, is_given in event.outputs:
-            self.left.pop(seen.tensor, None)
+        for output, is_given in event.outputs:
+            self.left.pop(output.tensor, None)
             if not is_given:
-                self.unknown[seen.tensor] = f"block {event.block}, on another stage, returns the value"
+                self.unknown[output.tensor] = f"block {event.block}, on another stage, returns the value"
 
     def _run_before(self, event: OperationCall) -> None:
         """Record an operation of the model's code before the stage's first block. This stage runs
@@ -466,56 +468,58 @@ class _StageTrace:
         of which this stage has not even a stub (a tensor of the right shape).
         """
         why = f"{describe_line(event.line)} draws the value at random, again on each stage" if event.is_random else None
-        for seen in event.reads:
-            if seen.tensor in self.left:
-                raise self._refused(event, self.left[seen.tensor])
-            if seen.storage in self.flow.parameters and why is None:
-                why = f"it depends on {min(self.flow.parameters[seen.storage])}, which is read before the stage's first block"
-            why = self._reason_missing(seen) or why
+        for read in event.reads:
+            if read.tensor in self.left:
+                raise self._refused(event, self.left[read.tensor])
+            if read.storage in self.flow.parameters and why is None:
+                why = f"it depends on {min(self.flow.parameters[read.storage])}, which is read before the stage's first block"
+            why = self._reason_missing(read) or why
         if why is None:
             return
         if event.reads_value:
             raise self._refused(event, why, "reads (in Python)")
         for storage in event.written:
             self.missing[storage] = why
-        for seen in event.outputs:
-            source = [one for one in event.reads if one.storage == seen.storage]
+        for output in event.outputs:
+            source = [one for one in event.reads if one.storage == output.storage]
             if not source:
-                self.missing[seen.storage] = why
-            elif seen.storage in self.missing or seen.storage in event.written:
+                self.missing[output.storage] = why
+            elif output.storage in self.missing or output.storage in event.written:
                 continue
-            elif seen.storage in self.flow.parameters or any(map(self._reason_missing, source)):  # a view
-                self.unknown[seen.tensor] = why
+            elif output.storage in self.flow.parameters or any(map(self._reason_missing, source)):  # a view
+                self.unknown[output.tensor] = why
 
     def _compute(self, event: OperationCall) -> None:
         """Record an operation that belongs to this stage. Raises InputError if the operation reads
         a missing value.
         """
-        for seen in event.reads:
-            why = self._reason_missing(seen) or self._reason_uncollected(seen, event)
+        for read in event.reads:
+            why = self._reason_missing(read) or self._reason_uncollected(read, event)
             if why is not None:
                 raise self._refused(event, why)
         if event.inside:
-            there = {seen.tensor for seen in event.reads}
-            self.inner.update({seen.tensor: event.block for seen in event.outputs if seen.tensor not in there})
+            read_tensors = {read.tensor for read in event.reads}
+            self.inner.update(
+                {output.tensor: event.block for output in event.outputs if output.tensor not in read_tensors}
+            )
         for storage in event.written:
-            if len({seen.tensor for seen in self.taken.values() if seen.storage == storage}) > 1:
+            if len({taken.tensor for taken in self.taken.values() if taken.storage == storage}) > 1:
                 raise self._refused(event, "it is sent as two tensors, which no longer share memory", "overwrites")
-        for seen in event.outputs:
-            if seen.storage in self.known:
-                self.known[seen.storage].add(seen.tensor)
+        for output in event.outputs:
+            if output.storage in self.known:
+                self.known[output.storage].add(output.tensor)
 
-    def _reason_uncollected(self, seen: TensorId, event: OperationCall) -> str | None:
+    def _reason_uncollected(self, tensor_id: TensorId, event: OperationCall) -> str | None:
         """Return why this stage cannot read a tensor that a block has stored and not returned.
         Return None if the stage can read it.
 
         Example: each block appends a tensor to a list. This stage's list lacks the tensors of the
         blocks of other stages, so `list[i]` would be a different tensor.
 
-        seen   the tensor
-        event  the operation that reads it
+        tensor_id  the tensor
+        event      the operation that reads it
         """
-        made = self.inner.get(seen.tensor)
+        made = self.inner.get(tensor_id.tensor)
         if made is None or not self.blocks.start or (event.inside and event.block == made):
             return None
         return f"block {made} stored it instead of returning it, as blocks on other stages do"
@@ -528,27 +532,27 @@ class _StageTrace:
         shape), into which the sent values could be put.
         """
         received: dict[int, PathTo] = {}
-        for path, seen in event.inputs.items():
-            if seen.tensor in received or self._reason_missing(seen) is None:
+        for path, argument in event.inputs.items():
+            if argument.tensor in received or self._reason_missing(argument) is None:
                 continue
-            if seen.tensor in self.left:
+            if argument.tensor in self.left:
                 raise InputError(
                     PP_FIELD,
                     f"block {event.block} uses a value that an earlier block stored instead of returning "
-                    f"({self.left[seen.tensor]}), and only arguments of blocks are sent between pipeline stages",
+                    f"({self.left[argument.tensor]}), and only arguments of blocks are sent between pipeline stages",
                     f"let the earlier block return the value, or {OTHER_PARALLELISM}",
                 )
-            received[seen.tensor] = path
-            self.taken[path] = seen
-            self.unknown.pop(seen.tensor, None)
-            if seen.storage in self.missing:
-                self.known.setdefault(seen.storage, set()).add(seen.tensor)
+            received[argument.tensor] = path
+            self.taken[path] = argument
+            self.unknown.pop(argument.tensor, None)
+            if argument.storage in self.missing:
+                self.known.setdefault(argument.storage, set()).add(argument.tensor)
 
     def _send(self, event: BlockCall) -> None:
         """Record the call of the next stage's first block: set `sent` to its arguments, and `lacks`
         to those that are missing here.
         """
-        reasons = {path: self._reason_missing(seen) for path, seen in event.inputs.items()}
+        reasons = {path: self._reason_missing(argument) for path, argument in event.inputs.items()}
         self.sent = dict(event.inputs)
         self.lacks = {path: why for path, why in reasons.items() if why is not None}
 

@@ -185,13 +185,13 @@ class PipelineRank:
         """
         table = make_schedule(schedule, self.pp_size, self.plan.virtual_stages, len(micro_batches))
         actions = table[self.rank]
-        self.messages.positions = {action: place for own in table for place, action in enumerate(own)}
+        self.messages.positions = {action: index for own in table for index, action in enumerate(own)}
         total: Tensor | None = None
         completing = WEIGHTS if self.deferred is not None else BACKWARD
-        final = max(place for place, action in enumerate(actions) if action.kind == completing)
+        final = max(index for index, action in enumerate(actions) if action.kind == completing)
         stops = kind_of(run.device) != "cpu"
         next_actions = coming(schedule, self.pp_size, self.plan.virtual_stages, len(micro_batches), self.rank, stops)
-        for place, (action, after) in enumerate(zip(actions, next_actions, strict=True)):
+        for index, (action, after) in enumerate(zip(actions, next_actions, strict=True)):
             self._free_completed_sends(run)
             self.messages.post_receives(run, [(one, micro_batches[one.micro_batch]) for one in (action, *after)])
             batch = micro_batches[action.micro_batch]
@@ -201,17 +201,17 @@ class PipelineRank:
                 continue
             if action.kind == BACKWARD and self.deferred is not None:
                 with self.deferred.group(action.micro_batch):
-                    self.backward(run, action, place == final)
+                    self.backward(run, action, index == final)
                 continue
             if run.reduction is not None:
                 run.reduction.begin(last)
             if action.kind == BACKWARD:
-                self.backward(run, action, place == final)
+                self.backward(run, action, index == final)
             else:
                 assert self.deferred is not None
                 self.deferred.run(action.micro_batch)
             if run.reduction is not None:
-                run.reduction.end(place == final)
+                run.reduction.end(index == final)
         self.messages.finish()
         self._all_reduce_tied(run)
         return torch.zeros((), device=run.device) if total is None else total
@@ -239,8 +239,8 @@ class PipelineRank:
         for a dummy micro-batch. Raises InputError if the model does not call its blocks in order.
         """
         is_real = not isinstance(batch, DummyMicroBatch)
-        there = to_device(batch if is_real else batch.batch, run)
-        key = shape_key(there)
+        on_device = to_device(batch if is_real else batch.batch, run)
+        key = shape_key(on_device)
         inputs = StageInputs()
 
         def take(arguments: list[Tensor]) -> list[Tensor]:
@@ -248,8 +248,8 @@ class PipelineRank:
             return inputs.for_model()
 
         try:
-            with self.blocks.running(action.stage, take, there):
-                loss = run.loss_sum(there)
+            with self.blocks.running(action.stage, take, on_device):
+                loss = run.loss_sum(on_device)
         except StageEnd as left:
             left.__traceback__ = None
             sent = left.sent
@@ -282,9 +282,9 @@ class PipelineRank:
             (in_flight.backward_roots[0] * in_flight.scale).backward()
         else:
             found = zip(in_flight.backward_roots, self.messages.receive_gradients(action), strict=True)
-            there = [(root, gradient) for root, gradient in found if gradient is not None]
-            if there:
-                torch.autograd.backward([root for root, _ in there], [gradient for _, gradient in there])
+            pairs = [(root, gradient) for root, gradient in found if gradient is not None]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         if action.stage:
             self.messages.send_gradients(action, in_flight.inputs)
 

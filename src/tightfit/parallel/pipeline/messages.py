@@ -97,13 +97,13 @@ class StageInputs:
         """
         return list(self.gradients or (None,) * len(self.metadata))
 
-    def zeros(self, place: int) -> Tensor:
+    def zeros(self, index: int) -> Tensor:
         """Return zeros of the gradient's shape for one of the received tensors that require a
         gradient.
 
-        place  the tensor's index among these tensors
+        index  the tensor's index among these tensors
         """
-        shape, dtype, device = self.metadata[place]
+        shape, dtype, device = self.metadata[index]
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
@@ -178,8 +178,8 @@ class StageMessages:
         has_arrived  called with the action that consumes some sent tensors; returns whether these
                      tensors have arrived
         """
-        there, self.pending_sends = self.pending_sends, [one for one in self.pending_sends if not has_arrived(one[0])]
-        for taken, work, _ in there:
+        pending, self.pending_sends = self.pending_sends, [one for one in self.pending_sends if not has_arrived(one[0])]
+        for taken, work, _ in pending:
             if work is not None and has_arrived(taken):
                 work.wait()
 
@@ -190,8 +190,8 @@ class StageMessages:
         tensors for the action that made the input, and for all actions before that.
         """
         producer = producer_of(action)
-        sender, place = producer.stage % self.pp_size, self.position_of(producer)
-        self._free_sent(lambda taken: taken.stage % self.pp_size == sender and self.position_of(taken) <= place)
+        sender, position = producer.stage % self.pp_size, self.position_of(producer)
+        self._free_sent(lambda taken: taken.stage % self.pp_size == sender and self.position_of(taken) <= position)
 
     def link(self, stage: int, other: int, direction: str) -> tuple[dist.ProcessGroup, int]:
         """Return (process group, rank in the group) for messages to or from a neighbouring stage.
@@ -261,8 +261,8 @@ class StageMessages:
         batch   the action's micro-batch
         """
         if action.kind == FORWARD and action.stage > 0:
-            there = without_full_masks(batch.batch if isinstance(batch, DummyMicroBatch) else batch, run)
-            key = action.stage, "in", shape_key(there)
+            without_masks = without_full_masks(batch.batch if isinstance(batch, DummyMicroBatch) else batch, run)
+            key = action.stage, "in", shape_key(without_masks)
             line = self.link(action.stage, action.stage - 1, "forward")
         elif action.kind == BACKWARD and action.stage < self.last_stage:
             key = action.stage, "gradient", action.micro_batch
@@ -379,9 +379,9 @@ class StageMessages:
                 action,
                 "backward",
             )
-        for place, gradient in enumerate(gradients):
-            if self.has_gradient[known][place]:
-                self.send(inputs.zeros(place) if gradient is None else gradient, action, "backward")
+        for index, gradient in enumerate(gradients):
+            if self.has_gradient[known][index]:
+                self.send(inputs.zeros(index) if gradient is None else gradient, action, "backward")
             elif gradient is not None:
                 raise InputError(
                     "plan: pp",

@@ -129,8 +129,8 @@ class PipeDream(PipelineRank):
                 self.messages.post_receives(run, [*forwards, *due][number : number + 2])
                 total = add_losses(total, self.forward(run, action, batch, scale))
         if self.rank == self.pp_size - 1:
-            here = torch.zeros((), device=run.device) if total is None else total
-            self.pending_losses[step.number] = run.mesh.all_reduce(here, DATA) * scale
+            own_loss = torch.zeros((), device=run.device) if total is None else total
+            self.pending_losses[step.number] = run.mesh.all_reduce(own_loss, DATA) * scale
         self.steps_in_flight.append(step)
         self.steps_begun += 1
         if len(self.steps_in_flight) > self.behind:
@@ -152,8 +152,8 @@ class PipeDream(PipelineRank):
         """Return a step's backwards as (action, None), the form that `post_receives` takes. None is
         in the place of the batch, on which the receives of a backward do not depend.
         """
-        places = (self._unique_number(step, number) for number in range(step.micro_batches))
-        return [(Action(BACKWARD, self.rank, place), None) for place in places]
+        unique_numbers = (self._unique_number(step, number) for number in range(step.micro_batches))
+        return [(Action(BACKWARD, self.rank, unique_number), None) for unique_number in unique_numbers]
 
     def _unique_number(self, step: _StepInFlight, number: int) -> int:
         """Return a number for a micro-batch that differs from the numbers of all micro-batches of
@@ -265,16 +265,16 @@ class PipeDream(PipelineRank):
     def _using_version(self, run: Run, version: int) -> Iterator[None]:
         """Inside this context, the model computes with version number `version` of its weights."""
         used = self._newest_version(run) if version == self.updates_done else self.versions[version]
-        places = [
+        replaced = [
             (module, name, parameter)
             for module in run.model.modules()
             for name, parameter in own_parameters(module).items()
             if parameter is not None and parameter in used
         ]
-        for module, name, parameter in places:
+        for module, name, parameter in replaced:
             own_parameters(module)[name] = used[parameter]
         try:
             yield
         finally:
-            for module, name, parameter in places:
+            for module, name, parameter in replaced:
                 own_parameters(module)[name] = parameter

@@ -52,16 +52,16 @@ def stage_ranges(plan: Plan, blocks: int) -> list[range]:
     return [range(end - length, end) for end, length in zip(ends, split, strict=True)]
 
 
-def stages_using(places: Iterable[int], stages: list[range]) -> set[int]:
+def stages_using(block_numbers: Iterable[int], stages: list[range]) -> set[int]:
     """Return the numbers of the stages that use a parameter.
 
-    places  the numbers of the blocks that use the parameter. -1 stands for the code before the
-            blocks, which is in the first stage. The number of blocks stands for the code after
-            them, which is in the last stage
-    stages  the range of block numbers of each stage
+    block_numbers  the numbers of the blocks that use the parameter. -1 stands for the code before
+                   the blocks, which is in the first stage. The number of blocks stands for the code
+                   after them, which is in the last stage
+    stages         the range of block numbers of each stage
     """
     ends = [stage.stop for stage in stages]
-    return {min(bisect_right(ends, max(place, 0)), len(stages) - 1) for place in places}
+    return {min(bisect_right(ends, max(block, 0)), len(stages) - 1) for block in block_numbers}
 
 
 def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, ...]]) -> None:
@@ -73,7 +73,7 @@ def refuse_idle_ranks(plan: Plan, stages: list[range], trained: list[tuple[int, 
     trained  for each trainable parameter, the numbers of the blocks that use it, -1 before the
              blocks and the number of blocks after them
     """
-    used = set().union(*(stages_using(places, stages) for places in set(trained)))
+    used = set().union(*(stages_using(block_numbers, stages) for block_numbers in set(trained)))
     for rank in range(plan.pp):
         if not used.intersection(range(rank, plan.stages, plan.pp)):
             raise InputError(
@@ -114,10 +114,12 @@ def rank_ledger(
     schedule, on_gpu = make_schedule(*shape), machine.device != "cpu"
     arriving = coming(*shape, rank, on_gpu)
     leaving = ((),) * len(arriving) if on_gpu else sent(schedule, rank)  # a GPU frees what has arrived
-    here = {
-        places for places in {p.used_by_blocks for p in ledger.parameters} if stages_using(places, stages) & set(own)
+    own_uses = {
+        block_numbers
+        for block_numbers in {p.used_by_blocks for p in ledger.parameters}
+        if stages_using(block_numbers, stages) & set(own)
     }
-    names = {p.name for p in ledger.parameters if p.used_by_blocks in here}
+    names = {p.name for p in ledger.parameters if p.used_by_blocks in own_uses}
     return replace(
         ledger,
         training=training,

@@ -129,10 +129,10 @@ class ParameterMessages:
             torch.zeros(size, dtype=self.dtype) if parameter.grad is None else self._to_flat(parameter.grad)
             for parameter, size in zip(self.parameters, self.sizes, strict=True)
         ]
-        there = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=self.dtype)
+        flags = torch.tensor([parameter.grad is not None for parameter in self.parameters], dtype=self.dtype)
         for parameter in self.parameters:
             parameter.grad = None
-        return torch.cat([*parts, there])
+        return torch.cat([*parts, flags])
 
     @torch.no_grad()
     def put_gradients(self, flat: Tensor) -> None:
@@ -141,10 +141,10 @@ class ParameterMessages:
         flat  a message that `gradients` returned on a worker, or the sum of such messages. If a
               parameter's flag is 0, no worker has a gradient for it, and its `.grad` becomes None
         """
-        for parameter, part, there in zip(
+        for parameter, part, has_gradient in zip(
             self.parameters, flat.split([*self.sizes, len(self.sizes)]), flat[-len(self.sizes) :].tolist(), strict=False
         ):
-            if not there:
+            if not has_gradient:
                 parameter.grad = None
                 continue
             parameter.grad = empty_gradient(parameter)

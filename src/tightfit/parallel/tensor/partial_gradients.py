@@ -118,21 +118,21 @@ class _ShardedActivations(TorchDispatchMode):
         self._sharded.difference_update(map(storage_id, tensors_in(output)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        places = {storage_id(one) for one in tensors_in((args, kwargs or {}))}
+        storages = {storage_id(one) for one in tensors_in((args, kwargs or {}))}
         output = func(*args, **(kwargs or {}))
-        read = set[str]().union(*(self._read.get(place, ()) for place in places))
+        read = set[str]().union(*(self._read.get(storage, ()) for storage in storages))
         changed = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, Tensor)]
         made = [*changed, *tensors_in(output)]
         self._kept += made
         results = set(map(storage_id, made))
-        if not self._sharded.isdisjoint(places):
+        if not self._sharded.isdisjoint(storages):
             self.found |= read
             self._sharded |= results
-        if not self._active.isdisjoint(places):
+        if not self._active.isdisjoint(storages):
             self._active |= results
         elif read:
-            for place in results - places:
-                self._read[place] = read
+            for storage in results - storages:
+                self._read[storage] = read
         return output
 
 

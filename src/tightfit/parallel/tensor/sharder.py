@@ -370,9 +370,9 @@ class Sharder:
         embedding.padding_idx = padding - first if padding is not None and first <= padding < last else None
 
         def forward(input: Tensor) -> Tensor:
-            here = (in_range(input, vocabulary, "a token id") >= first) & (input < last)
-            found = lookup(torch.where(here, input - first, 0))
-            return _ReduceFromRegion.apply(found * here.unsqueeze(-1).to(found.dtype), self.group)
+            in_shard = (in_range(input, vocabulary, "a token id") >= first) & (input < last)
+            found = lookup(torch.where(in_shard, input - first, 0))
+            return _ReduceFromRegion.apply(found * in_shard.unsqueeze(-1).to(found.dtype), self.group)
 
         embedding.forward = forward  # type: ignore[method-assign]
 

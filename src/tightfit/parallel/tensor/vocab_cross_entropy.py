@@ -42,15 +42,15 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, gr
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        losses, probabilities, local, here = _forward(logits, targets, first, group)
-        ctx.save_for_backward(probabilities, local, here, targets != IGNORED)
+        losses, probabilities, local, in_shard = _forward(logits, targets, first, group)
+        ctx.save_for_backward(probabilities, local, in_shard, targets != IGNORED)
         ctx.dtype = logits.dtype
         return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, local, here, counts = ctx.saved_tensors
-        gradient = _logits_gradient(probabilities.clone(), local, here)
+        probabilities, local, in_shard, counts = ctx.saved_tensors
+        gradient = _logits_gradient(probabilities.clone(), local, in_shard)
         gradient *= (counts.to(gradient.dtype) * gradients[0]).unsqueeze(-1)
         return gradient.to(ctx.dtype), None, None, None
 
@@ -70,8 +70,8 @@ def vocab_parallel_cross_entropy_with_gradient(
     The gradient has the shape and dtype of `logits`. The rows of tokens whose target is IGNORED are
     meaningless: the caller has to ignore them.
     """
-    losses, probabilities, local, here = _forward(logits, targets, first, group)
-    gradient = _logits_gradient(probabilities, local, here)
+    losses, probabilities, local, in_shard = _forward(logits, targets, first, group)
+    gradient = _logits_gradient(probabilities, local, in_shard)
     return losses.sum(), gradient if gradient.dtype == logits.dtype else logits.copy_(gradient)
 
 
@@ -126,21 +126,21 @@ def _forward(
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     exponentials = (values - largest.unsqueeze(-1)).exp_()
     counts = targets != IGNORED
-    here = counts & (targets >= first) & (targets < first + logits.shape[-1])
-    local = torch.where(here, targets - first, 0)
-    chosen = torch.where(here, values.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
+    in_shard = counts & (targets >= first) & (targets < first + logits.shape[-1])
+    local = torch.where(in_shard, targets - first, 0)
+    chosen = torch.where(in_shard, values.gather(-1, local.unsqueeze(-1)).squeeze(-1), 0.0)
     sums = torch.stack([exponentials.sum(-1), chosen])
     dist.all_reduce(sums, group=group)
     losses = torch.where(counts, sums[0].log() + largest - sums[1], 0.0)
-    return losses, exponentials.div_(sums[0].unsqueeze(-1)), local, here
+    return losses, exponentials.div_(sums[0].unsqueeze(-1)), local, in_shard
 
 
-def _logits_gradient(probabilities: Tensor, local: Tensor, here: Tensor) -> Tensor:
+def _logits_gradient(probabilities: Tensor, local: Tensor, in_shard: Tensor) -> Tensor:
     """Return the gradient of each token's loss with respect to this device's logits, softmax -
     onehot. It overwrites `probabilities`.
 
     probabilities  (tokens, classes of this device)
     local          the index of each token's target among this device's classes
-    here           whether this device has the token's target
+    in_shard       whether this device has the token's target
     """
-    return probabilities.scatter_add_(-1, local.unsqueeze(-1), -here.to(probabilities.dtype).unsqueeze(-1))
+    return probabilities.scatter_add_(-1, local.unsqueeze(-1), -in_shard.to(probabilities.dtype).unsqueeze(-1))
