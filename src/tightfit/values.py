@@ -148,9 +148,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}:{line}", "is not UTF-8 text", "save the file as UTF-8") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else str(path)
+        location = f"{path}:{mark.line + 1}" if mark else str(path)
         raise InputError(
-            place,
+            location,
             f"not valid YAML ({getattr(error, 'problem', None) or 'unreadable'})",
             "correct the line; values with ': ' or a leading '%' or '@' need quotes",
         ) from None
@@ -202,7 +202,7 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
     first = (unknown or details)[0]
     path = _path(first)
     field = ".".join(str(part) for part in path)
-    place = f"{where}: {field}" if field else where
+    location = f"{where}: {field}" if field else where
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, InputError):
         kind, _, rest = inner.asked.partition(": ")
@@ -210,10 +210,10 @@ def explain_validation(cls: type[BaseModel], error: ValidationError, where: str)
             outer = path[:-1] if rest.partition("=")[0] == str(path[-1]) else path
             return InputError(f"{where}: {'.'.join([*map(str, outer), rest])}", inner.found, inner.fix)
         named = not path or str(path[-1]) in inner.asked
-        return inner if named else InputError(f"{place}: {inner.asked}", inner.found, inner.fix)
+        return inner if named else InputError(f"{location}: {inner.asked}", inner.found, inner.fix)
     branches = [detail for detail in details if _path(detail) == path]  # a union's types
     fixes = dict.fromkeys(_fix(cls, path, detail) for detail in branches)
-    return InputError(place, _found(first), ", or ".join(fixes))
+    return InputError(location, _found(first), ", or ".join(fixes))
 
 
 def _names_of_values(cls: type[Value]) -> set[str]:

@@ -54,7 +54,7 @@ class Watched:
             return made
 
         def fetches(order: Any, saved: Any) -> Tensor:
-            self.seen.append(f"{saved.place} is asked for")
+            self.seen.append(f"{saved.index} is asked for")
             here = fetch(order, saved)
             assert order.ahead <= max(offload_store.MAX_PREFETCH_BYTES, BYTES)
             assert torch.equal(here, saved.kept)

@@ -60,7 +60,7 @@ def _pieces(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Cal
     found: list[Callable[[], object]] = [] if start.compile == "model" else [partial(estimator.estimate, start)]
     machine = estimator.machine
     if machine.devices_per_node * machine.nodes > 1:
-        found += [partial(_degrees, estimator, start, pins, place) for place in range(1, MOST_DEGREES)]
+        found += [partial(_degrees, estimator, start, pins, index) for index in range(1, MOST_DEGREES)]
     narrow = start.replace(precision="bf16-true", rounding=rounding_of(estimator.job))
     if "precision" not in pins and is_legal(narrow, estimator.job, machine.device):
         found.append(partial(_narrow, estimator, narrow, {**pins, "precision": "bf16-true"}))
@@ -78,11 +78,11 @@ def _narrow(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> None:
         estimator.estimate(masters)
 
 
-def _degrees(estimator: Estimator, start: Plan, pins: dict[str, Any], place: int) -> None:
-    """Estimate the plans with the degrees at `place` of those that the search tries, in its order."""
+def _degrees(estimator: Estimator, start: Plan, pins: dict[str, Any], index: int) -> None:
+    """Estimate the plans with the degrees at `index` of those that the search tries, in its order."""
     in_order = by_lower_bound(estimator, start, pins)
-    if place < len(in_order):
-        estimate_degrees(estimator, start, pins, in_order[place][1], math.inf)
+    if index < len(in_order):
+        estimate_degrees(estimator, start, pins, in_order[index][1], math.inf)
 
 
 __all__ = ["tracing_ahead"]

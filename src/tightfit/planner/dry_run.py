@@ -255,10 +255,10 @@ def _with_other_batches(peak: Peak, shapes: DryRunData, device: str, ahead: bool
     """
     whole = shapes.plan.share_of(shapes.job.train.batch)
     micro = shapes.plan.micro_batch_of(shapes.job.train.batch)
-    there = whole if device == "cpu" else micro * (1 + ahead)
+    in_memory = whole if device == "cpu" else micro * (1 + ahead)
     more = (
         tensor_bytes(tensors_in(shapes.batch))
         // (sample_count(shapes.batch) * shapes.plan.cp)
-        * (there - min(micro * (_micro_batch_count(shapes.plan) or whole), whole))
+        * (in_memory - min(micro * (_micro_batch_count(shapes.plan) or whole), whole))
     )
     return replace(peak, total=peak.total + more, rows={**peak.rows, "activations": peak.rows["activations"] + more})

@@ -349,13 +349,13 @@ class Estimator:
             parameters = with_fp32_gradients(parameters)
         size, gradients, largest = _sizes_of(parameters)
         states = self.profiler.model.state_bytes(after) / (plan.shards if plan.zero >= 1 else 1)
-        there = float(largest if plan.update_in_backward else gradients)
+        held_gradients = float(largest if plan.update_in_backward else gradients)
         weights = size / (plan.shards if plan.zero >= 3 else 1)
-        states, weights, there = (
+        states, weights, held_gradients = (
             0.0 if row in plan.offload else size
-            for row, size in (("states", states), ("parameters", weights), ("gradients", there))
+            for row, size in (("states", states), ("parameters", weights), ("gradients", held_gradients))
         )
-        whole = weights + states + there / (plan.shards if plan.zero >= 2 else 1)
+        whole = weights + states + held_gradients / (plan.shards if plan.zero >= 2 else 1)
         gathers = plan.zero == 3 and plan.shards > 1 and plan.pp == 1 and "parameters" not in plan.offload
         unsharded = least_unsharded_bytes(parameters, plan) if gathers else 0.0
         return self.runtime_bytes_of(plan) + whole / plan.pp + unsharded

@@ -120,9 +120,9 @@ def first_that_nearly_fits(
     Returns the results of the new dry runs only, which are at most 6.
     """
     more = DryRunResults()
-    seen = [finals.latest(one) for one in {one.plan: one for one in found}.values()]
-    hopeless = {_update_memory_key(one.plan) for one in seen if _is_too_large_for_certain(one)}
-    near = [one for one in seen if not one.rejected_because and _nearly_fits(one)]
+    latest = [finals.latest(one) for one in {one.plan: one for one in found}.values()]
+    hopeless = {_update_memory_key(one.plan) for one in latest if _is_too_large_for_certain(one)}
+    near = [one for one in latest if not one.rejected_because and _nearly_fits(one)]
     runs = 0
     for one in sorted(near, key=lambda one: one.peak_bytes):
         if _update_memory_key(one.plan) in hopeless or runs == MAX_NEAR_DRY_RUNS:
@@ -159,8 +159,8 @@ def _nearly_fits(one: Estimate) -> bool:
     rows = one.peak.rows
     exact = one.peak.phase not in OVERESTIMATED_PHASES
     runtime, needed = rows["runtime"], one.peak.total - rows["runtime"] if exact else 0.0
-    for phase, _, there in one.ledger.instants():
-        size = sum(there.values()) - runtime
+    for phase, _, bytes_by_row in one.ledger.instants():
+        size = sum(bytes_by_row.values()) - runtime
         needed = max(needed, size / (1 + MAX_OVERESTIMATE) if phase in OVERESTIMATED_PHASES else size)
     return has_dry_run(one) and runtime + (1 + MARGIN) * needed <= one.limit_bytes
 
@@ -189,25 +189,25 @@ def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, n
     failed = list(finals.unconfirmed.values())
     if twin := _twin_that_is_too_large(finals, one):
         settled = estimator.include_allocator(one)
-        seen = replace(settled, dry_run_bytes=max(twin.dry_run_bytes or 0.0, settled.peak.total))
+        result = replace(settled, dry_run_bytes=max(twin.dry_run_bytes or 0.0, settled.peak.total))
     elif len(failed) >= MAX_FAILED_DRY_RUNS:
-        seen = replace(estimator.include_allocator(one), not_confirmed=failed[0].not_confirmed)
+        result = replace(estimator.include_allocator(one), not_confirmed=failed[0].not_confirmed)
     else:
         try:
-            seen = _with_dry_run(estimator, one, job, nearly)
+            result = _with_dry_run(estimator, one, job, nearly)
         except Untraceable as error:
-            seen = replace(estimator.include_allocator(one), not_confirmed=error.found)
+            result = replace(estimator.include_allocator(one), not_confirmed=error.found)
         except InputError as error:
             # the model does not support the plan: for example `recompute: sqrt`, if a block uses
             # outputs of other blocks than the one before it
             finals.refused[one.plan] = error
             return False
-    if not seen.fits:
-        finals.too_large[one.plan] = seen
-    elif seen.not_confirmed:
-        finals.unconfirmed[one.plan] = seen
+    if not result.fits:
+        finals.too_large[one.plan] = result
+    elif result.not_confirmed:
+        finals.unconfirmed[one.plan] = result
     else:
-        finals.chosen = seen
+        finals.chosen = result
     return finals.chosen is not None
 
 
@@ -221,11 +221,11 @@ def _twin_that_is_too_large(finals: DryRunResults, one: Estimate) -> Estimate | 
     """
     if "states" not in one.plan.offload or one.peak.phase == "optimizer":
         return None
-    for plan, seen in finals.too_large.items():
-        same = plan.replace(states=one.plan.states) == one.plan and seen.dry_run_bytes is not None
-        beside = seen.peak.rows.get("allocator", 0.0)
-        if same and (seen.peak.phase, seen.peak.total - beside) == (one.peak.phase, one.peak.total):
-            return seen
+    for plan, candidate in finals.too_large.items():
+        same = plan.replace(states=one.plan.states) == one.plan and candidate.dry_run_bytes is not None
+        beside = candidate.peak.rows.get("allocator", 0.0)
+        if same and (candidate.peak.phase, candidate.peak.total - beside) == (one.peak.phase, one.peak.total):
+            return candidate
     return None
 
 

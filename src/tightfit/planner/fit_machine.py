@@ -40,17 +40,17 @@ class TimedRun:
     machine: Machine
 
 
-def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
+def fit_efficiencies(machine: Machine, runs: Sequence[TimedRun]) -> Machine:
     """Return `machine` with the four efficiencies with which the predicted seconds per step are
     closest to the measured ones. An efficiency is the share of one of the machine's rates that
     entire training steps reach.
 
-    seen  the timed runs, at least one
+    runs  the timed runs, at least one
 
     The efficiencies are found by coordinate descent on their logarithms.
     """
     best = dict.fromkeys(EFFICIENCIES, 0.0)
-    error = _objective(seen, best)
+    error = _objective(runs, best)
     for step in STEP_SIZES:
         for _ in range(MAX_ROUNDS):
             tried = [
@@ -59,11 +59,11 @@ def fit_efficiencies(machine: Machine, seen: Sequence[TimedRun]) -> Machine:
                 for sign in (1, -1)
                 if abs(best[name] + sign * step) <= MAX_LOGARITHM
             ]
-            found = min(tried, key=lambda one: _objective(seen, one))
-            if _objective(seen, found) >= error:
+            found = min(tried, key=lambda one: _objective(runs, one))
+            if _objective(runs, found) >= error:
                 break
-            best, error = found, _objective(seen, found)
-    detail = f"of {len(seen)} runs, mean error {math.sqrt(_mean_squared_error(seen, best)):.0%}"
+            best, error = found, _objective(runs, found)
+    detail = f"of {len(runs)} runs, mean error {math.sqrt(_mean_squared_error(runs, best)):.0%}"
     return _with_efficiencies(machine, best, detail)
 
 
@@ -79,14 +79,14 @@ def fit_machine(machine: Machine, records: Sequence[Record]) -> Machine:
     """
     from tightfit.job import Job
 
-    seen = []
+    runs = []
     for record in records:
         seconds = record.median_step_s
         if seconds is not None and record.machine.name == machine.name and record.plan.pp == 1:
             profiler = Profiler(Job.parse(record.job), machine.device)
             had = machine.per_process(record.machine.devices_per_node, record.machine.nodes)
-            seen.append(TimedRun(estimated_ledger(profiler, record.plan, had), seconds, had))
-    return fit_efficiencies(machine, seen) if seen else machine
+            runs.append(TimedRun(estimated_ledger(profiler, record.plan, had), seconds, had))
+    return fit_efficiencies(machine, runs) if runs else machine
 
 
 def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: str = "") -> Machine:
@@ -96,14 +96,14 @@ def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: s
     return machine.replace(efficiency=figures)
 
 
-def _mean_squared_error(seen: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
-    clocks = {id(one.machine): TimeModel(_with_efficiencies(one.machine, logarithms)) for one in seen}
-    errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in seen)
-    return sum(errors) / len(seen)
+def _mean_squared_error(runs: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
+    clocks = {id(one.machine): TimeModel(_with_efficiencies(one.machine, logarithms)) for one in runs}
+    errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in runs)
+    return sum(errors) / len(runs)
 
 
-def _objective(seen: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
-    return _mean_squared_error(seen, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
+def _objective(runs: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
+    return _mean_squared_error(runs, logarithms) + PRIOR * sum(value**2 for value in logarithms.values())
 
 
 __all__ = ["TimedRun", "fit_efficiencies", "fit_machine"]

@@ -249,8 +249,8 @@ def options_of(estimator: Estimator) -> Iterator[list[Option]]:
         for option in _options(method, estimator):
             if Plan(**option.fields).devices == 1:
                 found.setdefault(option.field, []).append(option)
-    places = {field: place for place, field in enumerate(ORDER)}
-    for field in sorted(found, key=lambda name: places.get(name, len(ORDER))):  # stable: METHODS' order
+    positions = {field: position for position, field in enumerate(ORDER)}
+    for field in sorted(found, key=lambda name: positions.get(name, len(ORDER))):  # stable: METHODS' order
         yield found[field]
 
 
@@ -263,17 +263,17 @@ def _options(method: ModuleType, estimator: Estimator) -> Iterator[Option]:
     number is used only if nothing is proposed for its field.
     """
     proposed = _proposed(method, estimator)
-    seen: list[dict[str, Any]] = []
+    yielded: list[dict[str, Any]] = []
     for fields in (*proposed, *method.VARIANTS):
         changed = {name: value for name, value in fields.items() if value != getattr(Plan(), name)}
         own = [name for name in method.FIELDS if name in changed]
-        if not own or changed in seen:
+        if not own or changed in yielded:
             continue
         value = changed[own[0]]
         known = any(own[0] in one for one in proposed)
         if known and fields not in proposed and not isinstance(value, str | bool):
             continue
-        seen.append(changed)
+        yielded.append(changed)
         yield Option(name_of(method), own[0], changed)
 
 

@@ -57,15 +57,15 @@ def leanest(estimator: Estimator, start: Plan, pins: dict[str, Any], only_fittin
         if best is None:  # kernels are chosen only once, because each of their values needs a trace
             full = plan.replace(recompute=pins.get("recompute", "full"))
             tried = _estimates_of_kernels(estimator, full, pins)
-            seen = best = min(tried, key=_fullness, default=None)
+            estimate = best = min(tried, key=_fullness, default=None)
             kernels = {name: getattr(best.plan, name) for name in KERNELS} if best else {}
         elif _cannot_be_leaner(estimator, plan, needed.at_least(plan), best):
             continue
         else:
-            seen = _least(estimator, plan.replace(**kernels), pins)
-            best = best if seen is None else min(best, seen, key=_fullness)
-        if seen is not None:
-            needed.note(plan, seen)
+            estimate = _least(estimator, plan.replace(**kernels), pins)
+            best = best if estimate is None else min(best, estimate, key=_fullness)
+        if estimate is not None:
+            needed.note(plan, estimate)
     if best is None or estimator.include_allocator(best).fits:
         return best
     again = [best, *tried, *_estimates(estimator, best.plan, pins, _compile_options(estimator, best.plan))]

@@ -56,11 +56,11 @@ class MemoryBounds:
         batch, key = self._estimator.job.train.batch, plans[0].replace(recompute=recompute)
         if key not in self._known:
             try:
-                seen = search_micro_batch(self._estimator, [one.replace(recompute=recompute) for one in plans])
+                estimates = search_micro_batch(self._estimator, [one.replace(recompute=recompute) for one in plans])
             except InputError:  # the model does not support it
                 self._known[key] = plans[0].micro_batch_of(batch)
             else:
-                near = [one for one in seen if one.peak_bytes <= (1 + MAX_OVERESTIMATE) * one.limit_bytes]
+                near = [one for one in estimates if one.peak_bytes <= (1 + MAX_OVERESTIMATE) * one.limit_bytes]
                 self._known[key] = max((one.plan.micro_batch_of(batch) for one in near), default=0)
         return self._known[key]
 
@@ -120,22 +120,22 @@ def _bisect(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> l
     found  the estimates so far; the last one is that of the first plan, if it was estimated
     """
     too_large, fitting = 0, len(plans)  # fitting: index of the largest that fits; len(plans): none does
-    place = _first_place(estimator, plans, found)
+    index = _first_index(estimator, plans, found)
     while fitting - too_large > 1:
-        if fitting == len(plans) and not _may_fit_by_extrapolation(found[-2:], plans[place]):
+        if fitting == len(plans) and not _may_fit_by_extrapolation(found[-2:], plans[index]):
             break
-        if fitting < len(plans) and _is_surely_too_large(estimator, plans[place], found[-1]):
-            too_large, place = place, (place + fitting) // 2
+        if fitting < len(plans) and _is_surely_too_large(estimator, plans[index], found[-1]):
+            too_large, index = index, (index + fitting) // 2
             continue
-        if plans[place].recompute != "full" and estimator.is_far_too_large(plans[place]):
+        if plans[index].recompute != "full" and estimator.is_far_too_large(plans[index]):
             break
-        found.append(estimator.estimate(plans[place]))
-        too_large, fitting = (too_large, place) if found[-1].fits else (place, fitting)
-        place = (too_large + fitting) // 2
+        found.append(estimator.estimate(plans[index]))
+        too_large, fitting = (too_large, index) if found[-1].fits else (index, fitting)
+        index = (too_large + fitting) // 2
     return found
 
 
-def _first_place(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> int:
+def _first_index(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> int:
     """Return the index of the largest micro-batch of `plans` that is expected to fit, from 1 on.
 
     found  the estimate of the first plan, which does not fit. The memory beside parameters, gradients
@@ -145,9 +145,9 @@ def _first_place(estimator: Estimator, plans: list[Plan], found: list[Estimate])
     batch, fixed = estimator.job.train.batch, estimator.memory_lower_bound(plans[0])
     sizes = [plan.micro_batch_of(batch) for plan in plans]
     per_sample = (found[-1].peak_bytes - fixed) / sizes[0] if found else estimator.bytes_per_sample(plans[0])
-    limit, places = estimator.limit_bytes, range(1, len(plans))
-    fitting = [place for place in places if fixed + sizes[place] * per_sample <= limit]
-    several = [place for place in places if sizes[place] > 1]
+    limit, indices = estimator.limit_bytes, range(1, len(plans))
+    fitting = [index for index in indices if fixed + sizes[index] * per_sample <= limit]
+    several = [index for index in indices if sizes[index] > 1]
     if found and several and fixed + MIN_GROWTH * sizes[several[-1]] * per_sample <= limit:
         return min([*fitting[:1], several[-1]])  # the guess may be too small
     return (fitting or [len(plans) - 1])[0]
@@ -171,15 +171,15 @@ def _is_too_slow(estimator: Estimator, plan: Plan, best_s: float) -> bool:
     return estimator.estimate(fastest).time.step_s >= TIME_TOLERANCE * best_s
 
 
-def _may_fit_by_extrapolation(seen: list[Estimate], plan: Plan) -> bool:
+def _may_fit_by_extrapolation(larger: list[Estimate], plan: Plan) -> bool:
     """Return whether `plan` fits if its bytes are as expected from those of two larger
-    micro-batches, or 10 % fewer. With one estimate in `seen`, return True.
+    micro-batches, or 10 % fewer. With one estimate in `larger`, return True.
 
-    seen  estimates of the same plan with larger micro-batches, the larger one first
+    larger  estimates of the same plan with larger micro-batches, the larger one first
     """
-    if len(seen) < 2:
+    if len(larger) < 2:
         return True
-    large, small = seen
+    large, small = larger
     if plan.micro_batch_of(small.job.train.batch) > 1:  # interpolated, and takes no trace
         return True
     batch = small.job.train.batch
@@ -220,7 +220,7 @@ def shrink_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -
     return found
 
 
-def largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
+def largest_safe_micro_batch(estimates: list[Estimate], batch: int) -> int:
     """Return the largest micro-batch that fits even if the allocator reserves 15 % more than the
     tensors need; 0 if none does. Options that only save memory are then tried only with larger
     micro-batches.
@@ -228,10 +228,10 @@ def largest_safe_micro_batch(seen: list[Estimate], batch: int) -> int:
     If a smaller micro-batch that fits is faster, larger micro-batches do not help. Return the job's
     full batch in this case.
 
-    seen   estimates of plans without such options. They differ only in the micro-batch
-    batch  the job's samples per step
+    estimates  estimates of plans without such options. They differ only in the micro-batch
+    batch      the job's samples per step
     """
-    fitting = [one for one in seen if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
+    fitting = [one for one in estimates if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
     if not fitting:
         return 0
     last = max(fitting, key=lambda one: one.plan.micro_batch_of(batch))

@@ -50,10 +50,10 @@ def estimate_parallelism(
             continue
         if sizes.get("tp", 1) >= too_many_tp:
             continue
-        seen = estimate_degrees(estimator, start, pins, sizes, best_s)
-        if not seen and math.isfinite(best_s) and sizes.keys() == {"tp"}:
+        estimates = estimate_degrees(estimator, start, pins, sizes, best_s)
+        if not estimates and math.isfinite(best_s) and sizes.keys() == {"tp"}:
             too_many_tp = sizes["tp"]
-        found += seen
+        found += estimates
     tried = [*known, *found]
     if in_vain and tried and not any(one.fits for one in tried):
         found += _leanest_in_vain(estimator, pins, in_vain, tried)

@@ -182,13 +182,13 @@ def balanced_split(estimator: Estimator, start: Plan, pins: dict[str, Any], pp: 
     if "split" in pins:
         return {}
     seconds = [0.0] * (ledger.blocks + 2)  # before the blocks, of each block, after the blocks
-    here = 0
+    index = 0
     for segment in ledger.training:
         if segment.block is not None:
-            here = segment.block + 1
-        elif segment.phase == "forward" and here == ledger.blocks:
-            here = ledger.blocks + 1
-        elif segment.phase == "backward" and here == 1:
-            here = 0
-        seconds[here] += estimator.time_model.segments_s([segment], plan.micro_batch_of(estimator.job.train.batch))
+            index = segment.block + 1
+        elif segment.phase == "forward" and index == ledger.blocks:
+            index = ledger.blocks + 1
+        elif segment.phase == "backward" and index == 1:
+            index = 0
+        seconds[index] += estimator.time_model.segments_s([segment], plan.micro_batch_of(estimator.job.train.batch))
     return {"split": split_balanced(seconds[1:-1], seconds[0], seconds[-1], stages)}

@@ -83,8 +83,8 @@ def does_not_fit(
     if "disk" in least.shortages():
         lines.append("  or a smaller train.keep_checkpoints, or a larger limits.disk")
     if "host memory" in least.shortages():
-        elsewhere = "" if quantizes(estimator.job.model) else "materialize: device, "  # QLoRA quantizes on the host
-        lines.append(f"  or {elsewhere}a smaller loader_workers, offload: [], or a host with more memory")
+        on_device = "" if quantizes(estimator.job.model) else "materialize: device, "  # QLoRA quantizes on the host
+        lines.append(f"  or {on_device}a smaller loader_workers, offload: [], or a host with more memory")
     if "memory" in least.shortages():
         lines.append(f"  or {_larger_machine(least)}")
     for plan, error in refused.items():
@@ -109,8 +109,8 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
             for one in (least, *others)
         ],
         "lacks": {
-            name: {"needed_bytes": round(needed), "available_bytes": round(there)}
-            for name, (needed, there) in least.shortages().items()
+            name: {"needed_bytes": round(needed), "available_bytes": round(available)}
+            for name, (needed, available) in least.shortages().items()
         },
         "margin_bytes": round(least.margin_bytes),
         "remedies": [one.content() for one in remedies],
@@ -120,25 +120,25 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
 def describe_shortages(one: Estimate) -> str:
     """Return one line with the needed and the available bytes of each resource that is too small
     for the plan, such as "needs 31.4 GiB, 24.0 GiB are available". Return "" if the plan fits."""
-    said = []
-    for name, (needed, there) in one.shortages().items():
+    shortages = []
+    for name, (needed, available) in one.shortages().items():
         beside = "" if name == "memory" else f" of {name}"
-        free = f" and {format_bytes(one.margin_bytes)} kept free" if name == "memory" and needed <= there else ""
-        said.append(f"needs {format_bytes(needed)}{beside}{free}, {format_bytes(there)} are available")
-    return "; ".join(said)
+        free = f" and {format_bytes(one.margin_bytes)} kept free" if name == "memory" and needed <= available else ""
+        shortages.append(f"needs {format_bytes(needed)}{beside}{free}, {format_bytes(available)} are available")
+    return "; ".join(shortages)
 
 
 def _shortage_lines(least: Estimate) -> str:
     """Return one line of text for each resource that is too small for the leanest plan `least`: the
     needed and the available bytes. The lines are joined to one string."""
-    said = []
-    for name, (needed, there) in least.shortages().items():
+    lines = []
+    for name, (needed, available) in least.shortages().items():
         beside = f" of {name}" if name != "memory" else ""
         margin = (
             f" and {format_bytes(least.margin_bytes)} ({MARGIN:.0%}) kept free as a safety margin" if not beside else ""
         )
-        said.append(f"needs {format_bytes(needed)}{beside} at least{margin}, {format_bytes(there)} are available")
-    return "\n".join(said)
+        lines.append(f"needs {format_bytes(needed)}{beside} at least{margin}, {format_bytes(available)} are available")
+    return "\n".join(lines)
 
 
 def _largest_rows(least: Estimate) -> list[str]:
@@ -272,21 +272,21 @@ def _shorter_sequences(estimator: Estimator, least: Estimate) -> Iterator[tuple[
     halves = (job.data.sequence_length >> power for power in itertools.count(1))
     lengths = list(itertools.takewhile(lambda length: length >= MIN_SEQUENCE_LENGTH, halves))  # descending
     length, needed, fixed = job.data.sequence_length, _needed_bytes(least), estimator.memory_lower_bound(least.plan)
-    place, tried, found = 0, 0, least  # the lengths before `tried` do not fit
+    index, tried, found = 0, 0, least  # the lengths before `tried` do not fit
     try:
         while not found.fits:
             if "memory" not in found.shortages():  # host memory and disk do not depend on the length
                 return
-            tried, per_token = place, (needed - fixed) / length
-            likely = (at for at in range(place, len(lengths)) if fixed + lengths[at] * per_token <= limit)
-            place = next(likely, len(lengths))
-            if place == len(lengths):
+            tried, per_token = index, (needed - fixed) / length
+            likely = (at for at in range(index, len(lengths)) if fixed + lengths[at] * per_token <= limit)
+            index = next(likely, len(lengths))
+            if index == len(lengths):
                 return
-            found = _with_length(estimator, least.plan, lengths[place])
-            slope = (needed - _needed_bytes(found)) / (length - lengths[place])
-            length, needed = lengths[place], _needed_bytes(found)
-            fixed, place = needed - slope * length, place + 1
-        for length in reversed(lengths[tried : place - 1]):
+            found = _with_length(estimator, least.plan, lengths[index])
+            slope = (needed - _needed_bytes(found)) / (length - lengths[index])
+            length, needed = lengths[index], _needed_bytes(found)
+            fixed, index = needed - slope * length, index + 1
+        for length in reversed(lengths[tried : index - 1]):
             longer = _with_length(estimator, least.plan, length)
             if not longer.fits:
                 break

@@ -333,8 +333,8 @@ class TimeModel:
         """
         assert ledger.rank_program is not None
         found = {}
-        for place, part in enumerate(ledger.rank_program.stage_programs.values()):
-            stage = place * len(ledger.rank_program.schedule) + pipeline_rank
+        for index, part in enumerate(ledger.rank_program.stage_programs.values()):
+            stage = index * len(ledger.rank_program.schedule) + pipeline_rank
             whole = self.segments_s(part.backward, ledger.micro_batch)
             weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
             found[stage] = {
@@ -459,11 +459,12 @@ class TimeModel:
         shape = operation.convolution
         assert shape is not None
         channels, depth = map(float, shape.channels)
-        groups, places, window = shape.groups, shape.places * max(operation.sizes[0].at(samples), 1.0), shape.window
-        forward_flops = 2 * groups * places * channels * depth * window
+        groups, window = shape.groups, shape.window
+        positions = shape.positions * max(operation.sizes[0].at(samples), 1.0)
+        forward_flops = 2 * groups * positions * channels * depth * window
         gradients = shape.gradients
         seconds = 0.0
-        for product in convolution_products((groups, places, channels, depth, window), gradients):
+        for product in convolution_products((groups, positions, channels, depth, window), gradients):
             rate = MAX_SHARE * achieved(self.machine, PRODUCT, operation.dtype, LARGE)
             if not self.assumes_best_shapes:
                 rate = achieved_by_shape(self.machine, PRODUCT, operation.dtype, (1.0, *product), False)

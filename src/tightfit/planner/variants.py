@@ -127,29 +127,29 @@ class _Variants:
         first = plans[0]
         try:
             if self.start.pp > 1:
-                seen = _grow_micro_batch(self.estimator, larger, self.best_s, self.pins)
+                estimates = _grow_micro_batch(self.estimator, larger, self.best_s, self.pins)
             else:
                 best_s = min(self.best_s, fitting_s(self.estimator, self.found))
-                seen = search_micro_batch(self.estimator, larger, self.bounds, best_s)
+                estimates = search_micro_batch(self.estimator, larger, self.bounds, best_s)
         except InputError as error:  # the model does not support this plan: ZeRO-3 cannot shard a single number
             self.refused.append(error)
             if isinstance(error, Untraceable) and first.recompute != "none":
                 why = f"{error.asked.removeprefix('job: ')} {error.found}"
                 self.untraceable.setdefault(why, set()).add(first.recompute)
             return
-        if not seen:
+        if not estimates:
             return
-        self.found += seen
+        self.found += estimates
         self.sizes[_without_micro_batch(first)] = plans
         if first.recompute == "full":
             self.full[_without_micro_batch(first)] = larger
-        if seen[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
+        if estimates[-1].fits:  # a higher ZeRO stage would only save memory, and not be faster
             key = _without_data_parallelism(first)
             self.lowest_zero[key] = min(first.zero, self.lowest_zero.get(key, first.zero))
         least = _without_saving(first)
         if first.replace(micro_batch=None) == least:
-            self.largest_useful[least] = largest_safe_micro_batch(seen, self.estimator.job.train.batch)
-            self.without_saving_s[least] = seen[0].time.step_s
+            self.largest_useful[least] = largest_safe_micro_batch(estimates, self.estimator.job.train.batch)
+            self.without_saving_s[least] = estimates[0].time.step_s
 
     def finish(self) -> list[Estimate]:
         """Return all estimates, with those of the plans that recompute as few blocks as necessary, have room

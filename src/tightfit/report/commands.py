@@ -136,7 +136,7 @@ def train_command(
     machine_name  predict for this machine; None: this one
     """
     quiet_libraries()
-    here, world = read_launcher()
+    local_world, world = read_launcher()
     out, options = out or Path("runs") / path.stem, launch_options or LaunchOptions()
     with errors_printed_once(world, options):
         job, pins = read_job(path, plan, changes)
@@ -153,7 +153,7 @@ def train_command(
     console = Console(quiet=os.environ.get("RANK", "0") != "0")
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     machine = figures or (this_machine(say) if world == 1 else Machine.detect())
-    machine = machine.per_process(here, max(world // here, 1))
+    machine = machine.per_process(local_world, max(world // local_world, 1))
 
     def choose() -> tuple[dict[str, Any] | None, Plan]:
         check_out(out, resume)
@@ -380,18 +380,18 @@ def figures_for_training(name: str) -> Machine:
     Raises InputError if tightfit cannot train on the named machine, or if its kind of device (cpu,
     cuda) is not that of this machine.
     """
-    named, here = Machine.named(name), Machine.detect()
+    named, detected = Machine.named(name), Machine.detect()
     if named.explain_only:
         raise InputError(
             f"--machine {name}",
             "tightfit cannot train on this device; it only estimates for it",
             f"use tightfit explain --machine {name}",
         )
-    if named.device != here.device:
+    if named.device != detected.device:
         raise InputError(
-            f"--machine {name}", f"training runs on this machine, which is {here.name}", "leave out --machine"
+            f"--machine {name}", f"training runs on this machine, which is {detected.name}", "leave out --machine"
         )
-    return here.with_figures_of(named)
+    return detected.with_figures_of(named)
 
 
 def check_inputs(job: Job) -> None:
@@ -418,12 +418,12 @@ def check_out(out: Path, resume: bool) -> None:
     of an earlier run and `resume` is false."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out}", "is a file", "name a folder")
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise InputError(f"--out {out}", f"{there} is a file", "name another folder")
+    existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise InputError(f"--out {out}", f"{existing} is a file", "name another folder")
     try:
         # checking permissions is not enough: a disk may be full, and /proc accepts no files
-        with tempfile.TemporaryFile(dir=there) as trial:
+        with tempfile.TemporaryFile(dir=existing) as trial:
             trial.write(bytes(4096))
     except OSError as error:
         raise not_writable(out, error) from error
@@ -520,7 +520,7 @@ def verify_command(
     """Run `tightfit verify`: train `steps` steps with the plan and without, print how far losses, gradients
     and weights are apart, and exit with 1 if it is too far. Other arguments: see `train_command`."""
     quiet_libraries()
-    here, world = read_launcher()
+    local_world, world = read_launcher()
     options = launch_options or LaunchOptions()
     with errors_printed_once(world, options):
         job, pins = read_job(path, plan, changes)
@@ -533,7 +533,9 @@ def verify_command(
     first = os.environ.get("RANK", "0") == "0"
     console = Console(stderr=as_json, quiet=not first)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    machine = (this_machine(say) if world == 1 else Machine.detect()).per_process(here, max(world // here, 1))
+    machine = (this_machine(say) if world == 1 else Machine.detect()).per_process(
+        local_world, max(world // local_world, 1)
+    )
 
     choose = partial(choose_and_announce, job, machine, pins, say)
     from tightfit.report.out_of_memory import memory_errors_named

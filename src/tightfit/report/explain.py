@@ -298,9 +298,9 @@ def rows_table(estimate: Estimate) -> Table:
     times = [
         (f"{phase} {kind}", format_seconds(seconds)) for phase, kind, seconds, _ in time.rows[: max(len(bytes_rows), 6)]
     ]
-    for place in range(max(len(bytes_rows), len(times))):
-        left = bytes_rows[place] if place < len(bytes_rows) else ("", "")
-        right = times[place] if place < len(times) else ("", "")
+    for index in range(max(len(bytes_rows), len(times))):
+        left = bytes_rows[index] if index < len(bytes_rows) else ("", "")
+        right = times[index] if index < len(times) else ("", "")
         table.add_row(*left, *right)
     return table
 
@@ -318,9 +318,9 @@ def others_table(others: list[Estimate], chosen: Estimate) -> Table:
 
 def _table(*columns: str) -> Table:
     table = Table(*columns, box=None, pad_edge=False)
-    for place, column in enumerate(table.columns):
+    for index, column in enumerate(table.columns):
         column.overflow = "fold"
-        if place and column.header in ("peak", "step", "bytes", "time", ""):
+        if index and column.header in ("peak", "step", "bytes", "time", ""):
             column.justify = "right"
     if len(table.columns) > 1 and columns[1] == "":
         table.columns[1].justify = "left"
@@ -331,7 +331,7 @@ def picture(estimate: Estimate) -> list[str]:
     """Return the lines of a bar chart of memory over a step. Each column shows one instant of the
     step; the last line names its phase."""
     instants = [(phase, sum(rows.values())) for phase, _, rows in estimate.ledger.instants()]
-    columns = [instants[place * len(instants) // WIDTH] for place in range(WIDTH)]
+    columns = [instants[column * len(instants) // WIDTH] for column in range(WIDTH)]
     most = max(size for _, size in instants)
     lines = []
     for level in range(HEIGHT, 0, -1):
@@ -356,8 +356,8 @@ def show_analysis(console: Console, estimate: Estimate, record: Record) -> None:
         table.add_row(row, format_bytes(predicted.get(row, 0.0)), format_bytes(measured.get(row, 0)), "")
     total = sum(predicted.values())
     if record.peak_bytes.measured:
-        seen = record.peak_bytes.measured
-        table.add_row("peak", format_bytes(total), format_bytes(seen), f"{total / seen - 1:+.1%}")
+        measured_peak = record.peak_bytes.measured
+        table.add_row("peak", format_bytes(total), format_bytes(measured_peak), f"{total / measured_peak - 1:+.1%}")
     step_s = record.median_step_s
     if step_s:
         expected = estimate.time.step_s

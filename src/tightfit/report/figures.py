@@ -81,7 +81,7 @@ def draw_memory(estimate: Estimate, file: Path) -> None:
     top = axes.get_ylim()[1]
     step = next(2.0**power for power in range(64) if top / 2.0**power <= 9)  # whole KiB, MiB, GiB
     axes.set_yticks([step * number for number in range(int(top / step) + 1)])
-    axes.yaxis.set_major_formatter(lambda size, place: format_bytes(size) if size else "0")
+    axes.yaxis.set_major_formatter(lambda size, position: format_bytes(size) if size else "0")
     axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(False)
     _name_phases(axes, phases)
@@ -92,12 +92,12 @@ def draw_memory(estimate: Estimate, file: Path) -> None:
 
 def _mark_peak(axes: Axes, totals: Sequence[float], phases: Sequence[str]) -> None:
     """Mark the largest of `totals`, the bytes at each instant, with its bytes and its phase."""
-    place = max(range(len(totals)), key=totals.__getitem__)
-    axes.plot([place], [totals[place]], "o", color="black", markersize=4, clip_on=False)
-    right = place > 0.6 * len(totals)
+    instant = max(range(len(totals)), key=totals.__getitem__)
+    axes.plot([instant], [totals[instant]], "o", color="black", markersize=4, clip_on=False)
+    right = instant > 0.6 * len(totals)
     axes.annotate(
-        f"peak {format_bytes(totals[place])} in {phases[place]}",
-        (place, totals[place]),
+        f"peak {format_bytes(totals[instant])} in {phases[instant]}",
+        (instant, totals[instant]),
         xytext=(-6 if right else 6, 6),
         textcoords="offset points",
         ha="right" if right else "left",
@@ -117,8 +117,8 @@ def _mark_omitted(axes: Axes, phases: Sequence[str], micro_batches: int) -> None
         return
     axes.axvline(forwards[-1], color="black", linestyle=":", linewidth=1.2)
     said = f"{omitted} micro-batch{'' if omitted == 1 else 'es'} not drawn, like the next"
-    place: dict[str, Any] = {"xy": (forwards[-1], 1.0), "xycoords": axes.get_xaxis_transform(), "xytext": (-5, -2)}
-    axes.annotate(said, **place, textcoords="offset points", ha="right", va="top", fontsize=8)
+    anchor: dict[str, Any] = {"xy": (forwards[-1], 1.0), "xycoords": axes.get_xaxis_transform(), "xytext": (-5, -2)}
+    axes.annotate(said, **anchor, textcoords="offset points", ha="right", va="top", fontsize=8)
 
 
 def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ def _name_phases(axes: Axes, phases: Sequence[str]) -> None:
 
     phases  for each instant on the x axis, its phase: forward, backward or optimizer
     """
-    starts = [place for place, phase in enumerate(phases) if place == 0 or phases[place - 1] != phase]
+    starts = [instant for instant, phase in enumerate(phases) if instant == 0 or phases[instant - 1] != phase]
     ends = [*starts[1:], len(phases) - 1]
     axes.set_xticks(starts, [""] * len(starts))
     for start, end in zip(starts, ends, strict=True):
@@ -167,7 +167,7 @@ def draw_timeline(slots: Sequence[ScheduledAction], title: str, file: Path) -> N
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.tick_params(length=0)
-    axes.xaxis.set_major_formatter(lambda seconds, place: format_seconds(seconds) if seconds else "0")
+    axes.xaxis.set_major_formatter(lambda seconds, position: format_seconds(seconds) if seconds else "0")
     kinds = [kind for kind in _ACTIONS if any(slot.action.kind == kind for slot in slots)]
     legend = [
         Patch(facecolor=fill, edgecolor=line, label=name) for name, fill, line in map(_ACTIONS.__getitem__, kinds)
@@ -209,13 +209,13 @@ def draw_comparison(
         shown = [value or 0.0 for value in panel.values]
         colours = ["#2b6cb0" if one else "#c9c9c9" for one in fits]
         axes.barh(range(len(labels)), shown, color=colours, height=0.66)
-        for place, value in enumerate(panel.values):
+        for row, value in enumerate(panel.values):
             if value is not None:
-                axes.annotate(panel.form(value), (value, place), xytext=(4, 0), textcoords="offset points", va="center")
+                axes.annotate(panel.form(value), (value, row), xytext=(4, 0), textcoords="offset points", va="center")
         most = max(shown, default=0.0)
-        for place, limit in enumerate(panel.limits):
+        for row, limit in enumerate(panel.limits):
             if limit is not None and limit < 1.6 * most:
-                axes.vlines(limit, place - 0.42, place + 0.42, color="#c53030", linewidth=1.6)
+                axes.vlines(limit, row - 0.42, row + 0.42, color="#c53030", linewidth=1.6)
         axes.set_xlim(0, 1.3 * most or 1.0)
         axes.set_xticks([])
         axes.set_title(panel.title, fontsize=10, loc="left")

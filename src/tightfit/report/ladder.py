@@ -179,9 +179,9 @@ def alone_table(ladder: Ladder, measured: Mapping[Plan, Measured]) -> Table:
 
 def _table(*columns: str) -> Table:
     table = Table(*columns, box=None, pad_edge=False)
-    for place, column in enumerate(table.columns):
+    for index, column in enumerate(table.columns):
         column.overflow = "fold"
-        if place and column.header != "verdict" and len(columns) > 2:
+        if index and column.header != "verdict" and len(columns) > 2:
             column.justify, column.no_wrap = "right", column.header != "measured step"
     return table
 

@@ -463,14 +463,14 @@ def stop_signals() -> Iterator[Stop]:
     not end the process but sets `Stop.signal`, so that the training can stop after the current
     step. A second signal ends the process at once, even if it waits for other processes."""
     stop = Stop()
-    here = threading.current_thread() is threading.main_thread()  # only it can set handlers
+    on_main_thread = threading.current_thread() is threading.main_thread()  # only it can set handlers
 
     def ask(number: int, frame: FrameType | None) -> None:
         stop.signal = number
         for one in before:
             signal.signal(one, signal.SIG_DFL)
 
-    before = {number: signal.signal(number, ask) for number in (PASSED_ON if here else ())}
+    before = {number: signal.signal(number, ask) for number in (PASSED_ON if on_main_thread else ())}
     try:
         yield stop
     finally:

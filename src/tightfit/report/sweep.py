@@ -189,7 +189,7 @@ def _split(text: str) -> list[str]:
 
 
 def combinations(
-    path: Path, plan: str | None, axes: dict[str, list[str]], changes: list[str], here: Callable[[], Machine]
+    path: Path, plan: str | None, axes: dict[str, list[str]], changes: list[str], detect: Callable[[], Machine]
 ) -> list[Combination]:
     """Return every combination of the varied values. The job of each one is read and checked, so
     that an error appears before the first prediction.
@@ -198,7 +198,7 @@ def combinations(
     plan     a plan file, the word reference, or None for the plan section of the job file
     axes     the values of each varied name, from `read_axes`
     changes  KEY=VALUE texts that change the job of every combination
-    here     returns this machine; called only if the machine is not varied
+    detect   returns this machine; called only if the machine is not varied
 
     Raises InputError if a job, a plan or a machine's name is wrong.
     """
@@ -208,7 +208,7 @@ def combinations(
         chosen = dict(zip(axes, values, strict=True))
         more = [f"{name}={value}" for name, value in chosen.items() if name != MACHINE]
         jobs.append((chosen, *read_job(path, plan, [*changes, *more])))
-    without = None if named else here()
+    without = None if named else detect()
     return [Combination(chosen, job, pins, without or named[chosen[MACHINE]]) for chosen, job, pins in jobs]
 
 

@@ -196,7 +196,7 @@ class _Step:
         else:
             output = _with_random_state(self.random, lambda: self.operation(*args, **kwargs))
         leaves = tree_leaves(output)
-        storages.update({storage: leaves[place] for place, storage in self.made.items()})
+        storages.update({storage: leaves[index] for index, storage in self.made.items()})
 
 
 class _Core:
@@ -418,7 +418,7 @@ class _AttentionCores(TorchDispatchMode):
         others  the arguments of the operation that are no core's, in whose storages outputs may be
         """
         made: dict[int, int] = {}
-        for place, tensor in enumerate(tree_leaves(output)):
+        for index, tensor in enumerate(tree_leaves(output)):
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or self._made_by_core(tensor):
                 continue
             key = storage_id(tensor)
@@ -426,7 +426,7 @@ class _AttentionCores(TorchDispatchMode):
                 continue
             alive = StorageWeakRef(tensor.untyped_storage())
             self.storages[key] = _Storage(self.numbered, core, tensor.dtype, alive)
-            made[place] = self.numbered
+            made[index] = self.numbered
             self.numbered += 1
         return made
 

@@ -60,22 +60,22 @@ class BatchPrefetcher:
         self._reserved: _ReservedMemory | None = None  # for the next step's first batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def prefetch(self, batches: Sequence[Batch], place: Callable[[Batch, Copy], Batch]) -> Iterator[Batch]:
+    def prefetch(self, batches: Sequence[Batch], copy_batch: Callable[[Batch, Copy], Batch]) -> Iterator[Batch]:
         """Yield the micro-batches of a step, in order, each copied to the device. While the caller
         computes with one, the next one is being copied.
 
-        batches  the step's micro-batches, on the host
-        place    a function that copies a batch to the device: it gets the batch and a function that
-                 copies one tensor, and returns the batch on the device
+        batches     the step's micro-batches, on the host
+        copy_batch  a function that copies a batch to the device: it gets the batch and a function
+                    that copies one tensor, and returns the batch on the device
         """
         reserved, self._reserved = self._reserved, None
         shapes: list[Tensor] = []  # meta tensors like those of the step's first micro-batch
-        pending = [self._start_copy(batches[0], place, reserved, shapes)]
+        pending = [self._start_copy(batches[0], copy_batch, reserved, shapes)]
         del reserved
         try:
             for number in range(len(batches)):
                 if number + 1 < len(batches):
-                    pending.append(self._start_copy(batches[number + 1], place, None, []))
+                    pending.append(self._start_copy(batches[number + 1], copy_batch, None, []))
                 else:
                     made = [torch.empty_like(shape, device=self.device) for shape in shapes]
                     self._reserved = _ReservedMemory(made, self._compute_event())
@@ -90,18 +90,18 @@ class BatchPrefetcher:
     def _start_copy(
         self,
         batch: Batch,
-        place: Callable[[Batch, Copy], Batch],
+        copy_batch: Callable[[Batch, Copy], Batch],
         reserved: _ReservedMemory | None,
         shapes: list[Tensor],
     ) -> _PendingCopy:
         """Begin to copy a batch to the device, and return the pending copy.
 
-        place     copies the batch with the function that it gets, tensor by tensor, and returns the
-                  batch on the device
-        reserved  memory that was reserved for this batch; None if there is none. A tensor whose
-                  shape differs from the reserved one is copied into new memory
-        shapes    a list to which this method appends, for each copied tensor, a meta tensor of the
-                  same shape
+        copy_batch  copies the batch with the function that it gets, tensor by tensor, and returns
+                    the batch on the device
+        reserved    memory that was reserved for this batch; None if there is none. A tensor whose
+                    shape differs from the reserved one is copied into new memory
+        shapes      a list to which this method appends, for each copied tensor, a meta tensor of
+                    the same shape
         """
         left = iter(reserved.tensors if reserved is not None else [])
         if self._stream is not None:
@@ -111,25 +111,25 @@ class BatchPrefetcher:
         def copy(tensor: Tensor) -> Tensor:
             if tensor.device.type == self.device.type != "cpu":
                 return tensor
-            there = next(left, None)
+            target = next(left, None)
             shapes.append(torch.empty_like(tensor, device="meta"))
-            if there is None or not _same_layout(there, tensor):
-                there = torch.empty_like(tensor, device=self.device)
+            if target is None or not _same_layout(target, tensor):
+                target = torch.empty_like(tensor, device=self.device)
                 # this memory may have been in use until now: the copy waits for the compute stream
                 if reserved is not None and self._stream is not None:
                     self._stream.wait_event(self._compute_event())
             if self._stream is None:
-                return there.copy_(tensor)
+                return target.copy_(tensor)
             # pinned, because a copy from pageable memory would block the host
             with torch.cuda.stream(self._stream):
-                return there.copy_(tensor if tensor.is_pinned() else tensor.pin_memory(), non_blocking=True)
+                return target.copy_(tensor if tensor.is_pinned() else tensor.pin_memory(), non_blocking=True)
 
-        placed = place(batch, copy)
+        copied = copy_batch(batch, copy)
         if self._stream is None:
-            return _PendingCopy(placed, None)
+            return _PendingCopy(copied, None)
         arrived = torch.cuda.Event()
         arrived.record(self._stream)
-        return _PendingCopy(placed, arrived)
+        return _PendingCopy(copied, arrived)
 
     def _wait_on_stream(self, pending: _PendingCopy) -> None:
         """Make the compute stream wait until the pending copy has finished. The host does not wait."""
@@ -146,8 +146,8 @@ class BatchPrefetcher:
         return event
 
 
-def _same_layout(there: Tensor, tensor: Tensor) -> bool:
-    return there.shape == tensor.shape and there.dtype == tensor.dtype and there.stride() == tensor.stride()
+def _same_layout(target: Tensor, tensor: Tensor) -> bool:
+    return target.shape == tensor.shape and target.dtype == tensor.dtype and target.stride() == tensor.stride()
 
 
 __all__ = ["BatchPrefetcher"]

@@ -320,13 +320,13 @@ def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> 
     """Return the nodes whose buffers the generated kernel of `node` reads. Inputs that are views or
     that the kernel computes itself (`inlined`) are replaced by their own inputs."""
     found: dict[fx.Node, None] = {}
-    seen: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
     while stack:
         source = stack.pop()
-        if source in seen:
+        if source in visited:
             continue
-        seen.add(source)
+        visited.add(source)
         if source in inlined or source in views:
             stack += source.all_input_nodes
         else:

@@ -157,17 +157,17 @@ def loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     counts = (labels != IGNORED).unsqueeze(1)
     safe = labels.unsqueeze(1).where(counts, 0)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    here = torch.arange(logits.shape[1], device=logits.device) == safe
+    is_label = torch.arange(logits.shape[1], device=logits.device) == safe
     # On a CPU, a gather from logits that are overwritten does not compile with torch 2.11, or reads
     # the new values. And a generated kernel that computes each exponential twice is twice as fast as
     # one that keeps a row of them
     on_gpu = logits.is_cuda
-    chosen = wide.gather(1, safe) if on_gpu else wide.where(here, 0.0).sum(-1, keepdim=True)
+    chosen = wide.gather(1, safe) if on_gpu else wide.where(is_label, 0.0).sum(-1, keepdim=True)
     largest = wide.amax(-1, keepdim=True)
     exponentials = (wide - largest).exp()
     total = exponentials.sum(-1, keepdim=True)
     losses = total.log() + largest - chosen
-    gradient = (exponentials if on_gpu else (wide - largest).exp()) / total - here.to(wide.dtype)
+    gradient = (exponentials if on_gpu else (wide - largest).exp()) / total - is_label.to(wide.dtype)
     logits.copy_(gradient.where(counts, 0.0))
     return losses.where(counts, 0.0).sum()
 

@@ -195,7 +195,7 @@ class Store:
             return PendingFetch(value)
         if self.device.type == "cpu":  # a dry run of a GPU's plan
             return PendingFetch(value.clone())
-        here = torch.empty_like(value, device=self.device, pin_memory=False)
+        on_device = torch.empty_like(value, device=self.device, pin_memory=False)
         current = torch.cuda.current_stream(self.device)
         self._in_stream = self._in_stream or torch.cuda.Stream(self.device)
         self._in_stream.wait_stream(current)
@@ -203,10 +203,10 @@ class Store:
         if left is not None:
             self._in_stream.wait_event(left)
         with torch.cuda.stream(self._in_stream):
-            here.copy_(value, non_blocking=True)
+            on_device.copy_(value, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record(self._in_stream)
-        return PendingFetch(here, arrived, current)
+        return PendingFetch(on_device, arrived, current)
 
     def send(self, value: Tensor, kept: Tensor) -> None:
         """Begin to copy `value`, a tensor on the device, into `kept`, a tensor in the store, while
@@ -235,16 +235,16 @@ class Store:
             kept.copy_(value, non_blocking=True)
         self._pending_sends[1].append(PendingSend(value, self._copies_out.get(_storage_key(kept)[0])))
 
-    def add(self, value: Tensor, kept: Tensor) -> None:
-        """Begin to add `value`, a tensor on the device, to `kept`, a tensor in the store, while the
+    def add(self, value: Tensor, stored: Tensor) -> None:
+        """Begin to add `value`, a tensor on the device, to `stored`, a tensor in the store, while the
         device computes. If `value` is in host memory, the host adds it before this method returns.
         """
         if not has_own_memory(self.device) or self._is_on_host(value):
-            kept.add_(value)
+            stored.add_(value)
             return
-        with self._on_copy_stream(kept):  # the device adds, so the host need not wait for the copy
-            there = torch.empty_like(kept, device=self.device, pin_memory=False).copy_(kept, non_blocking=True)
-            kept.copy_(there.add_(value), non_blocking=True)
+        with self._on_copy_stream(stored):  # the device adds, so the host need not wait for the copy
+            on_device = torch.empty_like(stored, device=self.device, pin_memory=False).copy_(stored, non_blocking=True)
+            stored.copy_(on_device.add_(value), non_blocking=True)
         self._hold_for_copy(value)
 
     def _is_on_host(self, value: Tensor) -> bool:
@@ -298,26 +298,26 @@ class Store:
         weight  the tensor that the optimizer has: a stored weight, or the stub of a weight that
                 stays on the device (see `make_stub`)
         """
-        here = self.owners.get(weight)
-        if here is None:
-            here = nn.Parameter(self.fetch(weight.detach()), requires_grad=weight.requires_grad)
-            copy_gradient_dtype(here, weight)
+        on_device = self.owners.get(weight)
+        if on_device is None:
+            on_device = nn.Parameter(self.fetch(weight.detach()), requires_grad=weight.requires_grad)
+            copy_gradient_dtype(on_device, weight)
         assert weight.grad is not None
-        here.grad = self.fetch(weight.grad)
+        on_device.grad = self.fetch(weight.grad)
         if self.factor is not None:
-            here.grad.mul_(self.factor)
-        return here
+            on_device.grad.mul_(self.factor)
+        return on_device
 
-    def take_back(self, weight: Tensor, here: Tensor) -> None:
+    def take_back(self, weight: Tensor, on_device: Tensor) -> None:
         """Free the gradient on the device and, if the weight is stored, begin to copy the updated
         weight to the store. Call it after the update of the weight.
 
-        weight  the tensor that was passed to `bring`
-        here    the weight on the device that `bring` returned
+        weight     the tensor that was passed to `bring`
+        on_device  the weight on the device that `bring` returned
         """
-        here.grad = None
+        on_device.grad = None
         if weight not in self.owners:
-            self._begin_store(here.detach(), weight.detach())
+            self._begin_store(on_device.detach(), weight.detach())
 
     def settle(self) -> None:
         """Make the host wait until all copies to the store have ended. Call it before the host
@@ -392,24 +392,24 @@ def _storage_key(value: Tensor) -> tuple[int, int]:
 class PendingFetch:
     """A stored tensor that is being copied to the device.
 
-    here     the copy on the device
+    tensor   the copy on the device
     arrived  the event at the end of the copy; None if no copy is in flight
-    stream   the compute stream, on which `here` was allocated
+    stream   the compute stream, on which `tensor` was allocated
     """
 
-    def __init__(self, here: Tensor, arrived: torch.cuda.Event | None = None, stream: Any = None) -> None:
-        self.here, self.arrived, self.stream = here, arrived, stream
+    def __init__(self, tensor: Tensor, arrived: torch.cuda.Event | None = None, stream: Any = None) -> None:
+        self.tensor, self.arrived, self.stream = tensor, arrived, stream
 
     def wait(self) -> Tensor:
         """Return the tensor on the device. The current CUDA stream waits for the copy; the host
         does not."""
         if self.arrived is not None:
-            current = torch.cuda.current_stream(self.here.device)
+            current = torch.cuda.current_stream(self.tensor.device)
             current.wait_event(self.arrived)
             if current != self.stream:
-                self.here.record_stream(current)
+                self.tensor.record_stream(current)
             self.arrived = None
-        return self.here
+        return self.tensor
 
     def __del__(self) -> None:
         # `wait` was not called: the memory must not be reused before the copy has ended
@@ -421,22 +421,22 @@ class _SavedTensor:
     """A tensor that a forward has saved for backward and that was offloaded to the store. It is
     released when the autograd graph drops it.
 
-    kept    the tensor in the store
+    stored  the tensor in the store
     order   the `_SaveOrder` of the forward, which knows all of its saved tensors
-    place   the tensor's index in `order`
+    index   the tensor's index in `order`
     coming  the prefetched copy on the device; None if there is none
     asked   whether a copy back to the device has begun at least once
     """
 
-    def __init__(self, kept: Tensor, order: _SaveOrder, place: int) -> None:
-        self.kept, self.order, self.place = kept, order, place
+    def __init__(self, stored: Tensor, order: _SaveOrder, index: int) -> None:
+        self.stored, self.order, self.index = stored, order, index
         self.coming: PendingFetch | None = None
         self.asked = False
 
     def __del__(self) -> None:
         if self.coming is not None:
-            self.order.ahead -= self.kept.nbytes
-        self.order.store.release(self.kept)
+            self.order.ahead -= self.stored.nbytes
+        self.order.store.release(self.stored)
 
 
 class _SaveOrder:
@@ -467,13 +467,13 @@ class _SaveOrder:
     def put(self, value: Tensor) -> _SavedTensor:
         """Begin to copy `value`, a tensor that the forward saves, to the store. Return an object to
         pass to `fetch` in backward."""
-        kept = self.store.empty(value.shape, value.dtype)
+        stored = self.store.empty(value.shape, value.dtype)
         if is_dense(value):  # one contiguous copy, and kernels get the original layout
-            kept = kept.as_strided(value.shape, value.stride())
-        self.store.send(value, kept)
-        saved = _SavedTensor(kept, self, len(self.saved))
+            stored = stored.as_strided(value.shape, value.stride())
+        self.store.send(value, stored)
+        saved = _SavedTensor(stored, self, len(self.saved))
         self.saved.append(weakref.ref(saved))
-        self.largest, self.next = max(self.largest, kept.nbytes), len(self.saved)
+        self.largest, self.next = max(self.largest, stored.nbytes), len(self.saved)
         return saved
 
     def fetch(self, saved: _SavedTensor) -> Tensor:
@@ -484,27 +484,27 @@ class _SaveOrder:
         """
         coming, saved.coming = saved.coming, None
         if coming is None:
-            coming = self.store.begin_fetch(saved.kept)
+            coming = self.store.begin_fetch(saved.stored)
         else:
-            self.ahead -= saved.kept.nbytes
+            self.ahead -= saved.stored.nbytes
         saved.asked = True
-        here = coming.wait()
+        on_device = coming.wait()
         if has_own_memory(self.store.device):
-            self._fetch_ahead(saved.place)
-        return here
+            self._fetch_ahead(saved.index)
+        return on_device
 
-    def _fetch_ahead(self, place: int) -> None:
-        """Begin to prefetch tensors that were saved before the tensor with index `place`, beginning
-        with the one that was saved last."""
+    def _fetch_ahead(self, index: int) -> None:
+        """Begin to prefetch tensors that were saved before tensor number `index`, beginning with the
+        one that was saved last."""
         most = max_prefetch_bytes(self.largest)
-        self.next = min(self.next, place - 1)
+        self.next = min(self.next, index - 1)
         while self.next >= 0:
             one = self.saved[self.next]()
             if one is not None and not one.asked:
-                size = one.kept.nbytes
+                size = one.stored.nbytes
                 if self.ahead and self.ahead + size > most:
                     return
-                one.coming, one.asked = self.store.begin_fetch(one.kept), True
+                one.coming, one.asked = self.store.begin_fetch(one.stored), True
                 self.ahead += size
             self.next -= 1
 
@@ -541,8 +541,8 @@ class OffloadedGradients:
 
     def __init__(self, weights: dict[nn.Parameter, nn.Parameter], store: Store) -> None:
         self.weights, self.store = weights, store
-        self.kept = store.gradients
-        self.there: set[Tensor] = set()
+        self.gradients = store.gradients
+        self.in_store: set[Tensor] = set()
         on_gradient_ready(weights, self._offload)
 
     @torch.no_grad()
@@ -554,20 +554,20 @@ class OffloadedGradients:
         assert gradient is not None
         if isinstance(gradient, DTensor):
             gradient = local_shard(gradient)
-        if parameter not in self.kept:
-            self.kept[parameter] = self.store.empty(gradient.shape, gradient.dtype)
-        kept = self.kept[parameter]
-        if parameter not in self.there:
-            self.store.send(gradient, kept)
-            self.there.add(parameter)
+        if parameter not in self.gradients:
+            self.gradients[parameter] = self.store.empty(gradient.shape, gradient.dtype)
+        stored = self.gradients[parameter]
+        if parameter not in self.in_store:
+            self.store.send(gradient, stored)
+            self.in_store.add(parameter)
         else:
-            self.store.add(gradient, kept)
+            self.store.add(gradient, stored)
         parameter.grad = None
 
     def end(self) -> None:
         """Wait until all gradients are in the store, and make each stored gradient the `grad` of
         its weight. Call it after the last backward of a step."""
         self.store.settle()
-        for parameter in self.there:
-            self.weights[parameter].grad = self.kept[parameter]  # type: ignore[index]
-        self.there.clear()
+        for parameter in self.in_store:
+            self.weights[parameter].grad = self.gradients[parameter]  # type: ignore[index]
+        self.in_store.clear()

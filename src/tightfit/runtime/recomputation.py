@@ -140,8 +140,8 @@ class ChangingBuffers:
 
         before  what `values` returned before the original forward
         """
-        places = {(id(module), name) for module, name in self.tracked}
-        changed = [one for one in before if (id(one[0]), one[1]) in places]
+        keys = {(id(module), name) for module, name in self.tracked}
+        changed = [one for one in before if (id(one[0]), one[1]) in keys]
         now = self.values()
         restore_buffers(changed)
         try:

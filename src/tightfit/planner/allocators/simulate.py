@@ -36,10 +36,10 @@ class FreeList:
     def take(self, size: int) -> tuple[int, int] | None:
         """Remove the smallest free memory block of at least `size` bytes and return its (address,
         size). Return None if no free memory block is large enough."""
-        place = bisect.bisect_left(self._by_size, (size, -1))
-        if place == len(self._by_size):
+        index = bisect.bisect_left(self._by_size, (size, -1))
+        if index == len(self._by_size):
             return None
-        found, address = self._by_size[place]
+        found, address = self._by_size[index]
         self.remove(address)
         return address, found
 

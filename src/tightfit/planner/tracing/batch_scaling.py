@@ -178,7 +178,7 @@ class _Outline:
 
     def __init__(self, timeline: Timeline) -> None:
         inside = timeline.freed.intersection(timeline.allocated)
-        total, best, largest, place = 0.0, 0.0, {}, 0
+        total, best, largest, peak_stop = 0.0, 0.0, {}, 0
         rows: dict[str, float] = dict.fromkeys(TRACED_ROWS, 0.0)
         for position, (buffer, sign) in enumerate(timeline.events):
             size = sign * buffer.size.fixed
@@ -186,9 +186,9 @@ class _Outline:
             if buffer in inside:
                 rows[buffer.row] += size
             if total > best:
-                best, largest, place = total, dict(rows), position + 1
+                best, largest, peak_stop = total, dict(rows), position + 1
         self.outside = [event for event in timeline.events if event[0] not in inside]
-        self.before = sum(event[0] not in inside for event in timeline.events[:place])
+        self.before = sum(event[0] not in inside for event in timeline.events[:peak_stop])
         self.inner = {row: largest.get(row, 0.0) for row in TRACED_ROWS}
         self.most = best
 

@@ -81,14 +81,14 @@ def _seconds_per_sample(job: Job, source: Samples | None) -> float:
     if source is None:
         return 0.0
     clock = time.thread_time if isinstance(spec, DataSpec) and spec.python is None else time.perf_counter
-    places, seconds = np.arange(min(_EXAMPLES, len(source))), []
+    indices, seconds = np.arange(min(_EXAMPLES, len(source))), []
     for _ in range(TIMED_BATCHES):
         began = clock()
         try:
-            source.batch(places, 0 * places)
+            source.batch(indices, 0 * indices)
         except InputError:  # a damaged sample: the run reports or skips it
             return 0.0
-        seconds.append((clock() - began) / len(places))
+        seconds.append((clock() - began) / len(indices))
     return min(seconds)
 
 

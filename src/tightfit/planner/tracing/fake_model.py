@@ -334,12 +334,10 @@ def describe_parameters(model: nn.Module, blocks: str | None, block_map: BlockMa
     blocks     name of the list that holds the blocks, from the job; None to find it
     block_map  maps the model's blocks to those of the full-depth model
     """
-    places, numbers = parameter_uses(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(block_map.numbers))}
+    uses, numbers = parameter_uses(model, find_blocks(model, blocks)), {-1: -1, **dict(enumerate(block_map.numbers))}
 
     def described(name: str, tensor: Tensor) -> Parameter:
-        used = (
-            tuple(numbers.get(place, len(block_map.names)) for place in places[name]) if name in places else EVERYWHERE
-        )
+        used = tuple(numbers.get(block, len(block_map.names)) for block in uses[name]) if name in uses else EVERYWHERE
         buffer = not isinstance(tensor, nn.Parameter)
         return Parameter(name, tuple(tensor.shape), tensor_bytes([tensor]), tensor.requires_grad, used, buffer)
 

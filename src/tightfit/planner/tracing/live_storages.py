@@ -103,8 +103,8 @@ class StorageTracker(StorageMode[_LiveStorage]):
         """
         for tensor in tensors:
             for storage in storages_of(tensor):
-                seen = self._record(storage)
-                seen.row = row if seen.row != OTHER_MEMORY else OTHER_MEMORY
+                note = self._record(storage)
+                note.row = row if note.row != OTHER_MEMORY else OTHER_MEMORY
 
     def add_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Count these parameters in the row "parameters", and their gradients in "gradients". Call
@@ -125,9 +125,9 @@ class StorageTracker(StorageMode[_LiveStorage]):
             try:
                 return function(*args, **kwargs)
             finally:  # a pipeline stage leaves the forward early, after its last block
-                for seen in self.notes_of(self._made_in_forward):
-                    if seen.row != OTHER_MEMORY:
-                        seen.row = "activations"
+                for note in self.notes_of(self._made_in_forward):
+                    if note.row != OTHER_MEMORY:
+                        note.row = "activations"
                 self._made_in_forward.clear()
 
         return watched
@@ -144,10 +144,10 @@ class StorageTracker(StorageMode[_LiveStorage]):
                instants
         """
         rows, total, best, timeline = dict.fromkeys(ROWS, 0), 0, Peak(), []
-        for number, (seen, change, phase) in enumerate(self._events):
-            if seen.row == OTHER_MEMORY:
+        for number, (note, change, phase) in enumerate(self._events):
+            if note.row == OTHER_MEMORY:
                 continue
-            rows[seen.row] += change
+            rows[note.row] += change
             total += change
             if phase and number >= since:
                 timeline.append((phase, total))
@@ -215,18 +215,18 @@ class StorageTracker(StorageMode[_LiveStorage]):
         event: the change of its bytes in the current phase."""
         size = storage.nbytes()
         if id(storage) in self._live:
-            seen = self._live[id(storage)][0]
+            note = self._live[id(storage)][0]
         else:
-            seen = _LiveStorage()
+            note = _LiveStorage()
             if self._on_gpu and storage.device.type == "cpu":
-                seen.row = OTHER_MEMORY
-            self.follow(storage, seen)
+                note.row = OTHER_MEMORY
+            self.follow(storage, note)
             if self._phase == "forward":
                 self._made_in_forward.append(id(storage))
-        if size != seen.size:
-            self._events.append((seen, size - seen.size, self._phase))
-            seen.size = size
-        return seen
+        if size != note.size:
+            self._events.append((note, size - note.size, self._phase))
+            note.size = size
+        return note
 
     def record_free(self, note: _LiveStorage) -> None:
         self._events.append((note, -note.size, self._phase))

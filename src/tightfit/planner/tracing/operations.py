@@ -80,8 +80,8 @@ def _convolution_backward_flops(*args: Any, **_: Any) -> int:
     take as many as the forward. torch's formula ignores the groups of the weight's gradient: it
     counts 96 times too many for a depthwise convolution of 96 channels."""
     gradient, image, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
-    places = (image if transposed else gradient).shape[2:]
-    return 2 * image.shape[0] * math.prod(places) * weight.numel() * (wanted[0] + wanted[1])
+    spatial_shape = (image if transposed else gradient).shape[2:]
+    return 2 * image.shape[0] * math.prod(spatial_shape) * weight.numel() * (wanted[0] + wanted[1])
 
 
 _FLOPS = {

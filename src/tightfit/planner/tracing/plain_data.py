@@ -126,7 +126,7 @@ def from_content(content: Any) -> RecordedStep:
     ValueError, TypeError, KeyError or IndexError for any other content."""
     buffers: list[Buffer] = []
     for size, row, maker, parameter, operands, terms, retained in content["buffers"]:
-        first, second = (tuple(buffers[_read_count(place)] for place in places) for places in (operands, terms))
+        first, second = (tuple(buffers[_read_count(index)] for index in indices) for indices in (operands, terms))
         buffers.append(
             Buffer(
                 _read_linear(size),
@@ -154,23 +154,23 @@ def from_content(content: Any) -> RecordedStep:
     ]
     timelines = []
     for one in content["timelines"]:
-        events = tuple((buffers[_read_count(place)], _one_of(sign, (-1, 0, 1))) for place, sign in one["events"])
+        events = tuple((buffers[_read_count(index)], _one_of(sign, (-1, 0, 1))) for index, sign in one["events"])
         first, second = one["recompute_end"]
         timelines.append(
             Timeline(
                 events,
-                tuple(operations[_read_count(place)] for place in one["operations"]),
+                tuple(operations[_read_count(index)] for index in one["operations"]),
                 (_read_count(first), _read_count(second)),
-                tuple(buffers[_read_count(place)] for place in one["inputs"]),
-                frozenset(buffers[_read_count(place)] for place in one["saved"]),
+                tuple(buffers[_read_count(index)] for index in one["inputs"]),
+                frozenset(buffers[_read_count(index)] for index in one["saved"]),
                 tuple(
                     BlockInput(
                         _read_text(path),
                         _read_linear(size),
-                        None if place is None else buffers[_read_count(place)],
+                        None if index is None else buffers[_read_count(index)],
                         _one_of(has_gradient, (True, False)),
                     )
-                    for path, size, place, has_gradient in one["block_inputs"]
+                    for path, size, index, has_gradient in one["block_inputs"]
                 ),
             )
         )
@@ -178,11 +178,11 @@ def from_content(content: Any) -> RecordedStep:
         Segment(
             _read_text(part),
             _one_of(phase, PHASES),
-            timelines[_read_count(place)],
+            timelines[_read_count(index)],
             None if block is None else _read_count(block),
             _read_count(call),
         )
-        for part, phase, place, block, call in content["segments"]
+        for part, phase, index, block, call in content["segments"]
     )
     parameters = tuple(
         Parameter(
@@ -190,10 +190,10 @@ def from_content(content: Any) -> RecordedStep:
             tuple(map(_read_count, shape)),
             _read_count(size),
             _one_of(trainable, (True, False)),
-            tuple(map(_read_place, places)),
+            tuple(map(_read_block, used_by)),
             _one_of(buffer, (True, False)),
         )
-        for name, shape, size, trainable, places, buffer in content["parameters"]
+        for name, shape, size, trainable, used_by, buffer in content["parameters"]
     )
     if not segments:
         raise ValueError("a recorded step without segments")
@@ -233,7 +233,7 @@ def _read_count(value: Any) -> int:
     return value
 
 
-def _read_place(value: Any) -> int:
+def _read_block(value: Any) -> int:
     return -1 if value == -1 else _read_count(value)
 
 

@@ -193,8 +193,8 @@ class Recorder(StorageMode[_Storage]):
     def end_forward(self) -> None:
         """End the forward. Storages that the forward allocated and that are still alive are counted
         as activations, because they are saved for backward."""
-        for seen in self.notes_of(self._made_in_forward):
-            seen.row = "activations"
+        for note in self.notes_of(self._made_in_forward):
+            note.row = "activations"
         self._made_in_forward.clear()
 
     def begin_backward(self) -> None:
@@ -240,8 +240,8 @@ class Recorder(StorageMode[_Storage]):
         yield of[1]
         came, done = segment.events[events:], segment.operations[operations:]
         left: Counter[_Storage] = Counter()
-        for seen, sign in came:
-            left[seen] += sign
+        for note, sign in came:
+            left[note] += sign
         if any(left.values()):
             yield from of[2:]
             return
@@ -251,10 +251,10 @@ class Recorder(StorageMode[_Storage]):
 
     def _record_gradient(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        for seen in self.notes_of(keys_of([parameter.grad])):
-            seen.row = "gradients"
-            _describe_gradient(seen, name)
-            self.program[-1].events.append((seen, 0))
+        for note in self.notes_of(keys_of([parameter.grad])):
+            note.row = "gradients"
+            _describe_gradient(note, name)
+            self.program[-1].events.append((note, 0))
 
     def _enter_backward(self, position: int) -> None:
         """Begin to record a backward segment: the backward of the forward segment
@@ -270,8 +270,8 @@ class Recorder(StorageMode[_Storage]):
                 self.program.append(again)
         self._position, self._lowest = position, min(self._lowest, position)
         if position >= 0:
-            here = self.segments[position]
-            self.program.append(_OpenSegment(here.part, "backward", here.block, here.call))
+            segment = self.segments[position]
+            self.program.append(_OpenSegment(segment.part, "backward", segment.block, segment.call))
 
     def _find_segment(self) -> None:
         number = backward_node()
@@ -311,17 +311,17 @@ class Recorder(StorageMode[_Storage]):
         if fresh or mutates or name.startswith("c10d."):
             segment.operations.append(describe_operation(func, name, args, kwargs, inputs, output))
 
-    def _note_sources(self, seen: _Storage, inputs: list[Tensor]) -> None:
+    def _note_sources(self, note: _Storage, inputs: list[Tensor]) -> None:
         keys = keys_of(inputs)
         if self.phase == "backward":
-            seen.sources = tuple(self.notes_of(keys))
-        elif seen.maker == _CAST:
-            seen.parameter = next((self._weights[key] for key in keys if key in self._weights), "")
+            note.sources = tuple(self.notes_of(keys))
+        elif note.maker == _CAST:
+            note.parameter = next((self._weights[key] for key in keys if key in self._weights), "")
 
     def _record_allocation(self, storage: torch.UntypedStorage, name: str, segment: _OpenSegment) -> None:
-        seen = _Storage(storage.nbytes(), name)
-        self.follow(storage, seen)
-        segment.events.append((seen, 1))
+        note = _Storage(storage.nbytes(), name)
+        self.follow(storage, note)
+        segment.events.append((note, 1))
         if self.phase == "forward":
             self._made_in_forward.append(id(storage))
 
@@ -333,11 +333,11 @@ class Recorder(StorageMode[_Storage]):
         """Mark the storages that the step has left, such as those of tensors that a module keeps in an
         attribute. Nothing is recorded afterwards."""
         self._has_ended = True
-        left = [seen for seen, _ in self._live.values() if seen.row != "gradients"]
+        left = [note for note, _ in self._live.values() if note.row != "gradients"]
         if left:
             gc.collect()  # some are only in cycles of objects
-        for seen, _ in self._live.values():
-            seen.retained = seen.row != "gradients"
+        for note, _ in self._live.values():
+            note.retained = note.row != "gradients"
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -416,16 +416,16 @@ def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
     block gets the timeline (allocations, frees and operations) of the block that it copies.
     Segments without events and operations are dropped."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
-    births = {seen: number for number, seen in enumerate(s for one in program for s, sign in one.events if sign > 0)}
+    births = {note: number for number, note in enumerate(s for one in program for s, sign in one.events if sign > 0)}
     closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in program:
-        replaced = sum(seen.retained and sign > 0 for seen, sign in opened.events[: opened.recompute_end[0]])
+        replaced = sum(note.retained and sign > 0 for note, sign in opened.events[: opened.recompute_end[0]])
         timeline = Timeline(
-            tuple((_buffer(seen), sign) for seen, sign in _with_retained(_with_ordered_casts(opened.events, births))),
+            tuple((_buffer(note), sign) for note, sign in _with_retained(_with_ordered_casts(opened.events, births))),
             tuple(opened.operations),
             (opened.recompute_end[0] + replaced, opened.recompute_end[1]),
-            tuple(_buffer(seen) for seen in opened.inputs),
-            frozenset(_buffer(seen) for seen in opened.saved),
+            tuple(_buffer(note) for note in opened.inputs),
+            frozenset(_buffer(note) for note in opened.saved),
             tuple(_to_given(one) for one in opened.block_inputs),
         )
         closed.append((opened, timeline))
@@ -462,37 +462,37 @@ def _with_retained(events: list[tuple[_Storage, int]]) -> list[tuple[_Storage, i
     """Return the events with a free after each allocation of a retained storage: that of the one that the step
     before has left, and that is replaced now. The ledger has their bytes for the whole step."""
     found: list[tuple[_Storage, int]] = []
-    for seen, sign in events:
-        found += [(seen, sign), (seen, -1)] if seen.retained and sign > 0 else [(seen, sign)]
+    for note, sign in events:
+        found += [(note, sign), (note, -1)] if note.retained and sign > 0 else [(note, sign)]
     return found
 
 
-def _describe_gradient(seen: _Storage, parameter: str) -> None:
-    """Record in `seen` that this storage holds the gradient of `parameter` (a name), and from which
+def _describe_gradient(note: _Storage, parameter: str) -> None:
+    """Record in `note` that this storage holds the gradient of `parameter` (a name), and from which
     storages the matrix product, cast or sum in backward computed it.
 
     Example: fp32 weights under bf16 autocast. The weight gradient is a cast of the bf16 product
     grad_output.T @ input, so its operands are the storages of grad_output and input.
     """
-    seen.parameter = parameter
-    if seen.maker == _PRODUCT:
-        seen.operands = seen.sources
-    elif seen.maker == _CAST:
-        for source in seen.sources:
+    note.parameter = parameter
+    if note.maker == _PRODUCT:
+        note.operands = note.sources
+    elif note.maker == _CAST:
+        for source in note.sources:
             _describe_gradient(source, parameter)
-            seen.operands = source.operands
-    elif seen.maker == _SUM and seen.row == "gradients":
-        seen.terms = tuple(source for source in seen.sources if source.size == seen.size)
-        for term in seen.terms:
+            note.operands = source.operands
+    elif note.maker == _SUM and note.row == "gradients":
+        note.terms = tuple(source for source in note.sources if source.size == note.size)
+        for term in note.terms:
             _describe_gradient(term, parameter)
 
 
-def _buffer(seen: _Storage) -> Buffer:
-    if seen.buffer is None:
-        operands, terms = (tuple(map(_buffer, storages)) for storages in (seen.operands, seen.terms))
-        size = BatchLinear(float(seen.size))
-        seen.buffer = Buffer(size, seen.row, seen.maker, seen.parameter, operands, terms, seen.retained)
-    return seen.buffer
+def _buffer(note: _Storage) -> Buffer:
+    if note.buffer is None:
+        operands, terms = (tuple(map(_buffer, storages)) for storages in (note.operands, note.terms))
+        size = BatchLinear(float(note.size))
+        note.buffer = Buffer(size, note.row, note.maker, note.parameter, operands, terms, note.retained)
+    return note.buffer
 
 
 def _to_given(one: _BlockInput) -> BlockInput:

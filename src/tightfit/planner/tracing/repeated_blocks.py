@@ -62,7 +62,7 @@ def _earlier_of_kind(blocks: list[nn.Module], lists: list[str] | None = None) ->
     for number, block in enumerate(blocks):
         kinds[lists and lists[number], _kind(block)].append(number)
     return {
-        number: members[1:place] for members in kinds.values() for place, number in enumerate(members[:-1]) if place > 1
+        number: members[1:index] for members in kinds.values() for index, number in enumerate(members[:-1]) if index > 1
     }
 
 
@@ -106,18 +106,20 @@ class BlockMap:
         if not self.removed:
             return named
         prefixes = {f"{self.names[number]}.": number for number in self.numbers}
-        places = {name: next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None) for name in named}
+        block_numbers = {
+            name: next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None) for name in named
+        }
         found: dict[str, Value] = {}
         reached = 0
         for name, value in named.items():
-            here = places[name] or 0
-            for number in range(reached, here):
+            block_number = block_numbers[name] or 0
+            for number in range(reached, block_number):
                 if number in self.removed:
                     like, path = self.removed[number], self.names[number]
-                    for inner in (inner for inner in named if places[inner] == like):
+                    for inner in (inner for inner in named if block_numbers[inner] == like):
                         full = path + inner.removeprefix(self.names[like])
                         found[full] = another(named[inner], full, number)
-            reached = max(reached, here)
+            reached = max(reached, block_number)
             found[name] = value
         return found
 
@@ -163,8 +165,8 @@ def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> Blo
     blocks = own_children(model.get_submodule(path))
     blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
     block_map = BlockMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
-    there = [block_map.names[number] for number in block_map.numbers]
-    return block_map if [found for found, _ in find_blocks(model, name)] == there else None
+    expected = [block_map.names[number] for number in block_map.numbers]
+    return block_map if [found for found, _ in find_blocks(model, name)] == expected else None
 
 
 def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
