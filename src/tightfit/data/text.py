@@ -83,7 +83,7 @@ class RowFormat(Protocol):
     optional   the names of fields that are read from a row if it has them
     long_text  the name of the field whose text may be too long for the memory; None if there is
                none
-    documents  yields the documents of one row; calls damage.report if the row is damaged. `place`
+    documents  yields the documents of one row; calls damage.report if the row is damaged. `location`
                is the row's file and number, for messages
     """
 

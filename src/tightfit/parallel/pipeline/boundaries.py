@@ -85,7 +85,7 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
     """Find the blocks that use each parameter, and the block arguments that stages send to each
     other.
 
-    Returns (ledger, sent). In the returned ledger, each parameter's `places` are the numbers of the
+    Returns (ledger, sent). In the returned ledger, each parameter's `used_by_blocks` are the numbers of the
     blocks that use it. `sent` maps the number of a stage's first block to those arguments of this
     block that the stage before sends. Each is given by its path in (args, kwargs): (0, 2) is
     args[2]. The model's first stage has no entry, because its input is the batch.
@@ -108,7 +108,7 @@ def place_parameters(ledger: Ledger, plan: Plan) -> tuple[Ledger, dict[int, tupl
 class _Placed(NamedTuple):
     """Where parameters are defined and used: `defined` and `used` are the numbers of blocks, and
     `sizes` the numbers of elements, by name. Buffers are left out. `parameters` are all parameters and
-    buffers, and have the blocks that use them as their `places`."""
+    buffers, and have the blocks that use them as their `used_by_blocks`."""
 
     defined: ParameterUses
     used: ParameterUses
