@@ -52,16 +52,16 @@ class Untraceable(InputError):
 class DoesNotFit(TightfitError):
     """The job does not fit the machine's memory with this plan. Exit code 3.
 
-    said     the error message
+    message  the error message
     content  the JSON content that `tightfit explain --json` prints; None if the error does not come
              from a search
     """
 
     exit_code = 3
 
-    def __init__(self, said: str, content: dict[str, Any] | None = None) -> None:
+    def __init__(self, message: str, content: dict[str, Any] | None = None) -> None:
         self.content = content
-        super().__init__(said)
+        super().__init__(message)
 
 
 class TightfitWarning(UserWarning):

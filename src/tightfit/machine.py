@@ -317,7 +317,7 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
     def figure(value: float, detail: str) -> Figure:
         return Figure(value=value, source="published", detail=detail)
 
-    within_s, between_s, call_s, said = LATENCIES["NVLink" if row["link"] >= NVLINK else "PCIe"]
+    within_s, between_s, call_s, latency_source = LATENCIES["NVLink" if row["link"] >= NVLINK else "PCIe"]
     return Machine(
         name=name,
         device="cuda",
@@ -336,9 +336,9 @@ def _of_table(name: str, row: dict[str, Any], count: int, nodes: int) -> Machine
         host_to_device_bytes_per_s=figure(row["host"] * 1e9, source),
         process_bytes_per_s=figure(row["link"] * 1e9 * LINK_ACHIEVED, f"{LINK_ACHIEVED:.0%} of {source}"),
         network_bytes_per_s=figure(row["network"] * 1e9 * NETWORK_ACHIEVED, f"{NETWORK_ACHIEVED:.0%} of that of {of}"),
-        process_latency_s=figure(within_s, said),
-        network_latency_s=figure(between_s, said),
-        call_s=figure(call_s, said),
+        process_latency_s=figure(within_s, latency_source),
+        network_latency_s=figure(between_s, latency_source),
+        call_s=figure(call_s, latency_source),
         explain_only=row.get("explain_only", False),
     )
 
@@ -374,7 +374,7 @@ def _detect_cuda() -> Machine | None:
     gpu = min(gpus, key=lambda one: one.memory)
     kinds = sorted({one.name for one in gpus})
     detail = "device memory" if len(kinds) == 1 else f"device memory, the least of {', '.join(kinds)}"
-    found = Machine(
+    detected = Machine(
         name=gpu.name,
         device="cuda",
         architecture=gpu.architecture,
@@ -388,9 +388,9 @@ def _detect_cuda() -> Machine | None:
         if gpu.name in row["called"]:
             detected_fields = ("name", "cores", "memory_bytes", "host_memory_bytes")
             return _of_table(name, row, len(gpus), 1).replace(
-                **{field: getattr(found, field) for field in detected_fields}
+                **{field: getattr(detected, field) for field in detected_fields}
             )
-    return _with_estimates(found, gpu)
+    return _with_estimates(detected, gpu)
 
 
 def _with_estimates(machine: Machine, gpu: Gpu) -> Machine:

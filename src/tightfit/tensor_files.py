@@ -51,15 +51,15 @@ def distribute(sizes: Mapping[str, int], limit: float) -> Layout:
 
     sizes  bytes of each tensor, by name
     """
-    found: Layout = []
+    layout: Layout = []
     filled = 0
     for name, size in sizes.items():
-        if filled + size > limit or not found:
-            found.append([])
+        if filled + size > limit or not layout:
+            layout.append([])
             filled = 0
-        found[-1].append(name)
+        layout[-1].append(name)
         filled += size
-    return found
+    return layout
 
 
 def file_name(kind: str, number: int, count: int) -> str:
@@ -135,7 +135,7 @@ class Writer:
         mine   names of the files that this process writes
         """
         for file, inside in names.items():
-            kept: dict[str, Tensor] = {}
+            own: dict[str, Tensor] = {}
             storages: set[int] = set()
             for name in inside:
                 value = fetch(name)
@@ -144,10 +144,10 @@ class Writer:
                     if storage_id(value) in storages:  # tied, or parts of one tensor
                         value = value.clone()
                     storages.add(storage_id(value))
-                    kept[name] = value
+                    own[name] = value
                 del value
             if file in mine:
-                self.write(folder / file, kept)
+                self.write(folder / file, own)
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> tuple[str, str]:

@@ -117,17 +117,17 @@ def _links(machine: Machine, sums_s: dict[int, float] | None, now: float) -> dic
     """
     if sums_s is None:
         return {}
-    said = "two gloo processes" if machine.device == "cpu" else "two GPUs, by NCCL"
-    found = {
+    processes = "two gloo processes" if machine.device == "cpu" else "two GPUs, by NCCL"
+    figures = {
         "process_bytes_per_s": _figure(
-            LARGE / (sums_s[LARGE] * now), f"all-reduce of 64 MiB over {said}, bytes each sends"
+            LARGE / (sums_s[LARGE] * now), f"all-reduce of 64 MiB over {processes}, bytes each sends"
         )
     }
     if machine.device == "cpu" or machine.process_latency_s is None:
-        found["process_latency_s"] = _figure(
-            sums_s[SMALL] * now / 2, f"all-reduce of 4 KiB over {said}, of its two rounds one"
+        figures["process_latency_s"] = _figure(
+            sums_s[SMALL] * now / 2, f"all-reduce of 4 KiB over {processes}, of its two rounds one"
         )
-    return found
+    return figures
 
 
 def _all_reduces_here_s(machine: Machine, say: Callable[[str], None]) -> dict[int, float] | None:
@@ -360,7 +360,7 @@ def _all_reduce(rank: int, folder: str, backend: str, sender: Any) -> None:
     store = torch.distributed.FileStore(str(Path(folder) / "store"), 2)
     limit = timedelta(seconds=LIMIT_S)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
-    found = {}
+    seconds = {}
     for size, calls in ((LARGE, 5 if device.type == "cpu" else 50), (SMALL, 50)):
         tensor, times = torch.ones(size // 4, device=device), []
         for _ in range(calls + 1):
@@ -370,9 +370,9 @@ def _all_reduce(rank: int, folder: str, backend: str, sender: Any) -> None:
             torch.distributed.all_reduce(tensor)
             _wait(device)
             times.append(time.perf_counter() - began)
-        found[size] = statistics.median(times[1:])
+        seconds[size] = statistics.median(times[1:])
     if rank == 0:
-        sender.send(found)
+        sender.send(seconds)
     torch.distributed.destroy_process_group()
 
 

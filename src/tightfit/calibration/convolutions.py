@@ -176,13 +176,13 @@ def measured(text: str) -> str:
     usual_s, given = json.loads(text)
     device = torch.device("cpu")
     pace = ClockDrift(device, watched=usual_s is not None)
-    found: dict[str, dict[int, float]] = {}
+    rates: dict[str, dict[int, float]] = {}
     group: dict[str, tuple[int, float]] = {}
     began = started = time.perf_counter()
 
     def end_group() -> None:
         factor = pace.control_around_s() / usual_s if usual_s is not None else 1.0
-        found.update({key: {samples: rate * factor} for key, (samples, rate) in group.items()})
+        rates.update({key: {samples: rate * factor} for key, (samples, rate) in group.items()})
         group.clear()
 
     for sizes, samples, dtype, last in given:
@@ -193,12 +193,15 @@ def measured(text: str) -> str:
             started = time.perf_counter()
         *tuples, groups, transposed, gradients = sizes
         shape = Convolution.of(map(tuple, tuples), groups, transposed, gradients)
-        one = ModelConvolution(shape, samples, dtype, last)
+        convolution = ModelConvolution(shape, samples, dtype, last)
         memory_format = torch.channels_last if last else torch.contiguous_format
         work = convolution_work(shape, samples, DTYPES[dtype], device, memory_format)
-        group[one.rate_key] = samples, samples * shape.flops / timed(work, device, least_s=LEAST_S, least_runs=3)
+        group[convolution.rate_key] = (
+            samples,
+            samples * shape.flops / timed(work, device, least_s=LEAST_S, least_runs=3),
+        )
     end_group()
-    return json.dumps({"rates": found, "pace": max(pace.control_times_s) / usual_s if usual_s is not None else 1.0})
+    return json.dumps({"rates": rates, "pace": max(pace.control_times_s) / usual_s if usual_s is not None else 1.0})
 
 
 __all__ = ["CONVOLUTIONS", "DTYPES", "ModelConvolution", "measure_convolutions"]

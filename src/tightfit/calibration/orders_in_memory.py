@@ -52,7 +52,7 @@ def _of_images(
 
 def _image_kinds() -> dict[str, Cases]:
     """Return the kinds of operations on images whose speed depends on the memory format, each with its cases."""
-    found: dict[str, Cases] = {}
+    cases: dict[str, Cases] = {}
     for layout, memory_format in (("", torch.contiguous_format), ("channels-last ", torch.channels_last)):
         for kind, forward, read in (
             ("average pooling", partial(functional.avg_pool2d, kernel_size=2), 2),
@@ -60,9 +60,9 @@ def _image_kinds() -> dict[str, Cases]:
             ("nearest interpolation", partial(functional.interpolate, scale_factor=2.0), 1),
             ("linear interpolation", partial(functional.interpolate, scale_factor=2.0, mode="bilinear"), 1),
         ):
-            found[f"{layout}{kind}"] = partial(_of_images, forward, (1, 1), False, memory_format)
-            found[f"{layout}{kind} backward"] = partial(_of_images, forward, (read, 1), True, memory_format)
-    return found
+            cases[f"{layout}{kind}"] = partial(_of_images, forward, (1, 1), False, memory_format)
+            cases[f"{layout}{kind} backward"] = partial(_of_images, forward, (read, 1), True, memory_format)
+    return cases
 
 
 def _indexed(kind: str, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:

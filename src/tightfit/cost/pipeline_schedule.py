@@ -248,7 +248,7 @@ def coming(
         late(schedule, ranks, virtual_stages, micro_batches) if stops else frozenset(),
     )
     actions = make_schedule(schedule, ranks, virtual_stages, micro_batches)[rank]
-    found: list[tuple[Action, ...]] = []
+    requested: list[tuple[Action, ...]] = []
     for index, action in enumerate(actions):
         after = actions[index + 1 : index + 2]
         if schedule == "pipedream":
@@ -259,8 +259,8 @@ def coming(
                 after = (*after, *_due_backwards(actions, index, micro_batches))
         is_sent = [one.kind != WEIGHTS and 0 <= producer_of(one).stage <= last for one in after]
         wanted = [one for one, is_so in zip(after, is_sent, strict=True) if is_so and one not in waits]
-        found.append(tuple(dict.fromkeys(wanted)))
-    return tuple(found)
+        requested.append(tuple(dict.fromkeys(wanted)))
+    return tuple(requested)
 
 
 def _due_backwards(actions: tuple[Action, ...], index: int, micro_batches: int) -> tuple[Action, ...]:
@@ -303,13 +303,13 @@ def late(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> 
         make_schedule(schedule, ranks, virtual_stages, micro_batches),
         _total_order(schedule, ranks, virtual_stages, micro_batches),
     )
-    found = set()
+    late_actions = set()
     for actions in table:
         for action, after in pairwise(actions):
             given = producer_of(after)
             if after.kind != WEIGHTS and given in positions and positions[given] > positions[action]:
-                found.add(after)
-    return frozenset(found)
+                late_actions.add(after)
+    return frozenset(late_actions)
 
 
 def _total_order(schedule: str, ranks: int, virtual_stages: int, micro_batches: int) -> dict[Action, int]:
@@ -392,16 +392,16 @@ def sent(table: Schedule, rank: int) -> tuple[tuple[Action, ...], ...]:
     ranks, last = len(table), max(action.stage for actions in table for action in actions)
     indices = {action: index for actions in table for index, action in enumerate(actions)}
     held: list[Action] = []
-    found = []
+    held_messages = []
     for action in table[rank]:
         given = producer_of(action)
         if action.kind != WEIGHTS and given in indices:
             held = [one for one in held if one.stage % ranks != given.stage % ranks or indices[one] > indices[given]]
-        found.append(tuple(held))
+        held_messages.append(tuple(held))
         taken = consumer_of(action)
         if action.kind != WEIGHTS and 0 <= taken.stage <= last:
             held.append(taken)
-    return tuple(found)
+    return tuple(held_messages)
 
 
 def in_flight(actions: Iterable[Action]) -> int:
@@ -450,19 +450,22 @@ def simulate(
     stages = 1 + max(action.stage for actions in schedule for action in actions)
     ends: dict[Action, float] = {}
     asked, free = [0.0] * len(schedule), [0.0] * len(schedule)
-    found: list[ScheduledAction] = []
+    scheduled: list[ScheduledAction] = []
     for action in _in_order(schedule):
         rank, start = action.stage % len(schedule), 0.0
-        for other in dependencies_of(action, stages):
+        for dependency in dependencies_of(action, stages):
             since = free[rank] if action in late else asked[rank]
             start = max(
-                start, ends[other] if other.stage == action.stage else max(ends[other], since) + transfer(other)
+                start,
+                ends[dependency]
+                if dependency.stage == action.stage
+                else max(ends[dependency], since) + transfer(dependency),
             )
         start = max(free[rank], start)
         asked[rank] = start
         free[rank] = ends[action] = start + seconds(action)
-        found.append(ScheduledAction(rank, action, start, free[rank]))
-    return found
+        scheduled.append(ScheduledAction(rank, action, start, free[rank]))
+    return scheduled
 
 
 def split_evenly(blocks: int, stages: int) -> tuple[int, ...]:

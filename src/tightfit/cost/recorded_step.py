@@ -113,17 +113,17 @@ class Convolution:
 
     def __str__(self) -> str:
         """Return the shape as text, such as "64x56x56 by 128x64x3x3, stride 2x2, padding 1x1"."""
-        found = f"{_sizes(self.image)} by {_sizes(self.weight)}"
+        text = f"{_sizes(self.image)} by {_sizes(self.weight)}"
         for name, sizes, usual in (
             ("stride", self.stride, 1),
             ("padding", self.padding, 0),
             ("dilation", self.dilation, 1),
             ("output padding", self.output_padding, 0),
         ):
-            found += f", {name} {_sizes(sizes)}" if set(sizes) != {usual} else ""
-        found += f", {self.groups} groups" if self.groups > 1 else ""
-        found += ", transposed" if self.transposed else ""
-        return found + (", of the weight alone" if self.gradients == 1 else "")
+            text += f", {name} {_sizes(sizes)}" if set(sizes) != {usual} else ""
+        text += f", {self.groups} groups" if self.groups > 1 else ""
+        text += ", transposed" if self.transposed else ""
+        return text + (", of the weight alone" if self.gradients == 1 else "")
 
     @property
     def window(self) -> int:

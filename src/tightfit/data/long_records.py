@@ -45,19 +45,19 @@ class LongRecord:
         value is a string; the method `text` reads the full string.
         """
         with self.file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found: dict[str, Any] = {}
+            values: dict[str, Any] = {}
             for name, at, is_text in _Scanner(data, self.start, self.stop).members():
                 if name == text and is_text:
-                    found[name] = next(iter(self._parts(data, at)), "")
+                    values[name] = next(iter(self._parts(data, at)), "")
                     for part in self._parts(data, at):
                         part.encode()  # half of a surrogate pair raises a ValueError
-                    found[name] = found[name][:1]
+                    values[name] = values[name][:1]
                 else:
                     end = _Scanner(data, at, self.stop).after_value()
                     if end - at > MOST:
                         raise ValueError(f"field {name!r} has more than {MOST} bytes")
-                    found[name] = json.loads(data[at:end])
-            return found
+                    values[name] = json.loads(data[at:end])
+            return values
 
     def text(self, name: str) -> Iterator[str]:
         """Yield the string in the field `name`, in parts of about 1 MiB. Call `fields` first, which

@@ -169,15 +169,15 @@ class MixedSamples:
         Raises InputError if the weight of a source is too small for one sample in each epoch.
         """
         orders = (Order(len(part), share, hash_numbers(seed, number)) for number, part in enumerate(self.parts))
-        found = MixedOrder(tuple(orders), self.weights, seed)
-        for weight, count in zip(self.weights, found.drawn, strict=True):
+        mixed = MixedOrder(tuple(orders), self.weights, seed)
+        for weight, count in zip(self.weights, mixed.drawn, strict=True):
             if count == 0:
                 raise InputError(
                     f"job: data.sources: weight={weight:g}",
-                    f"is less than one of the {found.training_count} samples of an epoch",
+                    f"is less than one of the {mixed.training_count} samples of an epoch",
                     "increase this weight, or leave out this source",
                 )
-        return found
+        return mixed
 
     def first(self, limit: int) -> Integers:
         """Return the indices of `limit` samples, the first of each source, in proportion to the

@@ -77,27 +77,27 @@ def permute(numbers: Integers, count: int, secret: int) -> Integers:
     rows = math.isqrt(count - 1) + 1 if count > 1 else 1
     a, b = np.uint64(rows), np.uint64(-(-count // rows))
     keys = [np.uint64(hash_numbers(secret, turn)) for turn in range(_ROUNDS)]
-    found = numbers.astype(np.uint64)
-    outside = np.ones(len(found), dtype=bool)
+    permuted = numbers.astype(np.uint64)
+    outside = np.ones(len(permuted), dtype=bool)
     while outside.any():
-        left, right = found[outside] // b, found[outside] % b
+        left, right = permuted[outside] // b, permuted[outside] % b
         for even, odd in zip(keys[::2], keys[1::2], strict=True):
             left = (left + mix(right + even) % a) % a
             right = (right + mix(left + odd) % b) % b
-        found[outside] = left * b + right
-        outside = found >= np.uint64(count)
-    return found.astype(np.int64)
+        permuted[outside] = left * b + right
+        outside = permuted >= np.uint64(count)
+    return permuted.astype(np.int64)
 
 
 def shuffled_epochs(positions: Integers, count: int, seed: int) -> tuple[Integers, Integers]:
     """Return (numbers in [0, count), epochs) for positions of a stream of permutations of [0,
     count), one permutation for each epoch."""
     epochs, offsets = np.divmod(positions, count)
-    found = np.empty_like(offsets)
+    numbers = np.empty_like(offsets)
     for epoch in np.unique(epochs).tolist():
         in_epoch = epochs == epoch
-        found[in_epoch] = permute(offsets[in_epoch], count, hash_numbers(seed, epoch))
-    return found, epochs
+        numbers[in_epoch] = permute(offsets[in_epoch], count, hash_numbers(seed, epoch))
+    return numbers, epochs
 
 
 @dataclass(frozen=True)

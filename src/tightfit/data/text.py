@@ -262,16 +262,16 @@ def first_document(source: TextSource, skip_damaged: bool) -> Document:
     raise InputError(f"data: {source.name}", "contains no text", "name files that contain text, or another data.field")
 
 
-def _damage_fix(source: TextSource, found: str) -> str:
+def _damage_fix(source: TextSource, damage: str) -> str:
     """Return the remedy that an error message gives for a source whose samples are all damaged: to
-    name another field if `found` says that a field is missing, else to correct the samples.
+    name another field if `damage` says that a field is missing, else to correct the samples.
 
-    found: what is wrong with the first sample
+    damage: what is wrong with the first sample
     """
     for name in source.columns.names:
-        if f"no field {name!r}" in found or f"no column {name!r}" in found:
+        if f"no field {name!r}" in damage or f"no column {name!r}" in damage:
             return _field_fix(source.columns, name)
-    if _NO_LABEL in found:
+    if _NO_LABEL in damage:
         return (
             "number the classes from 0, or write their names. Regression and several labels for a sample are no tasks of "
             "tightfit: give the job a loss, such as loss: {python: 'torch.nn:MSELoss'}, and a dataset with such labels (data.python)"

@@ -278,15 +278,15 @@ def _pipeline_groups(devices: DeviceMesh) -> dict[str, dist.ProcessGroup]:
 
     devices  the mesh of all axes
     """
-    found = {}
+    groups = {}
     # every process must create all groups, in the same order
     for row in devices.mesh.flatten(1).t().tolist():
         for name in PIPELINE_GROUPS:
             members = [row[0], row[-1]] if name == "ends" else row
             group = dist.new_group(members)
             if dist.get_rank() in members:
-                found[name] = group
-    return found
+                groups[name] = group
+    return groups
 
 
 def _context_group(devices: DeviceMesh, cp: int) -> dist.ProcessGroup:

@@ -103,11 +103,11 @@ def check_divided(run: Run) -> DividedComparison | None:
     is not a number with the changed weights.
     The run is not changed. All devices must call this function.
     """
-    found = _compare(run)
-    if found is None or found.agrees:
-        return found
+    comparison = _compare(run)
+    if comparison is None or comparison.agrees:
+        return comparison
     differing = "".join(
-        f", and the gradient of {name} by {share:.0%}" for name, share in list(found.gradients.items())[:1]
+        f", and the gradient of {name} by {share:.0%}" for name, share in list(comparison.gradients.items())[:1]
     )
     reason = (
         "between a product by columns and one by rows, each device has a part of the features, so a softmax, a norm, a chunk or "
@@ -119,8 +119,8 @@ def check_divided(run: Run) -> DividedComparison | None:
     own_table = has_table(run.job) and run.plan.tp > 1
     raise InputError(
         "job: model.tensor_parallel" if own_table else f"plan: {_field(run.plan)}",
-        f"the divided model computes something else than the undivided model: the loss of a few samples is {found.loss:.6g} and "
-        f"not {found.expected_loss:.6g}{differing} ({reason})",
+        "the divided model computes something else than the undivided model: the loss of a few samples is "
+        f"{comparison.loss:.6g} and not {comparison.expected_loss:.6g}{differing} ({reason})",
         "leave such modules out of the table, or use tp: 1"
         if own_table
         else f"use {'tp: 1' if run.plan.tp > 1 else 'cp: 1'}, and divide the model with zero: 3 instead"

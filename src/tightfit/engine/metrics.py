@@ -105,18 +105,18 @@ class EvaluationMetrics:
         mine = [part.state() for part in self._parts] if self.samples else None
         everyones = all_gather_values(self.run, mine)
         computing = next((index for index, one in enumerate(everyones) if one is not None), None)
-        found: dict[str, float] = {}
+        results: dict[str, float] = {}
         said: tuple[str, str, str] | None = None
         if computing == (rank() if self.run.mesh is not None else 0):
             try:
                 for index, part in enumerate(self._parts):
-                    found.update(part.value([one[index] for one in everyones if one is not None]))
+                    results.update(part.value([one[index] for one in everyones if one is not None]))
             except InputError as error:
                 said = error.asked, error.found, error.fix
-        found, said = all_gather_values(self.run, (found, said))[computing or 0]
+        results, said = all_gather_values(self.run, (results, said))[computing or 0]
         if said is not None:
             raise InputError(*said)
-        return found
+        return results
 
 
 class _Mean:
@@ -272,31 +272,31 @@ def _takes_nothing(metric: Any) -> bool:
     return True
 
 
-def _numbers(name: str, found: Any, as_lists: bool = False) -> Iterator[tuple[str, float | Tensor]]:
+def _numbers(name: str, result: Any, as_lists: bool = False) -> Iterator[tuple[str, float | Tensor]]:
     """Yield (name, number) for each number in the result of a metric.
 
     name      the metric's name, which is also that of a single number. A value of a dict is named
               "name.key"
-    found     what the metric returned
+    result    what the metric returned
     as_lists  whether a tensor with several elements is allowed. Its elements are named "name.0",
               "name.1", ...
 
     Raises InputError if the result contains anything that is not a number.
     """
-    if isinstance(found, dict):
-        for key, value in found.items():
+    if isinstance(result, dict):
+        for key, value in result.items():
             yield from _numbers(f"{name}.{key}", value, as_lists)
-    elif isinstance(found, Tensor) and found.numel() == 1:
-        yield name, found.reshape(())
-    elif isinstance(found, Tensor) and as_lists:
-        yield from ((f"{name}.{index}", value) for index, value in enumerate(found.flatten()))
-    elif isinstance(found, int | float) or (hasattr(found, "__float__") and not isinstance(found, Tensor)):
-        yield name, float(found)
+    elif isinstance(result, Tensor) and result.numel() == 1:
+        yield name, result.reshape(())
+    elif isinstance(result, Tensor) and as_lists:
+        yield from ((f"{name}.{index}", value) for index, value in enumerate(result.flatten()))
+    elif isinstance(result, int | float) or (hasattr(result, "__float__") and not isinstance(result, Tensor)):
+        yield name, float(result)
     else:
-        shape = list(found.shape) if isinstance(found, Tensor) else ""
+        shape = list(result.shape) if isinstance(result, Tensor) else ""
         raise InputError(
             f"job: evaluate.metrics.{name}",
-            f"returned {type(found).__name__}{shape}, not a number",
+            f"returned {type(result).__name__}{shape}, not a number",
             "return the mean over the batch's samples, or a dict of such means",
         )
 

@@ -105,17 +105,21 @@ def check_split(run: Run) -> SplitComparison | None:
     Returns None if the two cannot be compared, because the model's loss is random even in
     evaluation mode. The run is not changed. All devices must call this function.
     """
-    found = compare_split(run)
-    if found is not None and not found.agrees:
-        norm = "" if found.norm is None else f", gradient norm {found.norm:.6g} and not {found.expected_norm:.6g}"
+    comparison = compare_split(run)
+    if comparison is not None and not comparison.agrees:
+        norm = (
+            ""
+            if comparison.norm is None
+            else f", gradient norm {comparison.norm:.6g} and not {comparison.expected_norm:.6g}"
+        )
         raise InputError(
             f"plan: pp={run.plan.pp}",
             "the stages compute something else than the undivided model (the stages do not share state that the model keeps "
             "outside of tensors, or decisions that depend on the data): the loss of one micro-batch is "
-            f"{found.loss:.6g} and not {found.expected_loss:.6g}{norm}",
+            f"{comparison.loss:.6g} and not {comparison.expected_loss:.6g}{norm}",
             "use pp: 1, and divide the model with zero: 3 or tp instead",
         )
-    return found
+    return comparison
 
 
 def compare_split(run: Run) -> SplitComparison | None:
@@ -173,17 +177,17 @@ def _undivided(run: Run, batch: Any, with_gradients: bool) -> tuple[float, float
         model = create_on_host(run.job.model, run.device, weights_dtype(run.plan))
     _gather_weights(run, model)
     objective = objective_of_job(run.job)
-    one = replace(
+    undivided = replace(
         run, model=model, loss_sum=partial(objective.total, model), executor=None, mesh=None, objective=objective
     )
     for method in (float8, precision):
         if method.enabled(run.plan):
-            one = method.apply(one, run.plan)
+            undivided = method.apply(undivided, run.plan)
     items = max(objective.count(batch), 1)
-    with rng_preserved(), _mode_of(one), torch.set_grad_enabled(with_gradients):
-        if run.dataflow is not None and run.dataflow.is_random and _differs(one, batch):
+    with rng_preserved(), _mode_of(undivided), torch.set_grad_enabled(with_gradients):
+        if run.dataflow is not None and run.dataflow.is_random and _differs(undivided, batch):
             return None
-        loss = one.loss_sum(to_device(batch, run)) / items
+        loss = undivided.loss_sum(to_device(batch, run)) / items
         if with_gradients:
             loss.backward()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

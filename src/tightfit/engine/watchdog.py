@@ -223,8 +223,8 @@ def _failed(store: dist.Store) -> int | None:
     return None if found is None else _code(found)
 
 
-def _code(said: bytes) -> int:
-    return int(said.decode().partition(":")[2])
+def _code(answer: bytes) -> int:
+    return int(answer.decode().partition(":")[2])
 
 
 def ranks_behind(notes: dict[int, ProgressNote]) -> list[int]:

@@ -571,19 +571,19 @@ def _prepare(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     folder  the folder of the imported file
     """
     content = hf.prepare(content, folder)
-    found = dict(content)
+    prepared = dict(content)
     for name in ("datasets", "pretraining_dataset"):
         if isinstance(content.get(name), str):
-            found[name] = [{"path": content[name], "type": "pretrain"}]
+            prepared[name] = [{"path": content[name], "type": "pretrain"}]
         elif isinstance(content.get(name), dict):
-            found[name] = [content[name]]
+            prepared[name] = [content[name]]
     for name in ("base_model", "chat_template_jinja"):
-        if name in found:
-            found[name] = existing(found[name], folder)
+        if name in prepared:
+            prepared[name] = existing(prepared[name], folder)
     for name in ("datasets", "pretraining_dataset"):
-        if isinstance(found.get(name), list):
-            found[name] = [_whole_paths(one, folder) for one in found[name]]
-    return found
+        if isinstance(prepared.get(name), list):
+            prepared[name] = [_whole_paths(one, folder) for one in prepared[name]]
+    return prepared
 
 
 def _whole_paths(one: Any, folder: Path) -> Any:
@@ -631,15 +631,15 @@ def _combine(draft: Draft) -> None:
     sharded = any(row.key.startswith(("fsdp_config.", "fsdp_version")) for row in draft.rows)
     if sharded or parts.get("dp_shard", 1) > 1:
         draft.imply("zero", (3, False), "fsdp_version")  # FSDP reshards after forward if nothing is said
-    said = parts.get("axolotl_bf16")
+    bf16 = parts.get("axolotl_bf16")
     is_default = "axolotl_bf16" in draft.defaulted
-    if said == "full":
+    if bf16 == "full":
         draft.imply("weights", "bf16", "axolotl_bf16")
-    elif said and is_default and (parts.get("fp16") or parts.get("weights")):
+    elif bf16 and is_default and (parts.get("fp16") or parts.get("weights")):
         draft.settle("axolotl_bf16", "not needed", "another type is given")
-    elif said is not None:
-        draft.imply("bf16", said, "axolotl_bf16")
-        if said:
+    elif bf16 is not None:
+        draft.imply("bf16", bf16, "axolotl_bf16")
+        if bf16:
             draft.remark(
                 "axolotl_bf16", "weights are kept in fp32; without FSDP and DeepSpeed axolotl keeps them in bf16"
             )

@@ -40,23 +40,23 @@ def combine_data(draft: Draft) -> None:
     _packing(draft, is_pretraining)
 
 
-def _format_of(one: dict[str, Any]) -> str | None:
+def _format_of(dataset: dict[str, Any]) -> str | None:
     """Return tightfit's format for the type of a data set, such as messages for chat_template;
     None if it has none."""
-    kind = one.get("type")
+    kind = dataset.get("type")
     if isinstance(kind, dict):
         return "prompt-response" if _is_plain_prompt(kind) else None
     if kind == "chat_template":
-        names = _message_keys(one)
+        names = _message_keys(dataset)
         return {("role", "content"): "messages", ("from", "value"): "sharegpt"}.get(names)
     return {"alpaca": "alpaca", "sharegpt": "sharegpt"}.get(str(kind))
 
 
-def _message_keys(one: dict[str, Any]) -> tuple[str, str]:
+def _message_keys(dataset: dict[str, Any]) -> tuple[str, str]:
     """Return the keys of a message's role and text in the rows of a data set of chats."""
-    names = one.get("message_property_mappings")
+    names = dataset.get("message_property_mappings")
     names = names if isinstance(names, dict) else {}
-    role, content = (names.get(name) or one.get(f"message_field_{name}") or name for name in ("role", "content"))
+    role, content = (names.get(name) or dataset.get(f"message_field_{name}") or name for name in ("role", "content"))
     return str(role), str(content)
 
 
@@ -66,38 +66,38 @@ def _is_plain_prompt(kind: dict[str, Any]) -> bool:
     return plain and not kind.get("system_prompt") and not kind.get("field_system")
 
 
-def _source(draft: Draft, one: dict[str, Any]) -> Source:
+def _source(draft: Draft, dataset: dict[str, Any]) -> Source:
     """Return tightfit's source for one of the data sets, with the format of its rows."""
-    source = data.source_of(str(one["path"]), one.get("data_files"), one.get("ds_type"))
-    lost = data.add_part(source, one.get("name"), one.get("split"))
-    kind, used = one.get("type"), set(_PLACE)
-    found = _format_of(one)
+    source = data.source_of(str(dataset["path"]), dataset.get("data_files"), dataset.get("ds_type"))
+    lost = data.add_part(source, dataset.get("name"), dataset.get("split"))
+    kind, used = dataset.get("type"), set(_PLACE)
+    row_format = _format_of(dataset)
     if str(kind) in _PLAIN:
         used |= {"field", "text_column"}
-        field = one.get("text_column") or one.get("field")
+        field = dataset.get("text_column") or dataset.get("field")
         source |= {"field": field} if field else {}
-    elif found in ("messages", "sharegpt"):
+    elif row_format in ("messages", "sharegpt"):
         used |= {"field_messages", "message_property_mappings", "message_field_role", "message_field_content"}
         used |= {"chat_template", "chat_template_jinja", "roles_to_train", "roles"}
-        used |= {"train_on_eos"} if one.get("train_on_eos") == "turn" else set()
+        used |= {"train_on_eos"} if dataset.get("train_on_eos") == "turn" else set()
         used |= {"conversation"} if kind == "sharegpt" else set()
-        field = one.get("field_messages") or ("messages" if kind == "chat_template" else None)
-        source = data.with_format(source, found, {"messages": field, "conversations": field})
-    elif found == "alpaca":
+        field = dataset.get("field_messages") or ("messages" if kind == "chat_template" else None)
+        source = data.with_format(source, row_format, {"messages": field, "conversations": field})
+    elif row_format == "alpaca":
         draft.remark("datasets", data.ALPACA_PROMPT)
         source = data.with_format(source, "alpaca", {})
-    elif found == "prompt-response":
+    elif row_format == "prompt-response":
         assert isinstance(kind, dict)
         names = {"prompt": kind.get("field_instruction", "instruction"), "response": kind.get("field_output", "output")}
-        source = data.with_format(source, found, names)
+        source = data.with_format(source, row_format, names)
     else:
         shown = "chat_template with other keys of messages" if kind == "chat_template" else f"type {kind}"
         draft.remark("datasets", f"{shown} has no counterpart among tightfit's formats")
         draft.to_do.append(
-            f"{one['path']}: write what {shown} makes of a row as prompt and response, and name them in data.fields "
+            f"{dataset['path']}: write what {shown} makes of a row as prompt and response, and name them in data.fields "
             "with data.format: prompt-response"
         )
-    lost += sorted(name for name in set(one) - used if one[name] not in (None, _OFF.get(name)))
+    lost += sorted(name for name in set(dataset) - used if dataset[name] not in (None, _OFF.get(name)))
     if lost:
         draft.remark("datasets", f"no counterpart: {', '.join(lost)}")
     return source
@@ -129,10 +129,10 @@ def _loss(draft: Draft, sets: list[dict[str, Any]], sources: list[Source]) -> No
         data.set_loss(draft, "train_on_inputs", sources, value, "train_on_inputs", False)
 
 
-def _known_roles(one: dict[str, Any], roles: Any) -> list[str]:
+def _known_roles(dataset: dict[str, Any], roles: Any) -> list[str]:
     """Return tightfit's names of the roles that are trained on in a data set, such as assistant for
     gpt. The data set's own names come first."""
-    own = one.get("roles")
+    own = dataset.get("roles")
     own = own if isinstance(own, dict) else {}
     names = {str(source): role for role, sources in own.items() if isinstance(sources, list) for source in sources}
     given = roles if isinstance(roles, list) else [roles] if roles else []
@@ -174,13 +174,13 @@ def _template(draft: Draft, chats: list[dict[str, Any]]) -> None:
         draft.to_do.append(f"chat_template is {name}: {data.OTHER_TEMPLATE}, unless the tokenizer has it")
 
 
-def _template_of(one: dict[str, Any], shared: Any) -> str | None:
-    found = one.get("chat_template") or one.get("conversation") or shared
+def _template_of(dataset: dict[str, Any], shared: Any) -> str | None:
+    found = dataset.get("chat_template") or dataset.get("conversation") or shared
     return str(found) if found else None
 
 
-def _text_of(one: dict[str, Any], shared: Any) -> str | None:
-    found = one.get("chat_template_jinja") or shared
+def _text_of(dataset: dict[str, Any], shared: Any) -> str | None:
+    found = dataset.get("chat_template_jinja") or shared
     return str(found) if found else None
 
 

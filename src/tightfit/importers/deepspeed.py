@@ -334,19 +334,19 @@ def places(draft: Draft) -> None:
     """Set plan.offload_to, the one place to which tightfit offloads everything: "host" for
     DeepSpeed's "cpu", "disk" for "nvme". If the file offloads optimizer and parameters to different
     places, add a contradiction."""
-    said = {
+    devices = {
         row.key: str(row.value).lower()
         for row in draft.rows
         if row.key.endswith(
             ("offload_optimizer.device", "offload_param.device", "offload_optimizer_device", "offload_param_device")
         )
     }
-    found = {value for value in said.values() if value in ("cpu", "nvme")}
-    if len(found) == 2:
+    offload_devices = {value for value in devices.values() if value in ("cpu", "nvme")}
+    if len(offload_devices) == 2:
         draft.contradict(
-            f"{' and '.join(said)} name cpu and nvme, and plan.offload_to is one place for all: host is taken"
+            f"{' and '.join(devices)} name cpu and nvme, and plan.offload_to is one place for all: host is taken"
         )
-    elif found == {"nvme"}:
+    elif offload_devices == {"nvme"}:
         draft.fields["plan.offload_to"] = "disk"
 
 
@@ -354,13 +354,13 @@ def _warmup(draft: Draft) -> None:
     """If the file names a DeepSpeed schedule but no number of warm-up steps, set DeepSpeed's
     default, 1,000 steps. If it names no type of warm-up, note that DeepSpeed's default is
     logarithmic and tightfit's warm-up linear."""
-    said = {row.key.rpartition(".")[2] for row in draft.rows}
+    keys = {row.key.rpartition(".")[2] for row in draft.rows}
     if not draft.giver("schedule").endswith("scheduler.type"):
         return
-    if "warmup_num_steps" not in said:
+    if "warmup_num_steps" not in keys:
         draft.imply("warmup", 1000, "schedule")
         draft.remark("schedule", "train.warmup: 1000, its default")
-    if "warmup_type" not in said:
+    if "warmup_type" not in keys:
         draft.remark("schedule", "DeepSpeed warms up along a logarithm by default, tightfit linearly")
 
 
@@ -390,8 +390,8 @@ def _combine_alone(draft: Draft) -> None:
     """Do `combine_deepspeed` for a DeepSpeed file that is imported by itself, not as part of
     another tool's file. If such a file has neither train_batch_size nor
     gradient_accumulation_steps, a step has one micro-batch, as in DeepSpeed."""
-    said = {row.key for row in draft.rows}
-    if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & said:
+    keys = {row.key for row in draft.rows}
+    if "micro_batch" in draft.parts and not {"train_batch_size", "gradient_accumulation_steps"} & keys:
         draft.imply("accumulation", 1, "micro_batch")
     combine_deepspeed(draft)
 

@@ -203,27 +203,27 @@ def _fill_defaults(draft: Draft, importer: Importer, where: str) -> None:
 
     where  the name of the file, for error messages
     """
-    said = {row.key for row in draft.rows if row.value is not None}
+    keys = {row.key for row in draft.rows if row.value is not None}
     for name, value in importer.defaults.items():
         key = importer.find(name)
         assert key is not None, name
         taken = key.part in draft.parts if key.part else key.field in draft.fields
         named = any(row.field == key.field for row in draft.rows) and not key.part and key.field
-        if name not in said and not taken and not named and not _is_said_by_another(importer, key, said):
+        if name not in keys and not taken and not named and not _is_said_by_another(importer, key, keys):
             draft.rows = [row for row in draft.rows if row.key != name]  # the key may be empty in the file
             _convert(draft, key, Row(name, value, "default"), where, is_default=True)
 
 
-def _is_said_by_another(importer: Importer, key: Key, said: set[str]) -> bool:
+def _is_said_by_another(importer: Importer, key: Key, keys: set[str]) -> bool:
     """Return whether the file has another key with the same meaning as `key` (the same `part` and
     `field`), such as an older name of it. A key whose value is auto counts, too.
 
-    said  the names of all keys in the file
+    keys  the names of all keys in the file
     """
     return any(
         other.part == key.part
         and other.field == key.field
-        and any(other.matches(importer.without_section(name)) for name in said)
+        and any(other.matches(importer.without_section(name)) for name in keys)
         for other in importer.keys
         if key.part
     )

@@ -285,19 +285,19 @@ class _Samples:
     """The samples that the Trainer's model gets: each goes through the data collator alone, and
     keeps only the fields that the model's forward takes.
 
-    kept  the names of these fields; None keeps all
+    fields  the names of these fields; None keeps all
     """
 
-    def __init__(self, dataset: Any, collator: Callable[[list[Any]], Any] | None, kept: set[str] | None) -> None:
-        self.dataset, self.collator, self.kept = dataset, collator, kept
+    def __init__(self, dataset: Any, collator: Callable[[list[Any]], Any] | None, fields: set[str] | None) -> None:
+        self.dataset, self.collator, self.fields = dataset, collator, fields
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         sample = self.dataset[index]
-        if self.kept is not None and isinstance(sample, Mapping):
-            sample = {name: value for name, value in sample.items() if name in self.kept}
+        if self.fields is not None and isinstance(sample, Mapping):
+            sample = {name: value for name, value in sample.items() if name in self.fields}
         if self.collator is None and not isinstance(sample, Mapping):
             return sample
         if self.collator is None:
@@ -314,10 +314,10 @@ def _samples(model: nn.Module, args: Any, dataset: Any, collator: Callable[[list
     without a length is returned unchanged."""
     if not hasattr(dataset, "__len__"):
         return dataset
-    kept = None
+    fields = None
     if args.remove_unused_columns:
-        kept = {*inspect.signature(_without_adapters(model).forward).parameters, "label", "label_ids", "labels"}
-    return _Samples(dataset, collator, kept)
+        fields = {*inspect.signature(_without_adapters(model).forward).parameters, "label", "label_ids", "labels"}
+    return _Samples(dataset, collator, fields)
 
 
 def _complete(plan: Plan, model: nn.Module, machine: Machine) -> Plan:
@@ -403,23 +403,23 @@ def _fields(plan: Plan, job: Job, args: Any) -> dict[str, Any]:
     share, micro = plan.share_of(job.train.batch), plan.micro_batch_of(job.train.batch)
     # transformers 5.24 has renamed gradient_checkpointing
     checkpointing = "activation" if hasattr(args, "activation_checkpointing") else "gradient"
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": share // micro,
         f"{checkpointing}_checkpointing": plan.recompute == "full",
         "torch_compile": plan.compile == "model",
     }
     flags = PRECISION_FLAGS.get(plan.precision, {})
-    found |= {name: value for name, value in flags.items() if value or getattr(args, name, None)}
+    fields |= {name: value for name, value in flags.items() if value or getattr(args, name, None)}
     if plan.recompute == "full":
-        found[f"{checkpointing}_checkpointing_kwargs"] = {"use_reentrant": False}
+        fields[f"{checkpointing}_checkpointing_kwargs"] = {"use_reentrant": False}
     if job.train.optimizer_name == "adamw" and plan.fused_optimizer:
-        found["optim"] = OPTIM_OF_STATES[plan.states]
+        fields["optim"] = OPTIM_OF_STATES[plan.states]
     if plan.data_parallel > 1 and not args.deepspeed:
-        found["fsdp"] = plan.zero > 0
+        fields["fsdp"] = plan.zero > 0
         if plan.zero:  # FSDP 2 frees gathered parameters after forward in stage 3 only
-            found["fsdp_config"] = {"version": 2, "reshard_after_forward": plan.zero == 3}
-    return found
+            fields["fsdp_config"] = {"version": 2, "reshard_after_forward": plan.zero == 3}
+    return fields
 
 
 def _plain(value: Any) -> Any:

@@ -247,13 +247,13 @@ def blocked_attention(
     batch, heads, length, width = query.shape
     query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
     output = query.new_empty(batch, length, heads, width).transpose(1, 2)
-    kept = query.new_empty(batch * heads * probability_count(length, causal))
+    all_probabilities = query.new_empty(batch * heads * probability_count(length, causal))
     if bias is not None:
         bias = bias.expand(batch, heads, length, length)
     if noise is not None:
         factors_of_blocks = probability_views(noise.view(-1), batch * heads, length, causal)
     for (start, end, keys), probabilities in zip(
-        query_blocks(length, causal), probability_views(kept, batch * heads, length, causal), strict=True
+        query_blocks(length, causal), probability_views(all_probabilities, batch * heads, length, causal), strict=True
     ):
         # in place: the softmax of another tensor takes half as long again
         torch.bmm(query[:, start:end], key[:, :keys].transpose(1, 2), out=probabilities)
@@ -268,7 +268,7 @@ def blocked_attention(
             used = probabilities * factors
             probabilities.copysign_(factors.sub(factor / 2))
         output[:, :, start:end] = torch.bmm(used, value[:, :keys]).view(batch, heads, end - start, width)
-    return output, kept.view(batch * heads, -1)
+    return output, all_probabilities.view(batch * heads, -1)
 
 
 def causal_mask(rows: int, like: Tensor) -> Tensor:

@@ -112,18 +112,18 @@ def _share_sent(ledger: Ledger, plan: Plan) -> float:
     """
     if plan.compressed_gradients == "none":
         return 1.0
-    found = 0.0
+    sent_bytes = 0.0
     for parameter in ledger.parameters:
         if parameter.trainable:
             height = parameter.shape[0] if parameter.shape else 1
             narrow = plan.powersgd_rank * (height + parameter.count // max(height, 1))
             if plan.compressed_gradients == "bf16":
-                found += min(2.0 * parameter.count, parameter.gradient_bytes)
+                sent_bytes += min(2.0 * parameter.count, parameter.gradient_bytes)
             elif is_compressible(parameter.shape, plan.powersgd_rank):
-                found += narrow * parameter.gradient_bytes / parameter.count
+                sent_bytes += narrow * parameter.gradient_bytes / parameter.count
             else:
-                found += parameter.gradient_bytes
-    return found / ledger.gradient_bytes()
+                sent_bytes += parameter.gradient_bytes
+    return sent_bytes / ledger.gradient_bytes()
 
 
 def apply(run: Run, plan: Plan) -> Run:

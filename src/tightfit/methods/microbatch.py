@@ -158,17 +158,17 @@ def advice(ledger: Ledger, device: str) -> list[str]:
     norms = any("batch_norm" in operation.name for _, _, operation, _ in ledger.operations())
     total, multiple = sum(rows.values()), 64 if device == "cuda" else 16
     worth = sorted(width for width, share in shares.items() if share >= MIN_FLOPS_SHARE * total and width > 8)
-    said = [
+    suggestions = [
         f"layer width {width}: {math.ceil(width / multiple) * multiple} would fill tiles of {multiple}"
         for width in worth
         if width % 8 or (width % multiple and width > multiple)
     ]
     if norms and ledger.micro_batches > 1:
-        said.append(
+        suggestions.append(
             f"micro_batch {ledger.micro_batch}: BatchNorm normalises each micro-batch by itself, so a plan with whole "
             "batches trains differently; pin micro_batch to choose"
         )
     if device == "cuda" and rows and max(rows, key=lambda length: rows[length]) % 8:
         better = math.ceil(ledger.micro_batch / 8) * 8
-        said.append(f"micro_batch {ledger.micro_batch}: a multiple of 8, such as {better}, would fill tiles")
-    return said
+        suggestions.append(f"micro_batch {ledger.micro_batch}: a multiple of 8, such as {better}, would fill tiles")
+    return suggestions

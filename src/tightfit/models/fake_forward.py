@@ -149,7 +149,7 @@ def _numbers_of(model: nn.Module) -> dict[str, str]:
 def _substitutions(model: nn.Module) -> Iterator[dict[str, None]]:
     """Context manager that yields a dict. Its keys become the names of the parameters in whose place a
     module is called with other tensors."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     hooks = []
 
     def watch(path: str, own: dict[str, Tensor | None]) -> Callable[..., None]:
@@ -157,7 +157,7 @@ def _substitutions(model: nn.Module) -> Iterator[dict[str, None]]:
 
         def note(module: nn.Module, inputs: Any) -> None:
             now = own_parameters(module)
-            found.update(
+            names.update(
                 (f"{path}.{name}".lstrip("."), None) for name, one in given.items() if now.get(name) is not one
             )
 
@@ -168,7 +168,7 @@ def _substitutions(model: nn.Module) -> Iterator[dict[str, None]]:
         if not scripted and (own := own_parameters(module)):
             hooks.append(module.register_forward_pre_hook(watch(path, dict(own))))
     try:
-        yield found
+        yield names
     finally:
         for hook in hooks:
             hook.remove()
@@ -218,7 +218,7 @@ def _replace_held(model: nn.Module) -> dict[int, str]:
     that are no parameters, such as lists of tensors, by copies. Return storage of a copy -> a sentence on
     it."""
     names = {storage_id(one): name for name, one in model.named_parameters()}
-    found: dict[int, str] = {}
+    sentences: dict[int, str] = {}
 
     def replaced(value: Any, where: str, depth: int = 0) -> Any:
         if isinstance(value, Tensor):
@@ -226,7 +226,7 @@ def _replace_held(model: nn.Module) -> dict[int, str]:
             if name is None:
                 return value
             copy = value.detach().clone().requires_grad_(value.requires_grad)
-            found[storage_id(copy)] = f"the forward reads {name} from {where}, which is no parameter"
+            sentences[storage_id(copy)] = f"the forward reads {name} from {where}, which is no parameter"
             return copy
         if depth < MOST_NESTED and type(value) in (list, tuple):
             return type(value)(replaced(one, where, depth + 1) for one in value)
@@ -239,11 +239,11 @@ def _replace_held(model: nn.Module) -> dict[int, str]:
             continue
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules") and isinstance(value, Tensor | list | tuple | dict):
-                before = len(found)
+                before = len(sentences)
                 new = replaced(value, f"{path}.{name}" if path else name)
-                if len(found) > before:
+                if len(sentences) > before:
                     vars(module)[name] = new
-    return found
+    return sentences
 
 
 def branch_on_values(make: Callable[[], nn.Module], total: Callable[[nn.Module, Batch], Tensor], batch: Batch) -> str:
@@ -320,7 +320,7 @@ def checked_forwards(
 
     Raises InputError if the model or the loss raises it on real samples.
     """
-    found: list[Found] = []
+    results: list[Found] = []
     size, failure = math.inf, None
     for answer in (True, False):
         values = GuessedValues(answer)
@@ -330,7 +330,7 @@ def checked_forwards(
                 size = sum(one.numel() * one.element_size() for one in model.parameters())
                 model.train()
                 forwards = Forwards(total, fake_batch(batch), is_fake=True)
-                found.append(check(model, forwards))
+                results.append(check(model, forwards))
             error = forwards.failure
         except Exception as raised:
             error = raised
@@ -339,21 +339,21 @@ def checked_forwards(
         if failure is not None or not values.asked:
             break
     if failure is None:
-        return found, ""
+        return results, ""
     if size > MOST_REAL_BYTES:
-        return found, _described(failure)
+        return results, _described(failure)
     try:
         with restoring_random_states(), isolated_model_caches(), torch.enable_grad():
             model = make()
             model.train()
             forwards = Forwards(total, _few_samples(batch), is_fake=False)
-            found.append(check(model, forwards))
+            results.append(check(model, forwards))
         failure = forwards.failure
     except Exception as error:
         failure = error
     if isinstance(failure, InputError):  # the training would end with it
         raise failure
-    return found, "" if failure is None else _described(failure)
+    return results, "" if failure is None else _described(failure)
 
 
 def _described(error: Exception) -> str:

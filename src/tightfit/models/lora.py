@@ -100,7 +100,7 @@ def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
     if targets == "all-linear":
         output = _output_layer(model)
         return [name for name, module in linear.items() if module is not output]
-    found: list[str] = []
+    names: list[str] = []
     for target in [targets] if isinstance(targets, str) else targets:
         matched = [name for name in linear if name == target or name.endswith(f".{target}") or _matches(name, target)]
         if not matched:
@@ -110,8 +110,8 @@ def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
                 "matches no linear layer",
                 f"use all-linear, or some of: {', '.join(known)}",
             )
-        found += matched
-    return list(dict.fromkeys(found))
+        names += matched
+    return list(dict.fromkeys(names))
 
 
 def _matches(name: str, pattern: str) -> bool:

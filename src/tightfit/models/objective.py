@@ -526,20 +526,20 @@ def _explained(error: RuntimeError, inputs: list[Tensor], parameters: list[nn.Pa
     inputs      the tensors that forward got
     parameters  the model's parameters
     """
-    said = str(error).partition("\n")[0]
-    if "saved tensor hooks" in said:
+    message = str(error).partition("\n")[0]
+    if "saved tensor hooks" in message:
         return InputError(
             "plan: recompute or offload",
-            f"the model's forward computes gradients with torch.func, which does not work with either ({said})",
+            f"the model's forward computes gradients with torch.func, which does not work with either ({message})",
             "use recompute: none, and leave activations out of offload; or call torch.autograd.grad in forward",
         )
-    if "not implemented for" in said and any(kind in said for kind in _HALF):
+    if "not implemented for" in message and any(kind in message for kind in _HALF):
         return InputError(
             "plan: precision",
-            f"the model uses an operation that PyTorch does not have in 16 bits on this device ({said})",
+            f"the model uses an operation that PyTorch does not have in 16 bits on this device ({message})",
             "use precision: fp32",
         )
-    if "type" not in said and "not implemented for" not in said:
+    if "type" not in message and "not implemented for" not in message:
         return None
     types = {one.dtype for one in inputs}
     names = ", ".join(sorted(str(one).removeprefix("torch.") for one in types))
@@ -547,26 +547,26 @@ def _explained(error: RuntimeError, inputs: list[Tensor], parameters: list[nn.Pa
     if torch.float64 in stored and torch.float64 not in types:
         return InputError(
             "job: model",
-            f"has parameters of float64, gets inputs of the types {names}, and fails ({said})",
+            f"has parameters of float64, gets inputs of the types {names}, and fails ({message})",
             "create the model in float32, which is PyTorch's default",
         )
     real = {one for one in types if one.is_floating_point}
-    if "indices" in said and real:
+    if "indices" in message and real:
         return InputError(
             "data",
-            f"the model gets inputs of the types {names}, and fails ({said})",
+            f"the model gets inputs of the types {names}, and fails ({message})",
             "let the dataset return ids as whole numbers, for example with array.astype('int64') or tensor.long()",
         )
-    if real - stored - {torch.float32} or (types and not real and any(kind in said for kind in _WHOLE)):
+    if real - stored - {torch.float32} or (types and not real and any(kind in message for kind in _WHOLE)):
         return InputError(
             "data",
-            f"the model gets inputs of the types {names}, and fails ({said})",
+            f"the model gets inputs of the types {names}, and fails ({message})",
             "let the dataset return real numbers as float32, for example with array.astype('float32') or tensor.float()",
         )
-    if any(kind in said for kind in _HALF):
+    if any(kind in message for kind in _HALF):
         return InputError(
             "job: model",
-            f"fails on types that do not match ({said}); plan.precision gives all parameters the same type",
+            f"fails on types that do not match ({message}); plan.precision gives all parameters the same type",
             "leave .bfloat16(), .half() and .float() out of the model, and create its tensors in the type of its inputs "
             "(dtype=x.dtype); or use precision: bf16-mixed, in which each operation casts its inputs",
         )

@@ -218,26 +218,26 @@ class MultiTensor(PerParameter):
         backups  copies of the state before the update, one dict for each parameter, as `_backup`
                  returned them; they undo the update if the step is skipped
         """
-        kept: list[dict[str, Any]] = [{} for _ in parameters]
+        saved: list[dict[str, Any]] = [{} for _ in parameters]
         for name in _names(updated):
             values = {number: states.pop(name) for number, states in enumerate(updated) if name in states}
             narrow = [number for number in values if self._is_narrowed(values[number])]
-            found = dict(values)
+            narrowed = dict(values)
             if narrow and self._blocks is not None:
                 flat, views = wide.pop(name, (None, []))
                 tensors = [values[number] for number in narrow]
                 same = len(views) == len(tensors) and all(one is view for one, view in zip(tensors, views, strict=True))
                 whole = flat if same and flat is not None and _fills(flat, tensors) else _concatenate(tensors)
-                found.update(zip(narrow, self._quantize(name, whole, tensors), strict=True))
+                narrowed.update(zip(narrow, self._quantize(name, whole, tensors), strict=True))
             elif narrow:
                 wide.pop(name, None)
-                found.update((number, values[number]) for number in narrow)
+                narrowed.update((number, values[number]) for number in narrow)
             old = {number: before[number].get(name) for number in narrow}
-            for number, value in self._into_own_tensors(found, old).items():
-                kept[number][name] = self._put(
+            for number, value in self._into_own_tensors(narrowed, old).items():
+                saved[number][name] = self._put(
                     parameters[number], name, self._restore_if_skipped(value, backups[number].get(name))
                 )
-        for parameter, states in zip(parameters, kept, strict=True):
+        for parameter, states in zip(parameters, saved, strict=True):
             self.state[parameter] = states
 
     def _into_own_tensors(self, values: dict[int, Any], old: dict[int, Any]) -> dict[int, Any]:

@@ -98,7 +98,7 @@ def make_buckets(
     dtype_of    parameter -> the dtype of what the bucket holds of it. By default buckets hold the
                 parameters themselves; pass `gradient_dtype` for buckets of gradients
     """
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
     for parameter in reversed(list(parameters)):
         kind = dtype_of(parameter), parameter.device
@@ -106,10 +106,10 @@ def make_buckets(
         own = parameter.numel() * kind[0].itemsize
         if bucket is None or size + own > limit:
             bucket, size = Bucket(), 0
-            found.append(bucket)
+            buckets.append(bucket)
         bucket.parameters.append(parameter)
         filling[kind] = bucket, size + own
-    return found
+    return buckets
 
 
 class Reducer:

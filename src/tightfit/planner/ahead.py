@@ -57,16 +57,16 @@ def _pieces(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> list[Cal
     kernels, the next degrees of parallelism, bf16 parameters, offload from its second combination on,
     and the leanest plan."""
     # a search with compile: model begins with `start` itself, else with `start` without compile
-    found: list[Callable[[], object]] = [] if start.compile == "model" else [partial(estimator.estimate, start)]
+    pieces: list[Callable[[], object]] = [] if start.compile == "model" else [partial(estimator.estimate, start)]
     machine = estimator.machine
     if machine.devices_per_node * machine.nodes > 1:
-        found += [partial(_degrees, estimator, start, pins, index) for index in range(1, MOST_DEGREES)]
+        pieces += [partial(_degrees, estimator, start, pins, index) for index in range(1, MOST_DEGREES)]
     narrow = start.replace(precision="bf16-true", rounding=rounding_of(estimator.job))
     if "precision" not in pins and is_legal(narrow, estimator.job, machine.device):
-        found.append(partial(_narrow, estimator, narrow, {**pins, "precision": "bf16-true"}))
+        pieces.append(partial(_narrow, estimator, narrow, {**pins, "precision": "bf16-true"}))
     for where in offloads(estimator, pins)[2:]:  # the search itself begins with the first one
-        found.append(partial(estimate_candidates, estimator, start.replace(**where), {**pins, **where}))
-    return [*found, partial(leanest, estimator, start, pins)]
+        pieces.append(partial(estimate_candidates, estimator, start.replace(**where), {**pins, **where}))
+    return [*pieces, partial(leanest, estimator, start, pins)]
 
 
 def _narrow(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> None:

@@ -61,16 +61,16 @@ def data_parallel_layouts(machine: Machine, start: Plan, pins: dict[str, Any]) -
     """
     count = machine.devices_per_node * machine.nodes // (start.tp * start.pp * start.cp) - start.servers
     node = max(machine.devices_per_node // (start.tp * start.cp), 1)
-    found = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
+    layouts = [{"dp_replicate": start.dp_replicate, "dp_shard": start.dp_shard, "zero": start.zero}]
     if count * start.cp > 1:
         groups = [count] if machine.nodes == 1 or node in (1, count) or count % node else [count, node]
-        found += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
-        found += [
+        layouts += [{"dp_replicate": count, "dp_shard": 1, "zero": 0}]
+        layouts += [
             {"dp_replicate": count // group, "dp_shard": group, "zero": stage}
             for group in groups
             for stage in ((1, 2) if start.pp > 1 else (1, 2, 3))
         ]
-    kept = [spread for spread in found if all(spread[name] == pins[name] for name in spread if name in pins)]
+    kept = [spread for spread in layouts if all(spread[name] == pins[name] for name in spread if name in pins)]
     return [spread for number, spread in enumerate(kept) if spread not in kept[:number]]
 
 

@@ -18,16 +18,16 @@ MOST_CERTAIN_TRIED = 2  # such plans that are dry-run
 
 
 def dry_run_fastest(
-    finals: DryRunResults, estimator: Estimator, found: list[Estimate], any_micro_batch: bool
+    finals: DryRunResults, estimator: Estimator, estimates: list[Estimate], any_micro_batch: bool
 ) -> list[Estimate]:
     """Dry-run the plans whose estimates fit, the fastest first, until one fits in its dry run too.
     Add the results to `finals`. If it does not surely fit, prefer one that does (`_prefer_certain`), and
     return the estimates of the plans with smaller micro-batches that were tried for this.
 
-    found            estimates of all plans so far; those that do not fit are skipped
+    estimates        estimates of all plans so far; those that do not fit are skipped
     any_micro_batch  whether the search may choose the micro-batch
     """
-    fitting = sorted((one for one in found if one.fits and one.plan not in finals.refused), key=by_time)
+    fitting = sorted((one for one in estimates if one.fits and one.plan not in finals.refused), key=by_time)
     if fitting:
         _dry_run_ahead(estimator, fitting, any_micro_batch)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
@@ -107,9 +107,9 @@ def _certain(fastest: Estimate, others: list[Estimate]) -> list[Estimate]:
     return [one for one in sorted(worth, key=by_time) if one.fits_surely]
 
 
-def _is_worth(one: Estimate, fastest: Estimate) -> bool:
-    """Return whether the plan of `one` is at most 3 % slower than the fastest plan."""
-    return one.total_s <= (1 + WORTH_OF_CERTAINTY) * fastest.total_s
+def _is_worth(estimate: Estimate, fastest: Estimate) -> bool:
+    """Return whether the plan of `estimate` is at most 3 % slower than the fastest plan."""
+    return estimate.total_s <= (1 + WORTH_OF_CERTAINTY) * fastest.total_s
 
 
 __all__ = ["dry_run_fastest"]

@@ -52,13 +52,17 @@ class DryRunResults:
     unconfirmed: dict[Plan, Estimate] = field(default_factory=dict)
     uncertain: dict[Plan, Estimate] = field(default_factory=dict)
 
-    def latest(self, one: Estimate) -> Estimate:
-        """Return the newest estimate of the plan of the estimate `one`: the one after its dry run,
-        or `one` itself if it had none. If the engine refused the plan, return `one` with the
+    def latest(self, estimate: Estimate) -> Estimate:
+        """Return the newest estimate of the plan of `estimate`: the one after its dry run,
+        or `estimate` itself if it had none. If the engine refused the plan, return `estimate` with the
         engine's reason in `rejected_because`."""
-        if one.plan in self.refused:
-            return replace(one, rejected_because=f"the engine refuses it: {self.refused[one.plan].found}")
-        return self.unconfirmed.get(one.plan) or self.uncertain.get(one.plan) or self.too_large.get(one.plan, one)
+        if estimate.plan in self.refused:
+            return replace(estimate, rejected_because=f"the engine refuses it: {self.refused[estimate.plan].found}")
+        return (
+            self.unconfirmed.get(estimate.plan)
+            or self.uncertain.get(estimate.plan)
+            or self.too_large.get(estimate.plan, estimate)
+        )
 
     def add(self, other: DryRunResults) -> None:
         """Add the results in `other`, of dry runs of other plans, to these results. A plan that is
@@ -88,50 +92,50 @@ def first_that_fits(estimator: Estimator, fitting: list[Estimate], job: Job) -> 
     """
     finals = DryRunResults()
     reserved, put_off = dict[tuple[str | bool, ...], float](), []
-    for one in fitting:
-        plan = one.plan  # each kind needs other buffers for the update
+    for estimate in fitting:
+        plan = estimate.plan  # each kind needs other buffers for the update
         kind = plan.precision, plan.rounding, plan.master_weights, plan.states
-        if one.peak_bytes + reserved.get(kind, 0.0) > one.limit_bytes:
-            put_off.append(one)
-            finals.too_large[one.plan] = _with_allocator_row(one, reserved.get(kind, 0.0))
-        elif _try(finals, estimator, one, job):
+        if estimate.peak_bytes + reserved.get(kind, 0.0) > estimate.limit_bytes:
+            put_off.append(estimate)
+            finals.too_large[estimate.plan] = _with_allocator_row(estimate, reserved.get(kind, 0.0))
+        elif _try(finals, estimator, estimate, job):
             return finals
-        elif one.plan in finals.too_large:
-            more = finals.too_large[one.plan].peak_bytes - one.peak_bytes
+        elif estimate.plan in finals.too_large:
+            more = finals.too_large[estimate.plan].peak_bytes - estimate.peak_bytes
             reserved[kind] = max(reserved.get(kind, 0.0), more)
-    for one in sorted(put_off, key=lambda one: one.peak_bytes):
-        if _try(finals, estimator, one, job):
+    for estimate in sorted(put_off, key=lambda estimate: estimate.peak_bytes):
+        if _try(finals, estimator, estimate, job):
             return finals
     return finals
 
 
 def first_that_nearly_fits(
-    estimator: Estimator, found: list[Estimate], finals: DryRunResults, job: Job
+    estimator: Estimator, estimates: list[Estimate], finals: DryRunResults, job: Job
 ) -> DryRunResults:
     """Dry-run plans whose estimates are slightly too large, the one with the smallest peak first,
     until a plan fits. An estimate is slightly too large if it would fit with 10 % less memory in
     forward and backward, because estimates may exceed their dry runs by that much.
 
     estimator  adds the allocator's bytes to an estimate
-    found      estimates of all plans of the search
+    estimates  estimates of all plans of the search
     finals     results of the dry runs so far
     job        the job that the plans train
 
     Returns the results of the new dry runs only, which are at most 6.
     """
     more = DryRunResults()
-    latest = [finals.latest(one) for one in {one.plan: one for one in found}.values()]
-    hopeless = {_update_memory_key(one.plan) for one in latest if _is_too_large_for_certain(one)}
-    near = [one for one in latest if not one.rejected_because and _nearly_fits(one)]
+    latest = [finals.latest(estimate) for estimate in {estimate.plan: estimate for estimate in estimates}.values()]
+    hopeless = {_update_memory_key(estimate.plan) for estimate in latest if _is_too_large_for_certain(estimate)}
+    near = [estimate for estimate in latest if not estimate.rejected_because and _nearly_fits(estimate)]
     runs = 0
-    for one in sorted(near, key=lambda one: one.peak_bytes):
-        if _update_memory_key(one.plan) in hopeless or runs == MAX_NEAR_DRY_RUNS:
+    for estimate in sorted(near, key=lambda estimate: estimate.peak_bytes):
+        if _update_memory_key(estimate.plan) in hopeless or runs == MAX_NEAR_DRY_RUNS:
             continue
-        if _try(more, estimator, one, job, nearly=True):
+        if _try(more, estimator, estimate, job, nearly=True):
             break
-        tried = more.too_large.get(one.plan)
+        tried = more.too_large.get(estimate.plan)
         if tried is not None and _is_too_large_for_certain(tried):
-            hopeless.add(_update_memory_key(one.plan))
+            hopeless.add(_update_memory_key(estimate.plan))
         else:
             runs += 1
     return more
@@ -143,121 +147,123 @@ def _update_memory_key(plan: Plan) -> Plan:
     return plan.replace(micro_batch=None, recompute="none", chunked_loss=None, compile="none")
 
 
-def _is_too_large_for_certain(one: Estimate) -> bool:
-    """Return whether the plan of the estimate `one` does not fit outside of forward and backward,
+def _is_too_large_for_certain(estimate: Estimate) -> bool:
+    """Return whether the plan of `estimate` does not fit outside of forward and backward,
     where no dry run finds less memory than the estimate."""
-    outside = one.includes_allocator and one.peak.phase not in OVERESTIMATED_PHASES
-    return outside and one.dry_run_bytes is None and "memory" in one.shortages()
+    outside = estimate.includes_allocator and estimate.peak.phase not in OVERESTIMATED_PHASES
+    return outside and estimate.dry_run_bytes is None and "memory" in estimate.shortages()
 
 
-def _nearly_fits(one: Estimate) -> bool:
-    """Return whether a dry run may still show that the plan of the estimate `one` fits: the plan
+def _nearly_fits(estimate: Estimate) -> bool:
+    """Return whether a dry run may still show that the plan of `estimate` fits: the plan
     had no dry run yet, and only device memory is too small, by at most 10 % of the bytes in forward
     and backward. Estimates of the other phases are exact."""
-    if one.dry_run_bytes is not None or one.not_confirmed or one.shortages().keys() != {"memory"}:
+    if estimate.dry_run_bytes is not None or estimate.not_confirmed or estimate.shortages().keys() != {"memory"}:
         return False
-    rows = one.peak.rows
-    exact = one.peak.phase not in OVERESTIMATED_PHASES
-    runtime, needed = rows["runtime"], one.peak.total - rows["runtime"] if exact else 0.0
-    for phase, _, bytes_by_row in one.ledger.instants():
+    rows = estimate.peak.rows
+    exact = estimate.peak.phase not in OVERESTIMATED_PHASES
+    runtime, needed = rows["runtime"], estimate.peak.total - rows["runtime"] if exact else 0.0
+    for phase, _, bytes_by_row in estimate.ledger.instants():
         size = sum(bytes_by_row.values()) - runtime
         needed = max(needed, size / (1 + MAX_OVERESTIMATE) if phase in OVERESTIMATED_PHASES else size)
-    return has_dry_run(one) and runtime + (1 + MARGIN) * needed <= one.limit_bytes
+    return has_dry_run(estimate) and runtime + (1 + MARGIN) * needed <= estimate.limit_bytes
 
 
-def has_dry_run(one: Estimate) -> bool:
-    """Return whether the search dry-runs the plan of the estimate `one`. If not, the estimate alone
+def has_dry_run(estimate: Estimate) -> bool:
+    """Return whether the search dry-runs the plan of `estimate`. If not, the estimate alone
     decides whether the plan fits.
 
     A deep model on several devices gets no dry run, because fully_shard takes a minute for a
     hundred blocks. A plan with CUDA graphs gets no dry run either, because fake tensors do not show
     the graphs' memory pools.
     """
-    small = one.plan.devices == 1 or one.ledger.blocks <= MAX_DRY_RUN_BLOCKS
-    return small and not one.ledger.uses_cuda_graphs
+    small = estimate.plan.devices == 1 or estimate.ledger.blocks <= MAX_DRY_RUN_BLOCKS
+    return small and not estimate.ledger.uses_cuda_graphs
 
 
-def _try(finals: DryRunResults, estimator: Estimator, one: Estimate, job: Job, nearly: bool = False) -> bool:
-    """Dry-run the plan of the estimate `one` and record the result in `finals`. Return whether the
+def _try(finals: DryRunResults, estimator: Estimator, estimate: Estimate, job: Job, nearly: bool = False) -> bool:
+    """Dry-run the plan of `estimate` and record the result in `finals`. Return whether the
     plan fits, so that it is the chosen one.
 
     nearly  whether the plan is tried although its estimate is slightly too large
 
     After three failed dry runs, plans are no longer dry-run, and count as unconfirmed if they fit.
     """
-    finals.too_large.pop(one.plan, None)
+    finals.too_large.pop(estimate.plan, None)
     failed = list(finals.unconfirmed.values())
-    if twin := _twin_that_is_too_large(finals, one):
-        settled = estimator.include_allocator(one)
+    if twin := _twin_that_is_too_large(finals, estimate):
+        settled = estimator.include_allocator(estimate)
         result = replace(settled, dry_run_bytes=max(twin.dry_run_bytes or 0.0, settled.peak.total))
     elif len(failed) >= MAX_FAILED_DRY_RUNS:
-        result = replace(estimator.include_allocator(one), not_confirmed=failed[0].not_confirmed)
+        result = replace(estimator.include_allocator(estimate), not_confirmed=failed[0].not_confirmed)
     else:
         try:
-            result = _with_dry_run(estimator, one, job, nearly)
+            result = _with_dry_run(estimator, estimate, job, nearly)
         except Untraceable as error:
-            result = replace(estimator.include_allocator(one), not_confirmed=error.found)
+            result = replace(estimator.include_allocator(estimate), not_confirmed=error.found)
         except InputError as error:
             # the model does not support the plan: for example `recompute: sqrt`, if a block uses
             # outputs of other blocks than the one before it
-            finals.refused[one.plan] = error
+            finals.refused[estimate.plan] = error
             return False
     if not result.fits:
-        finals.too_large[one.plan] = result
+        finals.too_large[estimate.plan] = result
     elif result.not_confirmed:
-        finals.unconfirmed[one.plan] = result
+        finals.unconfirmed[estimate.plan] = result
     else:
         finals.chosen = result
     return finals.chosen is not None
 
 
-def _twin_that_is_too_large(finals: DryRunResults, one: Estimate) -> Estimate | None:
+def _twin_that_is_too_large(finals: DryRunResults, estimate: Estimate) -> Estimate | None:
     """Return the estimate of a plan that did not fit in its dry run and that differs from the plan
-    of `one` only in the dtype of its optimizer states. Return None if there is none, or if the
+    of `estimate` only in the dtype of its optimizer states. Return None if there is none, or if the
     states matter.
 
     They do not matter if they are offloaded, and both plans have the same peak in forward or
-    backward. So `one` needs no dry run of its own.
+    backward. So `estimate` needs no dry run of its own.
     """
-    if "states" not in one.plan.offload or one.peak.phase == "optimizer":
+    if "states" not in estimate.plan.offload or estimate.peak.phase == "optimizer":
         return None
     for plan, candidate in finals.too_large.items():
-        same = plan.replace(states=one.plan.states) == one.plan and candidate.dry_run_bytes is not None
+        same = plan.replace(states=estimate.plan.states) == estimate.plan and candidate.dry_run_bytes is not None
         beside = candidate.peak.rows.get("allocator", 0.0)
-        if same and (candidate.peak.phase, candidate.peak.total - beside) == (one.peak.phase, one.peak.total):
+        if same and (candidate.peak.phase, candidate.peak.total - beside) == (estimate.peak.phase, estimate.peak.total):
             return candidate
     return None
 
 
-def _with_allocator_row(one: Estimate, reserved: float) -> Estimate:
+def _with_allocator_row(estimate: Estimate, reserved: float) -> Estimate:
     """Return the estimate with an allocator row of `reserved` bytes: the bytes that the allocator
     reserves beyond the tensors. The peak grows by as much."""
-    rows = {**one.peak.rows, "allocator": reserved}
-    return replace(one, peak=replace(one.peak, total=one.peak.total + reserved, rows=rows), includes_allocator=True)
+    rows = {**estimate.peak.rows, "allocator": reserved}
+    return replace(
+        estimate, peak=replace(estimate.peak, total=estimate.peak.total + reserved, rows=rows), includes_allocator=True
+    )
 
 
-def _with_dry_run(estimator: Estimator, one: Estimate, job: Job, nearly: bool) -> Estimate:
-    """Return the estimate `one` with the bytes that the allocator reserves beyond the tensors and,
+def _with_dry_run(estimator: Estimator, estimate: Estimate, job: Job, nearly: bool) -> Estimate:
+    """Return `estimate` with the bytes that the allocator reserves beyond the tensors and,
     if it then fits, with the peak of its dry run.
 
     nearly  whether to dry-run the plan also if its estimate is slightly too large
 
     Raises Untraceable if the dry run fails, and InputError if the engine refuses the plan.
     """
-    settled = estimator.include_allocator(one)
-    if not has_dry_run(one) or not (settled.fits or (nearly and _nearly_fits(settled))):
+    settled = estimator.include_allocator(estimate)
+    if not has_dry_run(estimate) or not (settled.fits or (nearly and _nearly_fits(settled))):
         return settled
-    total = _peak_by_few_blocks(estimator, one, job)
+    total = _peak_by_few_blocks(estimator, estimate, job)
     if total is None:
         work = estimator.profiler.shared_work
-        total = dry_run_bytes(job, one.plan, one.machine.device, one.ledger.pipeline_rank, work)
+        total = dry_run_bytes(job, estimate.plan, estimate.machine.device, estimate.ledger.pipeline_rank, work)
     beside = settled.peak.rows["runtime"] + settled.peak.rows.get("allocator", 0.0)
     return replace(settled, dry_run_bytes=total + beside)
 
 
-def _peak_by_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> float | None:
+def _peak_by_few_blocks(estimator: Estimator, estimate: Estimate, job: Job) -> float | None:
     """Return the peak bytes that dry runs of the model with only a few blocks show for the plan of
-    the estimate `one`, without the runtime and allocator rows. Return None if they do not show it,
+    `estimate`, without the runtime and allocator rows. Return None if they do not show it,
     so that the model has to be dry-run at its full depth.
 
     On one device, a deep model is dry-run with six blocks. If the dry run's peak matches the
@@ -279,11 +285,11 @@ def _peak_by_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> float 
     Returns None, without a dry run, on several devices and for models whose depth cannot be
     changed. Raises InputError if the engine refuses the plan.
     """
-    known_depth = one.plan.devices == 1 and isinstance(job.model, ModelSpec)
+    known_depth = estimate.plan.devices == 1 and isinstance(job.model, ModelSpec)
     depth = getattr(model_config(job.model), "num_hidden_layers", None) if known_depth else None
-    if depth is None or one.ledger.blocks != depth:
+    if depth is None or estimate.ledger.blocks != depth:
         return None
-    known = one.peak.total - one.peak.rows["runtime"] - one.peak.rows.get("allocator", 0.0)
+    known = estimate.peak.total - estimate.peak.rows["runtime"] - estimate.peak.rows.get("allocator", 0.0)
     estimates: list[float] = []
     excess: list[float] = []  # bytes by which the dry run exceeds the estimate, with few and with more blocks
     for count in (FEW_BLOCKS, MORE_BLOCKS):
@@ -292,16 +298,16 @@ def _peak_by_few_blocks(estimator: Estimator, one: Estimate, job: Job) -> float 
             return None
         # a pattern of parameter names may match only blocks that are left out; groups take no memory
         shallow = job.replace(model=few, train=job.train.replace(groups=()))
-        plan = recompute.at_depth(one.plan, one.ledger.blocks, count)
-        found = dry_run_bytes(shallow, plan, one.machine.device, 0, estimator.profiler.shared_work)
+        plan = recompute.at_depth(estimate.plan, estimate.ledger.blocks, count)
+        dry_run_peak = dry_run_bytes(shallow, plan, estimate.machine.device, 0, estimator.profiler.shared_work)
         estimates.append(estimator.peak_with_blocks(plan, count))
-        excess.append(found - estimates[-1])
-        if abs(excess[0]) <= AGREEMENT * found:
+        excess.append(dry_run_peak - estimates[-1])
+        if abs(excess[0]) <= AGREEMENT * dry_run_peak:
             return known
-        if one.plan.recompute.startswith(("sqrt", "first-")):  # not linear in the depth
+        if estimate.plan.recompute.startswith(("sqrt", "first-")):  # not linear in the depth
             return None
-        if abs(excess[0]) <= CLOSE * found:
-            return known * found / estimates[0]
+        if abs(excess[0]) <= CLOSE * dry_run_peak:
+            return known * dry_run_peak / estimates[0]
     further = (depth - FEW_BLOCKS) / (MORE_BLOCKS - FEW_BLOCKS)
     grown, expected = (some[0] + further * (some[1] - some[0]) for some in (excess, estimates))
     is_constant = abs(grown - excess[0]) <= AGREEMENT * known

@@ -77,10 +77,10 @@ def _faster(estimator: Estimator, best: Estimate, plan: Plan, least: float = 0.0
     return other if saves(other, best, least) else best
 
 
-def saves(one: Estimate, other: Estimate, least: float) -> bool:
-    """Return whether `one` finishes the job sooner than `other`, and saves more than the share
+def saves(estimate: Estimate, other: Estimate, least: float) -> bool:
+    """Return whether `estimate` finishes the job sooner than `other`, and saves more than the share
     `least` of its time."""
-    return one.total_s < other.total_s * (1 - least)
+    return estimate.total_s < other.total_s * (1 - least)
 
 
 def _kernels_to_try(estimator: Estimator, start: Plan, best: Estimate, pins: dict[str, Any]) -> list[dict[str, Any]]:
@@ -128,27 +128,27 @@ def in_float8(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> list[Pl
     return [one for one in plans if is_legal(one, estimator.job, machine.device)]
 
 
-def _wider_may_be_faster(estimator: Estimator, one: Estimate, wider: str) -> bool:
+def _wider_may_be_faster(estimator: Estimator, estimate: Estimate, wider: str) -> bool:
     """Return whether the precision `wider` ("fp32" or "tf32") may be faster than the mixed
-    precision of the plan of the estimate `one`. Return False if that plan has no mixed precision.
+    precision of the plan of `estimate`. Return False if that plan has no mixed precision.
 
     A wider precision needs no autocast casts. It may be faster if the casts take longer than the
     narrower matrix products save.
     """
-    narrow_rate, rate = estimator.machine.rate(one.plan.precision), estimator.machine.rate(wider)
-    if not one.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
+    narrow_rate, rate = estimator.machine.rate(estimate.plan.precision), estimator.machine.rate(wider)
+    if not estimate.plan.precision.endswith("mixed") or narrow_rate is None or rate is None:
         return False
     launch_s = estimator.time_model.launch_s
-    casts_s = sum(seconds + count * launch_s for _, kind, seconds, count in one.time.rows if kind == "cast")
-    return casts_s > (narrow_rate / rate - 1) * one.time.compute_s
+    casts_s = sum(seconds + count * launch_s for _, kind, seconds, count in estimate.time.rows if kind == "cast")
+    return casts_s > (narrow_rate / rate - 1) * estimate.time.compute_s
 
 
-def max_compile_saving_s(one: Estimate) -> float:
+def max_compile_saving_s(estimate: Estimate) -> float:
     """Return an upper bound on the seconds that compile can save in the entire job, whose estimate
-    without compile is `one`.
+    without compile is `estimate`.
 
     The bound is the time of everything except matrix products, the optimizer update, loading
     samples and communication.
     """
-    time = one.time
-    return (time.memory_s + time.launch_s + time.allocation_s) * (one.total_s - one.compile_s) / time.step_s
+    time = estimate.time
+    return (time.memory_s + time.launch_s + time.allocation_s) * (estimate.total_s - estimate.compile_s) / time.step_s

@@ -284,25 +284,25 @@ def _proposed(method: ModuleType, estimator: Estimator) -> list[dict[str, Any]]:
     tensors that search tries. Defaults of fields that work only together are in one dict.
     """
     job, machine = estimator.job, estimator.machine
-    found: list[dict[str, Any]] = []
+    proposed: list[dict[str, Any]] = []
     if hasattr(method, "candidates"):
         facts = SearchFacts(estimator.profiler.is_complex, lambda: True)
         for start in (Plan(), *_default_plans(method, job, machine)):
             for field, values in method.candidates(start, job, facts).items():
-                found += [{field: value} for value in values if value != getattr(Plan(), field)]
+                proposed += [{field: value} for value in values if value != getattr(Plan(), field)]
     alone = {next(name for name in method.FIELDS if name in one) for one in method.VARIANTS}
-    alone |= {field for one in found for field in one}
+    alone |= {field for one in proposed for field in one}
     together: dict[str, Any] = {}
     for field, value, _ in method.defaults(job, machine) if hasattr(method, "defaults") else ():
         if field in alone:
-            found.append({field: value})
+            proposed.append({field: value})
         else:
             together[field] = value
     if together:
-        found.append(together)
+        proposed.append(together)
     if "offload" in method.FIELDS:
-        found += [fields for fields in offloads(estimator, {}) if fields]
-    return [one for number, one in enumerate(found) if one not in found[:number]]
+        proposed += [fields for fields in offloads(estimator, {}) if fields]
+    return [one for number, one in enumerate(proposed) if one not in proposed[:number]]
 
 
 def _default_plans(method: ModuleType, job: Job, machine: Machine) -> Iterator[Plan]:

@@ -156,10 +156,10 @@ def _cannot_be_leaner(estimator: Estimator, plan: Plan, least_bytes: float, best
     return needed >= best.fullness * estimator.limit_bytes
 
 
-def _fullness(one: Estimate) -> tuple[float, float]:
+def _fullness(estimate: Estimate) -> tuple[float, float]:
     """Return a sort key that puts the plan that needs the smallest share of the available memory
     first. Of plans with equal shares, the one with the smallest peak is first."""
-    return one.fullness, one.peak_bytes
+    return estimate.fullness, estimate.peak_bytes
 
 
 STATES = ("precision", "states", "update_in_backward", "rounding")  # dtypes of parameters and states
@@ -223,16 +223,16 @@ def _least(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Estimate 
     return min(found, key=_fullness, default=None)
 
 
-def _whole_batch_may_be_leaner(one: Estimate) -> bool:
+def _whole_batch_may_be_leaner(estimate: Estimate) -> bool:
     """Return whether a single micro-batch may need less memory than micro-batches of one sample, as
-    the plan of the estimate `one` has."""
-    others = one.plan.share_of(one.job.train.batch) - 1
-    return _most_bytes(one, "activations") * others < _most_bytes(one, "gradients")
+    the plan of `estimate` has."""
+    others = estimate.plan.share_of(estimate.job.train.batch) - 1
+    return _most_bytes(estimate, "activations") * others < _most_bytes(estimate, "gradients")
 
 
-def _most_bytes(one: Estimate, row: str) -> float:
+def _most_bytes(estimate: Estimate, row: str) -> float:
     """Return the most bytes that a row, such as "activations", has in a step."""
-    return max(rows[row] for _, _, rows in one.ledger.instants())
+    return max(rows[row] for _, _, rows in estimate.ledger.instants())
 
 
 def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options: Options) -> list[Estimate]:
@@ -242,18 +242,18 @@ def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options:
     pins     plan fields that the user fixed: they are not varied
     """
     open_ = {name: values for name, values in options.items() if name not in pins}
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for values in itertools.product(*open_.values()):
         plan = start.replace(**dict(zip(open_, values, strict=True)))
         if not is_legal(plan, estimator.job, estimator.machine.device):
             continue
-        if plan.recompute == "none" and any(one.ledger.blocks for one in found):
+        if plan.recompute == "none" and any(one.ledger.blocks for one in estimates):
             continue
         try:
-            found.append(estimator.estimate(plan))
+            estimates.append(estimator.estimate(plan))
         except InputError:  # the model does not support it
             continue
-    return found
+    return estimates
 
 
 def _combinations(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Iterator[Plan]:

@@ -79,8 +79,8 @@ def search_micro_batch(
     interpolated from two that were traced. A micro-batch of one sample needs a trace of its own. So it
     is estimated only if the larger ones let expect that it nearly fits.
     """
-    found, plans = _try_largest(estimator, plans, bounds, best_s)
-    return _bisect(estimator, plans, found) if plans else found
+    estimates, plans = _try_largest(estimator, plans, bounds, best_s)
+    return _bisect(estimator, plans, estimates) if plans else estimates
 
 
 def _try_largest(
@@ -91,64 +91,64 @@ def _try_largest(
 
     Arguments: see `search_micro_batch`
     """
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     is_far_too_large = estimator.is_far_too_large(plans[0])
     if not is_far_too_large and (plans[0].recompute == "none" or bounds is None):
-        found.append(estimator.estimate(plans[0]))
-        if found[0].fits or len(plans) == 1:
-            return found, []
+        estimates.append(estimator.estimate(plans[0]))
+        if estimates[0].fits or len(plans) == 1:
+            return estimates, []
     if bounds is not None:
         most = bounds.largest_micro_batch(plans)
         plans = [plan for plan in plans if plan.micro_batch_of(estimator.job.train.batch) <= most]
         if not plans or _is_too_slow(estimator, plans[0], best_s):
-            return found, []
+            return estimates, []
         is_far_too_large = estimator.is_far_too_large(plans[0])
     if len(plans) == 1 and is_far_too_large and plans[0].recompute != "full":
-        return found, []
+        return estimates, []
     if len(plans) == 1 or not is_far_too_large:
-        if not found or found[0].plan != plans[0]:
-            found.append(estimator.estimate(plans[0]))
-        if found[-1].fits or len(plans) == 1:
-            return found, []
-    return found, plans
+        if not estimates or estimates[0].plan != plans[0]:
+            estimates.append(estimator.estimate(plans[0]))
+        if estimates[-1].fits or len(plans) == 1:
+            return estimates, []
+    return estimates, plans
 
 
-def _bisect(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> list[Estimate]:
-    """Return `found` with the estimates that find the largest micro-batch of `plans` that fits. The first
+def _bisect(estimator: Estimator, plans: list[Plan], estimates: list[Estimate]) -> list[Estimate]:
+    """Return `estimates` with those that find the largest micro-batch of `plans` that fits. The first
     of `plans` does not fit, or is far too large.
 
-    found  the estimates so far; the last one is that of the first plan, if it was estimated
+    estimates  the estimates so far; the last one is that of the first plan, if it was estimated
     """
     too_large, fitting = 0, len(plans)  # fitting: index of the largest that fits; len(plans): none does
-    index = _first_index(estimator, plans, found)
+    index = _first_index(estimator, plans, estimates)
     while fitting - too_large > 1:
-        if fitting == len(plans) and not _may_fit_by_extrapolation(found[-2:], plans[index]):
+        if fitting == len(plans) and not _may_fit_by_extrapolation(estimates[-2:], plans[index]):
             break
-        if fitting < len(plans) and _is_surely_too_large(estimator, plans[index], found[-1]):
+        if fitting < len(plans) and _is_surely_too_large(estimator, plans[index], estimates[-1]):
             too_large, index = index, (index + fitting) // 2
             continue
         if plans[index].recompute != "full" and estimator.is_far_too_large(plans[index]):
             break
-        found.append(estimator.estimate(plans[index]))
-        too_large, fitting = (too_large, index) if found[-1].fits else (index, fitting)
+        estimates.append(estimator.estimate(plans[index]))
+        too_large, fitting = (too_large, index) if estimates[-1].fits else (index, fitting)
         index = (too_large + fitting) // 2
-    return found
+    return estimates
 
 
-def _first_index(estimator: Estimator, plans: list[Plan], found: list[Estimate]) -> int:
+def _first_index(estimator: Estimator, plans: list[Plan], estimates: list[Estimate]) -> int:
     """Return the index of the largest micro-batch of `plans` that is expected to fit, from 1 on.
 
-    found  the estimate of the first plan, which does not fit. The memory beside parameters, gradients
-           and optimizer states is then assumed to be in proportion to the micro-batch. If it is
-           empty, the other plans' bytes of a sample are used
+    estimates  the estimate of the first plan, which does not fit. The memory beside parameters,
+               gradients and optimizer states is then assumed to be in proportion to the
+               micro-batch. If it is empty, the other plans' bytes of a sample are used
     """
     batch, fixed = estimator.job.train.batch, estimator.memory_lower_bound(plans[0])
     sizes = [plan.micro_batch_of(batch) for plan in plans]
-    per_sample = (found[-1].peak_bytes - fixed) / sizes[0] if found else estimator.bytes_per_sample(plans[0])
+    per_sample = (estimates[-1].peak_bytes - fixed) / sizes[0] if estimates else estimator.bytes_per_sample(plans[0])
     limit, indices = estimator.limit_bytes, range(1, len(plans))
     fitting = [index for index in indices if fixed + sizes[index] * per_sample <= limit]
     several = [index for index in indices if sizes[index] > 1]
-    if found and several and fixed + MIN_GROWTH * sizes[several[-1]] * per_sample <= limit:
+    if estimates and several and fixed + MIN_GROWTH * sizes[several[-1]] * per_sample <= limit:
         return min([*fitting[:1], several[-1]])  # the guess may be too small
     return (fitting or [len(plans) - 1])[0]
 
@@ -208,16 +208,16 @@ def shrink_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float) -
     plans   plans that differ only in the micro-batch, from the largest to the smallest. The largest one
             fits without the allocator's bytes
     """
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     settled: list[Estimate] = []
     for plan in plans:
         if not _may_fit_by_extrapolation(settled[-2:], plans[-1]):
             break
-        found.append(estimator.estimate(plan))
-        settled.append(estimator.include_allocator(found[-1]))
-        if settled[-1].fits or found[-1].time.step_s >= best_s:
+        estimates.append(estimator.estimate(plan))
+        settled.append(estimator.include_allocator(estimates[-1]))
+        if settled[-1].fits or estimates[-1].time.step_s >= best_s:
             break
-    return found
+    return estimates
 
 
 def largest_safe_micro_batch(estimates: list[Estimate], batch: int) -> int:

@@ -65,31 +65,31 @@ def measure_model(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> Non
     estimator.use_machine(machine)
 
 
-def _variants(estimator: Estimator, one: Operation, samples: int, pins: dict[str, Any]) -> list[ModelConvolution]:
-    """Return the convolution `one` in each precision and memory format that a plan may have."""
-    assert one.convolution is not None
-    per_image = estimator.time_model.operation_s(one, samples) / max(one.sizes[0].at(samples), 1.0)
-    images = min(one.sizes[0].at(samples), max(MOST_S / max(per_image, 1e-12), FEWEST_IMAGES))
+def _variants(estimator: Estimator, operation: Operation, samples: int, pins: dict[str, Any]) -> list[ModelConvolution]:
+    """Return the convolution `operation` in each precision and memory format that a plan may have."""
+    assert operation.convolution is not None
+    per_image = estimator.time_model.operation_s(operation, samples) / max(operation.sizes[0].at(samples), 1.0)
+    images = min(operation.sizes[0].at(samples), max(MOST_S / max(per_image, 1e-12), FEWEST_IMAGES))
     return [
-        ModelConvolution(one.convolution, max(int(images), 1), dtype, last)
-        for dtype in _dtypes(estimator, one, pins)
-        for last in _memory_formats(one, pins)
+        ModelConvolution(operation.convolution, max(int(images), 1), dtype, last)
+        for dtype in _dtypes(estimator, operation, pins)
+        for last in _memory_formats(operation, pins)
     ]
 
 
-def _dtypes(estimator: Estimator, one: Operation, pins: dict[str, Any]) -> list[str]:
+def _dtypes(estimator: Estimator, operation: Operation, pins: dict[str, Any]) -> list[str]:
     """Return the types to time, of those that a calibration measures."""
     narrow = "bf16" in estimator.job.allowed and has_fast_bf16(estimator.machine)
-    wanted = [one.dtype] if "precision" in pins or not narrow else ["bfloat16", "float32"]
+    wanted = [operation.dtype] if "precision" in pins or not narrow else ["bfloat16", "float32"]
     return [dtype for dtype in wanted if dtype in DTYPES]
 
 
-def _memory_formats(one: Operation, pins: dict[str, Any]) -> list[bool]:
+def _memory_formats(operation: Operation, pins: dict[str, Any]) -> list[bool]:
     """Return the values of `ModelConvolution.channels_last` to time. A compiled region chooses the format
     itself."""
-    own = one.name.endswith(CHANNELS_LAST)
+    own = operation.name.endswith(CHANNELS_LAST)
     fixed = "memory_format" in pins and pins.get("compile") == "none"
-    is_image = one.convolution is not None and len(one.convolution.image) == 3
+    is_image = operation.convolution is not None and len(operation.convolution.image) == 3
     return [own] if fixed or not is_image else [False, True]
 
 

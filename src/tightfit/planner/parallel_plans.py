@@ -93,10 +93,10 @@ def context_parallelism_may_fit(
     return False
 
 
-def _bytes_beside_activations(one: Estimate) -> float:
-    """Return the most bytes that a step with the plan of the estimate `one` needs for everything
+def _bytes_beside_activations(estimate: Estimate) -> float:
+    """Return the most bytes that a step with the plan of `estimate` needs for everything
     except activations and temporaries."""
-    rows = (rows for _, _, rows in one.ledger.instants())
+    rows = (rows for _, _, rows in estimate.ledger.instants())
     return max(sum(sizes.values()) - sizes["activations"] - sizes["temporaries"] for sizes in rows)
 
 
@@ -136,16 +136,16 @@ def estimate_degrees(
     Returns an empty list if the model does not support the degrees, or if a step would take longer
     than `best_s` even with unlimited memory.
     """
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for schedule in schedules(pins) if "pp" in sizes else ({},):
-        best_s = min([best_s, *((1 - MIN_SAVING) * one.time.step_s for one in found if one.fits)])
+        best_s = min([best_s, *((1 - MIN_SAVING) * one.time.step_s for one in estimates if one.fits)])
         try:
-            found += _estimate_degrees_and_schedule(
+            estimates += _estimate_degrees_and_schedule(
                 estimator, start.replace(**schedule), {**pins, **schedule}, sizes, best_s
             )
         except InputError:
             continue
-    return found
+    return estimates
 
 
 def _estimate_degrees_and_schedule(

@@ -117,13 +117,15 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
     }
 
 
-def describe_shortages(one: Estimate) -> str:
+def describe_shortages(estimate: Estimate) -> str:
     """Return one line with the needed and the available bytes of each resource that is too small
     for the plan, such as "needs 31.4 GiB, 24.0 GiB are available". Return "" if the plan fits."""
     shortages = []
-    for name, (needed, available) in one.shortages().items():
+    for name, (needed, available) in estimate.shortages().items():
         beside = "" if name == "memory" else f" of {name}"
-        free = f" and {format_bytes(one.margin_bytes)} kept free" if name == "memory" and needed <= available else ""
+        free = (
+            f" and {format_bytes(estimate.margin_bytes)} kept free" if name == "memory" and needed <= available else ""
+        )
         shortages.append(f"needs {format_bytes(needed)}{beside}{free}, {format_bytes(available)} are available")
     return "; ".join(shortages)
 
@@ -154,9 +156,9 @@ def _largest_rows(least: Estimate) -> list[str]:
     return lines
 
 
-def _needed_bytes(one: Estimate) -> float:
+def _needed_bytes(estimate: Estimate) -> float:
     """Return the bytes of device memory that the plan needs, safety margin included."""
-    return one.peak_bytes + one.margin_bytes
+    return estimate.peak_bytes + estimate.margin_bytes
 
 
 def _remedies(estimator: Estimator, least: Estimate, pins: dict[str, Any]) -> list[Remedy]:

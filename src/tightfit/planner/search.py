@@ -113,8 +113,8 @@ def search(
         return _without_16_bit_weights(estimator, pins, found)
 
 
-def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
-    """Return the estimates `found` of a search, or, if their first plan has micro-batches that change
+def _without_splits(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
+    """Return the `estimates` of a search, or, if their first plan has micro-batches that change
     the job, those of a search without micro-batches. The loss of a job may depend on how a batch is
     split, or a model may change in each forward (see `split_check.py`). The first estimate then says so
     in its notes.
@@ -124,9 +124,9 @@ def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Esti
 
     Raises DoesNotFit if no plan without micro-batches fits.
     """
-    chosen = found[0].plan
+    chosen = estimates[0].plan
     if not splits_batch(estimator, chosen):
-        return found
+        return estimates
     why, uses, is_split = "", model_uses(estimator), splits_batch
     if depends := loss_depends_on_split(estimator):
         why = f"the loss depends on how a batch is split: {depends}"
@@ -137,33 +137,39 @@ def _without_splits(estimator: Estimator, pins: dict[str, Any], found: list[Esti
         )
     elif uses.hooked:
         note = f"the hook of {uses.hooked[0]} gets the gradient of each part of a batch, not that of the whole batch"
-        return [replace(found[0], notes=(*found[0].notes, note)), *found[1:]]
+        return [replace(estimates[0], notes=(*estimates[0].notes, note)), *estimates[1:]]
     if not why:
-        return found
+        return estimates
     if chosen.micro_batch is not None and "micro_batch" not in pins:
         try:
-            found = _search(estimator, estimator.job, estimator.machine, {**pins, "micro_batch": None}, None)
+            estimates = _search(estimator, estimator.job, estimator.machine, {**pins, "micro_batch": None}, None)
         except DoesNotFit as error:
-            said = f"{error}\n{why}. So only plans without micro-batches were tried; pin micro_batch to split it all the same"
-            raise DoesNotFit(said, error.content) from error
-    if is_split(estimator, found[0].plan):
+            message = (
+                f"{error}\n{why}. So only plans without micro-batches were tried; "
+                "pin micro_batch to split it all the same"
+            )
+            raise DoesNotFit(message, error.content) from error
+    if is_split(estimator, estimates[0].plan):
         note = f"{why}. This plan splits the batch, so it trains another loss than one device with the whole batch"
     else:
         note = f"{why}. So this plan has no micro-batches"
-    return [replace(found[0], notes=(*found[0].notes, note)), *found[1:]]
+    return [replace(estimates[0], notes=(*estimates[0].notes, note)), *estimates[1:]]
 
 
-def _without_recomputation(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
-    """Return the estimates `found` of a search, or, if their first plan recomputes blocks that would compute
+def _without_recomputation(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
+    """Return the `estimates` of a search, or, if their first plan recomputes blocks that would compute
     something else the second time, those of a search without recomputation. Its first estimate says so in
     its notes. If the user pinned `recompute`, `build` refuses the plan.
 
     Raises DoesNotFit if no plan without recomputation fits.
     """
-    if not found[0].plan.recomputes_blocks or "recompute" in pins or not (why := changed_state(estimator)):
-        return found
-    found = _search_without_recomputation(estimator, pins, why)
-    return [replace(found[0], notes=(*found[0].notes, f"{why}. So this plan recomputes no blocks")), *found[1:]]
+    if not estimates[0].plan.recomputes_blocks or "recompute" in pins or not (why := changed_state(estimator)):
+        return estimates
+    estimates = _search_without_recomputation(estimator, pins, why)
+    return [
+        replace(estimates[0], notes=(*estimates[0].notes, f"{why}. So this plan recomputes no blocks")),
+        *estimates[1:],
+    ]
 
 
 def _search_without_recomputation(estimator: Estimator, pins: dict[str, Any], why: str) -> list[Estimate]:
@@ -176,25 +182,28 @@ def _search_without_recomputation(estimator: Estimator, pins: dict[str, Any], wh
         raise DoesNotFit(f"{error}\n{why}. So only plans without recompute were tried", error.content) from error
 
 
-def _without_16_bit_weights(estimator: Estimator, pins: dict[str, Any], found: list[Estimate]) -> list[Estimate]:
-    """Return the estimates `found` of a search, or, if their first plan stores weights in 16 bits and the model's
+def _without_16_bit_weights(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
+    """Return the `estimates` of a search, or, if their first plan stores weights in 16 bits and the model's
     forward itself changes some, such as those of a teacher that it averages, those of a search with 32-bit
     weights: in 16 bits, small changes are lost. Its first estimate says so in its notes. If the user pinned
     `precision`, `build` warns.
 
     Raises DoesNotFit if no plan with 32-bit weights fits.
     """
-    if not found[0].plan.has_16_bit_weights or "precision" in pins or not (names := model_uses(estimator).floating):
-        return found
+    if not estimates[0].plan.has_16_bit_weights or "precision" in pins or not (names := model_uses(estimator).floating):
+        return estimates
     why = f"the forward changes {names[0]}, and in 16 bits small changes would be lost"
     mixed = "bf16" in estimator.job.allowed and has_fast_bf16(estimator.machine)
     pins = {**pins, "precision": "bf16-mixed" if mixed else "fp32"}
     try:
-        found = _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
-        found = _without_recomputation(estimator, pins, found)
+        estimates = _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
+        estimates = _without_recomputation(estimator, pins, estimates)
     except DoesNotFit as error:
         raise DoesNotFit(f"{error}\n{why}. So only plans with 32-bit weights were tried", error.content) from error
-    return [replace(found[0], notes=(*found[0].notes, f"{why}. So this plan has 32-bit weights")), *found[1:]]
+    return [
+        replace(estimates[0], notes=(*estimates[0].notes, f"{why}. So this plan has 32-bit weights")),
+        *estimates[1:],
+    ]
 
 
 def _search(
@@ -203,44 +212,44 @@ def _search(
     """Search in this process. Arguments: see `search`."""
     lean: Plan | None = None  # where the search continues if no plan fits
     if choices is None:
-        found, lean = _estimate_possible_plans(estimator, job, machine, pins)
+        estimates, lean = _estimate_possible_plans(estimator, job, machine, pins)
     else:
-        found = _estimate_choices(estimator, [plan for plan in choices if is_legal(plan, job, machine.device)])
+        estimates = _estimate_choices(estimator, [plan for plan in choices if is_legal(plan, job, machine.device)])
     finals, any_size = DryRunResults(), choices is None and "micro_batch" not in pins
-    found += dry_run_fastest(finals, estimator, found, any_size)
+    estimates += dry_run_fastest(finals, estimator, estimates, any_size)
     if finals.chosen is None and lean is not None:
-        more = _fallback_estimates(estimator, lean, pins, found, finals)
-        found += [*more, *dry_run_fastest(finals, estimator, more, any_size)]
+        more = _fallback_estimates(estimator, lean, pins, estimates, finals)
+        estimates += [*more, *dry_run_fastest(finals, estimator, more, any_size)]
     if finals.chosen is None and not finals.unconfirmed:
-        finals.add(first_that_nearly_fits(estimator, found, finals, estimator.job))
-    chosen, found = finals.chosen, [finals.latest(one) for one in found]
+        finals.add(first_that_nearly_fits(estimator, estimates, finals, estimator.job))
+    chosen, estimates = finals.chosen, [finals.latest(one) for one in estimates]
     if chosen is None and finals.unconfirmed:
         chosen = min(finals.unconfirmed.values(), key=by_time)
     if chosen is None:
-        possible = [one for one in found if not one.rejected_because]
+        possible = [one for one in estimates if not one.rejected_because]
         if not possible and not finals.refused and choices:
             check_possible(choices[0], job, machine)  # says why the first of them is not legal
         if not possible:
             raise next(iter(finals.refused.values()))
         raise does_not_fit(estimator, possible, finals.refused, None if choices is not None else pins)
     chosen = replace(chosen, untraceable=tuple(f"{option}: {why}" for option, why in estimator.untraceable.items()))
-    others = _closest_first([one for one in found if one.plan != chosen.plan], chosen)
+    others = _closest_first([one for one in estimates if one.plan != chosen.plan], chosen)
     return [chosen, *(replace(one, rejected_because=_rejection_reason(one, chosen)) for one in others[: RETURNED - 1])]
 
 
 def _estimate_choices(estimator: Estimator, choices: list[Plan]) -> list[Estimate]:
     """Return the estimates of those plans that the model supports. Raises InputError if there are plans,
     but none is supported."""
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     refused: list[InputError] = []
     for plan in choices:
         try:
-            found.append(estimator.estimate(plan))
+            estimates.append(estimator.estimate(plan))
         except InputError as error:
             refused.append(error)
-    if refused and not found:
+    if refused and not estimates:
         raise refused[0]
-    return found
+    return estimates
 
 
 def search_or_estimate(estimator: Estimator, pins: dict[str, Any]) -> list[Estimate]:
@@ -281,20 +290,20 @@ def _estimate_possible_plans(
     if start.pp > 1:
         start = start.replace(**balanced_split(estimator, start, pins, start.pp))
     lean = start.replace(**leaner)
-    found = estimate_candidates_and_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
+    estimates = estimate_candidates_and_leaner_kernels(estimator, start, pins, leaner) if supplied is machine else []
     if machine.devices_per_node * machine.nodes > 1:
-        found += estimate_parallelism(estimator, lean, pins, found)
-    if not found:
+        estimates += estimate_parallelism(estimator, lean, pins, estimates)
+    if not estimates:
         complete(job, machine, pins)  # raises the InputError that says what is wrong
-    if not any(one.fits for one in found):
+    if not any(one.fits for one in estimates):
         for where in offloads(estimator, pins)[1:]:
-            best_s = fitting_s(estimator, found)
-            found += estimate_candidates(estimator, lean.replace(**where), {**pins, **where}, best_s)
-    return found, lean
+            best_s = fitting_s(estimator, estimates)
+            estimates += estimate_candidates(estimator, lean.replace(**where), {**pins, **where}, best_s)
+    return estimates, lean
 
 
 def _fallback_estimates(
-    estimator: Estimator, start: Plan, pins: dict[str, Any], found: list[Estimate], finals: DryRunResults
+    estimator: Estimator, start: Plan, pins: dict[str, Any], estimates: list[Estimate], finals: DryRunResults
 ) -> list[Estimate]:
     """Return estimates of plans that the search tries only if no other plan fits:
 
@@ -302,10 +311,10 @@ def _fallback_estimates(
     - the plan that needs the least memory of all;
     - variants of that leanest plan, which differ in the options that trade memory for time.
 
-    start   the plan with the kernels that need the least memory
-    pins    plan fields that the user fixed: they are not varied
-    found   all estimates so far
-    finals  the results of the dry runs so far
+    start      the plan with the kernels that need the least memory
+    pins       plan fields that the user fixed: they are not varied
+    estimates  all estimates so far
+    finals     the results of the dry runs so far
     """
     more: list[Estimate] = []
     if (finals.unconfirmed or finals.refused) and start.compile != "none" and "compile" not in pins:
@@ -313,10 +322,10 @@ def _fallback_estimates(
     if finals.unconfirmed or any(one.fits for one in more):
         return more
     starts = [start]
-    if found:
-        nearest = min(found, key=lambda one: one.fullness).plan
+    if estimates:
+        nearest = min(estimates, key=lambda one: one.fullness).plan
         sizes = {"tp": nearest.tp, "cp": nearest.cp}
-        in_vain = nearest.cp > 1 and not context_parallelism_may_fit(estimator, start, pins, sizes, found)
+        in_vain = nearest.cp > 1 and not context_parallelism_may_fit(estimator, start, pins, sizes, estimates)
         is_other = (nearest.tp, nearest.pp, nearest.cp) != (start.tp, start.pp, start.cp)
         starts += [nearest] if is_other and not in_vain else []
     for one in starts:
@@ -371,17 +380,17 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
     return start.replace(loader_workers=min(math.ceil(2 * prepare_s / work_s), most))
 
 
-def _rejection_reason(one: Estimate, chosen: Estimate) -> str:
-    """Return one line of text that says why the plan of `one` was not chosen: it failed, does not
+def _rejection_reason(estimate: Estimate, chosen: Estimate) -> str:
+    """Return one line of text that says why the plan of `estimate` was not chosen: it failed, does not
     fit, or is slower than `chosen`."""
-    if one.rejected_because:
-        return one.rejected_because
-    if not one.fits:
-        return describe_shortages(one)
-    if one.not_confirmed:
-        return f"not confirmed, its dry run failed: {one.not_confirmed}"
-    slower = one.total_s / chosen.total_s - 1
+    if estimate.rejected_because:
+        return estimate.rejected_because
+    if not estimate.fits:
+        return describe_shortages(estimate)
+    if estimate.not_confirmed:
+        return f"not confirmed, its dry run failed: {estimate.not_confirmed}"
+    slower = estimate.total_s / chosen.total_s - 1
     if slower < 0:
-        high = format_bytes(one.peak_range[1])
+        high = format_bytes(estimate.peak_range[1])
         return f"{-slower:.1%} faster, but may not fit: of runs like it, some need up to {high}"
-    return f"{slower:.0%} slower: {format_seconds(one.time.step_s)} a step"
+    return f"{slower:.0%} slower: {format_seconds(estimate.time.step_s)} a step"

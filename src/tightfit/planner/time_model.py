@@ -296,11 +296,11 @@ class TimeModel:
             )
             for stage, durations in stages.items():
                 seconds.update({(stage, kind): one_s * (1 + waited_s / busy_s) for kind, one_s in durations.items()})
-        one = next(iter(ledgers.values()))
-        assert one.rank_program is not None
+        first = next(iter(ledgers.values()))
+        assert first.rank_program is not None
         travel = {
-            (kind, stage): self._transfer_s(one.rank_program, crossing.sent(kind), one.micro_batch)
-            for stage, crossing in one.rank_program.boundaries.items()
+            (kind, stage): self._transfer_s(first.rank_program, crossing.sent(kind), first.micro_batch)
+            for stage, crossing in first.rank_program.boundaries.items()
             for kind in (FORWARD, BACKWARD)
         }
 
@@ -310,12 +310,12 @@ class TimeModel:
         def travels(action: Action) -> float:
             return travel[action.kind, max(action.stage, consumer_of(action).stage)]
 
-        slots = simulate(table, lasts, travels, one.rank_program.late)
+        slots = simulate(table, lasts, travels, first.rank_program.late)
         busy = [sum(map(lasts, actions)) for actions in table]
         if (
-            one.rank_program.continuous
+            first.rank_program.continuous
         ):  # the schedule has several steps; a step's first message is requested after an update
-            steps = len(table[0]) / 2 / one.micro_batches
+            steps = len(table[0]) / 2 / first.micro_batches
             firsts = {known: travel.get((FORWARD, known), 0.0) for known in ledgers}
             slowest = max(ledgers, key=lambda known: busy[known] + steps * firsts[known])
             time = self.step_time(ledgers[slowest])
@@ -332,17 +332,17 @@ class TimeModel:
         `cost/pipeline_schedule.py`. W takes 0 s if the schedule does not split the backward.
         """
         assert ledger.rank_program is not None
-        found = {}
+        times = {}
         for index, part in enumerate(ledger.rank_program.stage_programs.values()):
             stage = index * len(ledger.rank_program.schedule) + pipeline_rank
             whole = self.segments_s(part.backward, ledger.micro_batch)
             weights = min(self._linear_s(part.forward, ledger.micro_batch), whole) if part.weights else 0.0
-            found[stage] = {
+            times[stage] = {
                 FORWARD: self.segments_s(part.forward, ledger.micro_batch),
                 BACKWARD: whole - weights,
                 WEIGHTS: weights,
             }
-        return found
+        return times
 
     def _linear_s(self, segments: Iterable[Segment], samples: int) -> float:
         """Return the seconds of the matrix products with weights in the forward that `segments`

@@ -157,20 +157,20 @@ class _Variants:
 
         Raises InputError if the model supports none of the plans.
         """
-        estimator, found = self.estimator, self.found
-        if not found and not self.ruled_out and self.refused:
+        estimator, estimates = self.estimator, self.found
+        if not estimates and not self.ruled_out and self.refused:
             raise self.refused[0]
-        if found:
+        if estimates:
             for why, values in self.untraceable.items():
                 estimator.untraceable[f"recompute: {', '.join(sorted(values))}"] = why
         if "recompute" not in self.pins and self.start.compile != "model":  # each number of blocks would need a trace
-            found += _with_fewest_recomputed(estimator, found, self.full)
-        found += _with_room_for_allocator(estimator, found, self.sizes, self.best_s)
-        if not any(one.fits for one in found):
-            return found + [estimator.estimate(min(plans, key=self._leanness)) for plans in self.ruled_out.values()]
+            estimates += _with_fewest_recomputed(estimator, estimates, self.full)
+        estimates += _with_room_for_allocator(estimator, estimates, self.sizes, self.best_s)
+        if not any(one.fits for one in estimates):
+            return estimates + [estimator.estimate(min(plans, key=self._leanness)) for plans in self.ruled_out.values()]
         if self.start.tp * self.start.pp * self.start.cp > 1:  # of many such plans, each would need a trace
-            return found
-        return found + [estimator.estimate(plans[0]) for plans in self.ruled_out.values()]
+            return estimates
+        return estimates + [estimator.estimate(plans[0]) for plans in self.ruled_out.values()]
 
     def _leanness(self, plan: Plan) -> tuple[float, bool, int]:
         batch = self.estimator.job.train.batch
@@ -187,28 +187,28 @@ def _without_data_parallelism(plan: Plan) -> Plan:
     return plan.replace(micro_batch=None, dp_replicate=1, dp_shard=1, zero=0)
 
 
-def fitting_s(estimator: Estimator, found: list[Estimate]) -> float:
-    """Return the seconds of a step with the fastest plan of the estimates `found` that fits with the
+def fitting_s(estimator: Estimator, estimates: list[Estimate]) -> float:
+    """Return the seconds of a step with the fastest plan of the `estimates` that fits with the
     allocator's bytes; infinite if none does."""
-    fitting = sorted((one for one in found if one.fits), key=by_time)
+    fitting = sorted((one for one in estimates if one.fits), key=by_time)
     return next((one.time.step_s for one in fitting if estimator.include_allocator(one).fits), math.inf)
 
 
-def by_time(one: Estimate) -> tuple[float, float]:
+def by_time(estimate: Estimate) -> tuple[float, float]:
     """Return a sort key that puts the fastest plan first and, of equally fast plans, the one with
     the smallest peak."""
-    return one.total_s, one.peak_bytes
+    return estimate.total_s, estimate.peak_bytes
 
 
 def _with_fewest_recomputed(
-    estimator: Estimator, found: list[Estimate], full: dict[Plan, list[Plan]]
+    estimator: Estimator, estimates: list[Estimate], full: dict[Plan, list[Plan]]
 ) -> list[Estimate]:
     """Return estimates of plans that recompute only as many blocks as necessary: `recompute: first-K`
     with the smallest K that fits.
 
-    found  estimates; of those that fit with recompute: full, the fastest plans are varied
-    full   plan with recompute: full and without micro-batch -> the plan with each useful micro-batch,
-           the largest first
+    estimates  estimates; of those that fit with recompute: full, the fastest plans are varied
+    full       plan with recompute: full and without micro-batch -> the plan with each useful
+               micro-batch, the largest first
 
     The allocator reserves more than the estimates know, so each plan is also returned with the K
     that fit if the tensors took 1 to 15 % more. The dry run decides among them.
@@ -216,7 +216,7 @@ def _with_fewest_recomputed(
     Example: of 32 blocks, 4 samples fit if 9 blocks are recomputed; if the tensors took 10 % more, 13
     blocks. Bisection estimates 5 plans for the first number, and 2 or 3 more for the second.
     """
-    fitting = sorted((one for one in found if one.fits and one.plan.recompute == "full"), key=by_time)
+    fitting = sorted((one for one in estimates if one.fits and one.plan.recompute == "full"), key=by_time)
     by_plan: dict[Plan, list[Estimate]] = {}
     for one in fitting:
         by_plan.setdefault(_without_micro_batch(one.plan), []).append(one)
@@ -235,14 +235,14 @@ def _with_fewest_recomputed(
 
 
 def _with_room_for_allocator(
-    estimator: Estimator, found: list[Estimate], sizes: dict[Plan, list[Plan]], best_s: float
+    estimator: Estimator, estimates: list[Estimate], sizes: dict[Plan, list[Plan]], best_s: float
 ) -> list[Estimate]:
-    """Return estimates of plans with smaller micro-batches than those of `found` that fit only without
+    """Return estimates of plans with smaller micro-batches than those of `estimates` that fit only without
     the allocator's bytes. There are none if a plan with room for the allocator is hardly slower.
 
-    found   estimates of the candidates
-    sizes   plan without micro-batch -> the plan with each micro-batch, the largest first
-    best_s  seconds of a step that a plan has to beat
+    estimates  estimates of the candidates
+    sizes      plan without micro-batch -> the plan with each micro-batch, the largest first
+    best_s     seconds of a step that a plan has to beat
 
     There are none for a pipeline, whose micro-batch grows from the smallest. If each micro-batch needs a
     trace of its own that takes seconds, smaller ones are tried only where nothing else fits.
@@ -251,16 +251,16 @@ def _with_room_for_allocator(
     other candidates only a micro-batch of one sample fits, 30 times slower. Then 2,048 samples are tried.
     """
     more: list[Estimate] = []
-    best_s, shrunk = min(best_s, fitting_s(estimator, found)), 0
-    for one in sorted((one for one in found if one.fits), key=by_time):
-        plan, batch = one.plan, one.job.train.batch
-        if plan.pp > 1 or WORTH_OF_SHRINKING * one.time.step_s >= best_s or shrunk == MAX_SHRUNK:
+    best_s, shrunk = min(best_s, fitting_s(estimator, estimates)), 0
+    for estimate in sorted((estimate for estimate in estimates if estimate.fits), key=by_time):
+        plan, batch = estimate.plan, estimate.job.train.batch
+        if plan.pp > 1 or WORTH_OF_SHRINKING * estimate.time.step_s >= best_s or shrunk == MAX_SHRUNK:
             break
         if best_s < math.inf and (plan.tp * plan.cp > 1 or plan.compile == "model"):
             break
         size = plan.micro_batch_of(batch)
         smaller = [each for each in sizes.get(_without_micro_batch(plan), ()) if each.micro_batch_of(batch) < size]
-        if not smaller or estimator.include_allocator(one).fits:
+        if not smaller or estimator.include_allocator(estimate).fits:
             continue
         shrunk += 1
         more += shrink_micro_batch(estimator, smaller, best_s)
@@ -310,20 +310,20 @@ def _grow_micro_batch(estimator: Estimator, plans: list[Plan], best_s: float, pi
 
     plans  sorted from the largest micro-batch to the smallest
     """
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for plan in reversed(plans):
         alone = plan.replace(pp=1, virtual_stages=1)
         split = balanced_split(estimator, alone, {**pins, "virtual_stages": plan.virtual_stages}, plan.pp)
-        found.append(estimator.estimate(plan.replace(**split)))
-        slower = len(found) > 1 and found[-1].total_s >= found[-2].total_s
-        grown_s = _doubled_lower_bound_s(estimator, found[-1])
-        if slower or not found[-1].fits or grown_s >= min(best_s, found[-1].time.step_s):
+        estimates.append(estimator.estimate(plan.replace(**split)))
+        slower = len(estimates) > 1 and estimates[-1].total_s >= estimates[-2].total_s
+        grown_s = _doubled_lower_bound_s(estimator, estimates[-1])
+        if slower or not estimates[-1].fits or grown_s >= min(best_s, estimates[-1].time.step_s):
             break
-    return found
+    return estimates
 
 
-def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
-    """Return a lower bound on the seconds of a step that the pipeline plan of the estimate `one`
+def _doubled_lower_bound_s(estimator: Estimator, estimate: Estimate) -> float:
+    """Return a lower bound on the seconds of a step that the pipeline plan of `estimate`
     would take with micro-batches twice as large.
 
     The bubble grows by the factor by which each micro-batch takes longer. Larger micro-batches save
@@ -335,14 +335,14 @@ def _doubled_lower_bound_s(estimator: Estimator, one: Estimate) -> float:
     - the time by which matrix products exceed that of the best shape, because larger products may be
       faster. If the machine's rates were measured, it is the time of all products.
     """
-    time = one.time
-    within = [message.latency_s for message in one.ledger.messages if message.has_activations]
+    time = estimate.time
+    within = [message.latency_s for message in estimate.ledger.messages if message.has_activations]
     others = [
         message.bytes / message.bytes_per_s + message.latency_s
-        for message in one.ledger.messages
+        for message in estimate.ledger.messages
         if not message.has_activations
     ]
-    best = 0.0 if one.machine.rates else estimator.lower_bound_model.arithmetic_s(one.ledger)
+    best = 0.0 if estimate.machine.rates else estimator.lower_bound_model.arithmetic_s(estimate.ledger)
     products = time.compute_s - best
     busy = time.compute_s + time.memory_s
     longer = max(2 * busy, busy + time.launch_s) / (busy + time.launch_s) - 1
@@ -359,8 +359,8 @@ def estimate_candidates_and_leaner_kernels(
     pins    plan fields that the user fixed: the variants keep them
     leaner  the plan fields that select these other kernels, such as {"chunked_loss": 1024}
     """
-    found = estimate_candidates(estimator, start, pins)
-    fastest = min((one for one in found if one.fits), key=by_time, default=None)
+    estimates = estimate_candidates(estimator, start, pins)
+    fastest = min((one for one in estimates if one.fits), key=by_time, default=None)
     if fastest and fastest.plan.precision != start.precision:
         # the kernels were chosen for another precision, in which they may save more
         for fields, least in _kernels_to_reconsider(start, pins, leaner):
@@ -368,9 +368,9 @@ def estimate_candidates_and_leaner_kernels(
             if other.fits and not saves(fastest, other, least):
                 rest = {name: value for name, value in leaner.items() if name not in fields}
                 return estimate_candidates_and_leaner_kernels(estimator, start.replace(**fields), pins, rest)
-    if leaner and not (found and estimator.include_allocator(min(found, key=by_time)).fits):
-        found += estimate_candidates(estimator, start.replace(**leaner), pins)
-    return found
+    if leaner and not (estimates and estimator.include_allocator(min(estimates, key=by_time)).fits):
+        estimates += estimate_candidates(estimator, start.replace(**leaner), pins)
+    return estimates
 
 
 def _kernels_to_reconsider(

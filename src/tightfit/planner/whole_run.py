@@ -51,12 +51,12 @@ class WholeRun:
     def __str__(self) -> str:
         amount = f"{self.samples:,} samples" if self.tokens is None else f"{format_count(self.tokens)} tokens"
         basis = f" ({self.steps_basis})" if self.steps_basis else ""
-        said = f"{self.steps:,} steps{basis}, {amount}: {format_seconds(self.seconds)}, {format_hours(self.hours)}"
+        text = f"{self.steps:,} steps{basis}, {amount}: {format_seconds(self.seconds)}, {format_hours(self.hours)}"
         if self.device_hours > self.hours:
-            said += f", {format_hours(self.device_hours, 'device hours')}"
+            text += f", {format_hours(self.device_hours, 'device hours')}"
         if self.cost is not None:
-            said += f"; cost {format_cost(self.cost)} at {self.price:g} per device hour"
-        return said
+            text += f"; cost {format_cost(self.cost)} at {self.price:g} per device hour"
+        return text
 
 
 def whole_run(job: Job, predicted: Mapping[str, Any], length: Length, price: float | None = None) -> WholeRun:

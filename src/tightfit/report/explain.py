@@ -216,15 +216,15 @@ def _beside(rows: dict[str, float], limit: float | None) -> str:
     return f"{format_bytes(sum(rows.values()))}{f' of {format_bytes(limit)}' if limit else ''}: {said}"
 
 
-def _groups(one: Estimate) -> list[str]:
+def _groups(estimate: Estimate) -> list[str]:
     """Return one line of text for each parameter group of the job: its pattern, how many parameters
     match it, and its learning rate and weight decay if it sets them."""
-    train, lines = one.job.train, []
-    trained = [parameter for parameter in one.ledger.parameters if parameter.trainable]
+    train, lines = estimate.job.train, []
+    trained = [parameter for parameter in estimate.ledger.parameters if parameter.trainable]
     for number, group in enumerate(train.groups):
         matched = [parameter for parameter in trained if first_match(train, [parameter.name]) == number]
         noun = "parameter" if len(matched) == 1 else "parameters"
-        parts = [f"{len(matched)} {noun} of {format_count(sum(one.count for one in matched))} elements"]
+        parts = [f"{len(matched)} {noun} of {format_count(sum(parameter.count for parameter in matched))} elements"]
         if group.learning_rate is not None:
             parts.append(f"learning rate {full_rate(train, number):g}")
         if group.weight_decay is not None:
@@ -233,21 +233,21 @@ def _groups(one: Estimate) -> list[str]:
     return lines
 
 
-def _experts(one: Estimate) -> list[str]:
+def _experts(estimate: Estimate) -> list[str]:
     """Return one line of text for each kind of mixture-of-experts layer: how many experts each
     token uses, and how evenly the prediction spreads the tokens over the experts."""
-    imbalance = one.job.train.expert_imbalance
+    imbalance = estimate.job.train.expert_imbalance
     spread = "evenly" if imbalance == 1 else f"with {imbalance:g} times the mean for the busiest expert"
     return [
         f"{chosen} of {count} for each token; predicted for tokens that are spread {spread} (train.expert_imbalance)"
-        for count, chosen in one.ledger.experts
+        for count, chosen in estimate.ledger.experts
     ]
 
 
-def _layers_in_float8(one: Estimate) -> str:
+def _layers_in_float8(estimate: Estimate) -> str:
     """Return, as text, how many linear layers of one device multiply in float8; an empty text if
     none does."""
-    forward = [segment.timeline for segment in one.ledger.training if segment.phase == "forward"]
+    forward = [segment.timeline for segment in estimate.ledger.training if segment.phase == "forward"]
     count = sum(operation.name == "aten._scaled_mm" for timeline in forward for operation in timeline.operations)
     return f"; {count} linear layers multiply in float8" if count else ""
 

@@ -27,7 +27,7 @@ def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_
 
     def go_on() -> None:
         while not done.wait(every_s):
-            say(f"working  {latest.said} ({format_seconds(time.monotonic() - began)})")
+            say(f"working  {latest.message} ({format_seconds(time.monotonic() - began)})")
 
     thread, level = threading.Thread(target=go_on, daemon=True), logger.level
     logger.addHandler(latest)
@@ -43,14 +43,14 @@ def never_silent(say: Callable[[str], None], what: str, every_s: float = SILENT_
 
 
 class _Latest(logging.Handler):
-    """A logging handler that stores the latest log message in `said`.
+    """A logging handler that stores the latest log message in `message`.
 
-    said  the text before the first message
+    message  the text before the first message
     """
 
-    def __init__(self, said: str) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(logging.INFO)
-        self.said = said
+        self.message = message
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said = record.getMessage()
+        self.message = record.getMessage()

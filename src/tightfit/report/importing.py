@@ -67,9 +67,9 @@ def _shown(row: Row) -> str:
 
 def _outcome(row: Row) -> str:
     if row.outcome in ("mapped", "default") and row.field:
-        said = f"{row.field}: {json.dumps(row.result, default=str).strip(chr(34))}"
-        said += " (the tool's default)" if row.outcome == "default" else ""
-        return f"{said}; {row.note}" if row.note else said
+        text = f"{row.field}: {json.dumps(row.result, default=str).strip(chr(34))}"
+        text += " (the tool's default)" if row.outcome == "default" else ""
+        return f"{text}; {row.note}" if row.note else text
     return f"{row.outcome}: {row.note}"
 
 

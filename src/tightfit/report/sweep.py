@@ -76,19 +76,19 @@ class Row:
 
     def content(self) -> dict[str, Any]:
         """Return what `tightfit sweep --json` prints for this combination, as a dict."""
-        found = self.predicted
+        predicted = self.predicted
         return {
             "over": self.values,
             "machine": self.machine.name,
             "devices": self.machine.devices_per_node * self.machine.nodes,
             "fits": self.fits,
             "why_not": self.why_not,
-            "plan": found and found["plan"],
-            "memory_bytes": found and found["memory"]["peak"],
+            "plan": predicted and predicted["plan"],
+            "memory_bytes": predicted and predicted["memory"]["peak"],
             "limit_bytes": self.limit,
-            "step_s": found and found["time"]["step_s"],
-            "tokens_per_s": found and found["tokens_per_s"],
-            "samples_per_s": found and found["samples_per_s"],
+            "step_s": predicted and predicted["time"]["step_s"],
+            "tokens_per_s": predicted and predicted["tokens_per_s"],
+            "samples_per_s": predicted and predicted["samples_per_s"],
             "run": self.run and self.run.content(),
         }
 
@@ -212,9 +212,9 @@ def combinations(
     return [Combination(chosen, job, pins, without or named[chosen[MACHINE]]) for chosen, job, pins in jobs]
 
 
-def explain_all(found: Sequence[Combination], price: float | None, say: Callable[[str], None]) -> list[Row]:
+def explain_all(cases: Sequence[Combination], price: float | None, say: Callable[[str], None]) -> list[Row]:
     """Predict each combination, print a line about it, and return the predictions in the order of
-    `found`. Combinations with the same model, data and training share one trace of the model.
+    `cases`. Combinations with the same model, data and training share one trace of the model.
 
     price  price of one device per hour; None: no cost
     say    prints a line
@@ -223,17 +223,17 @@ def explain_all(found: Sequence[Combination], price: float | None, say: Callable
 
     profilers: dict[str, Profiler] = {}
     rows = []
-    for number, one in enumerate(found, 1):
-        label = ", ".join(f"{name}={value}" for name, value in one.values.items())
+    for number, case in enumerate(cases, 1):
+        label = ", ".join(f"{name}={value}" for name, value in case.values.items())
         with never_silent(say, f"explaining {label}"):
-            row = explain_one(one, profilers, price)
+            row = explain_one(case, profilers, price)
         rows.append(row)
         said = row.why_not if not row.fits or row.predicted is None else _speed(row)
-        say(f"{number}/{len(found)}  {label}: {said}")
+        say(f"{number}/{len(cases)}  {label}: {said}")
     return rows
 
 
-def explain_one(one: Combination, profilers: dict[str, Any], price: float | None) -> Row:
+def explain_one(case: Combination, profilers: dict[str, Any], price: float | None) -> Row:
     """Return the prediction for one combination: that of its fastest plan that fits, or why no plan
     fits or works.
 
@@ -245,13 +245,13 @@ def explain_one(one: Combination, profilers: dict[str, Any], price: float | None
     from tightfit.planner.refusal import describe_shortages
     from tightfit.planner.search import search_or_estimate
 
-    what = {name: value for name, value in one.job.content().items() if name not in UNTRACED}
-    key = json.dumps([what, one.machine.device], sort_keys=True, default=str)
-    row = partial(Row, one.values, one.machine)
+    what = {name: value for name, value in case.job.content().items() if name not in UNTRACED}
+    key = json.dumps([what, case.machine.device], sort_keys=True, default=str)
+    row = partial(Row, case.values, case.machine)
     try:
-        estimator = Estimator(one.job, one.machine, profilers.get(key))
+        estimator = Estimator(case.job, case.machine, profilers.get(key))
         profilers[key] = estimator.profiler
-        best = search_or_estimate(estimator, one.pins)[0]
+        best = search_or_estimate(estimator, case.pins)[0]
         predicted, why_not = best.content(), describe_shortages(best)
     except DoesNotFit as refusal:
         if refusal.content is None:
@@ -260,7 +260,7 @@ def explain_one(one: Combination, profilers: dict[str, Any], price: float | None
         why_not = predicted["rejected_because"]
     except InputError as error:  # the values contradict each other, or tracing failed
         return row(why_not=error.found)
-    run = whole_run(one.job, predicted, length_of(one.job), price)
+    run = whole_run(case.job, predicted, length_of(case.job), price)
     return row(predicted=predicted, limit=estimator.limit_bytes, run=run, why_not=why_not)
 
 

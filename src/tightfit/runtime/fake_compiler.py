@@ -319,7 +319,7 @@ def _view_base(node: fx.Node, views: set[fx.Node]) -> fx.Node:
 def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> list[fx.Node]:
     """Return the nodes whose buffers the generated kernel of `node` reads. Inputs that are views or
     that the kernel computes itself (`inlined`) are replaced by their own inputs."""
-    found: dict[fx.Node, None] = {}
+    nodes: dict[fx.Node, None] = {}
     visited: set[fx.Node] = set()
     stack = list(node.all_input_nodes)
     while stack:
@@ -330,8 +330,8 @@ def _buffers_read(node: fx.Node, inlined: set[fx.Node], views: set[fx.Node]) -> 
         if source in inlined or source in views:
             stack += source.all_input_nodes
         else:
-            found[source] = None
-    return list(found)
+            nodes[source] = None
+    return list(nodes)
 
 
 def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:

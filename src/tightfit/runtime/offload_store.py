@@ -130,8 +130,8 @@ class Store:
     def put(self, value: Tensor) -> Tensor:
         """Begin to copy `value` to the store, into new memory. Return the stored tensor; its values
         may not have arrived yet."""
-        kept = self.empty(value.shape, value.dtype)
-        return kept.copy_(value, non_blocking=True)
+        stored = self.empty(value.shape, value.dtype)
+        return stored.copy_(value, non_blocking=True)
 
     def put_state(self, parameter: Tensor, name: str, value: Tensor) -> Tensor:
         """Begin to copy an optimizer state of a parameter to the store. Each call for the same
@@ -142,13 +142,13 @@ class Store:
         value  the state. If it is the stored tensor itself, nothing is copied
         """
         key = parameter, name
-        kept = self.states.get(key)
-        if kept is value:
+        stored = self.states.get(key)
+        if stored is value:
             return value
-        if kept is None or kept.shape != value.shape or kept.dtype != value.dtype:
-            kept = self.states[key] = self.empty(value.shape, value.dtype)
-        self._begin_store(value, kept)
-        return kept
+        if stored is None or stored.shape != value.shape or stored.dtype != value.dtype:
+            stored = self.states[key] = self.empty(value.shape, value.dtype)
+        self._begin_store(value, stored)
+        return stored
 
     def fetch_ahead(self, value: Tensor) -> None:
         """Begin to copy a stored tensor to the device, so that a later call of `fetch` with the
@@ -208,20 +208,20 @@ class Store:
         arrived.record(self._in_stream)
         return PendingFetch(on_device, arrived, current)
 
-    def send(self, value: Tensor, kept: Tensor) -> None:
-        """Begin to copy `value`, a tensor on the device, into `kept`, a tensor in the store, while
+    def send(self, value: Tensor, stored: Tensor) -> None:
+        """Begin to copy `value`, a tensor on the device, into `stored`, a tensor in the store, while
         the device computes. If `value` is in host memory, where fully_shard offloads gradients, the
         host copies it before this method returns."""
         if self._is_on_host(value):
-            kept.copy_(value)
+            stored.copy_(value)
             return
-        with self._on_copy_stream(kept):
-            kept.copy_(value, non_blocking=True)
+        with self._on_copy_stream(stored):
+            stored.copy_(value, non_blocking=True)
         self._hold_for_copy(value)
 
-    def _begin_store(self, value: Tensor, kept: Tensor) -> None:
+    def _begin_store(self, value: Tensor, stored: Tensor) -> None:
         """Begin to copy `value`, a state or weight that an update has changed on the device, into
-        `kept`, a tensor in the store.
+        `stored`, a tensor in the store.
 
         Unlike `send`, this method keeps `value` alive until `next_update` has made the compute
         stream wait for the copy. Then a later update can reuse the memory at once. After
@@ -229,11 +229,11 @@ class Store:
         has ended.
         """
         if not has_own_memory(self.device):
-            kept.copy_(value)
+            stored.copy_(value)
             return
-        with self._on_copy_stream(kept):
-            kept.copy_(value, non_blocking=True)
-        self._pending_sends[1].append(PendingSend(value, self._copies_out.get(_storage_key(kept)[0])))
+        with self._on_copy_stream(stored):
+            stored.copy_(value, non_blocking=True)
+        self._pending_sends[1].append(PendingSend(value, self._copies_out.get(_storage_key(stored)[0])))
 
     def add(self, value: Tensor, stored: Tensor) -> None:
         """Begin to add `value`, a tensor on the device, to `stored`, a tensor in the store, while the
@@ -253,11 +253,11 @@ class Store:
         return self.device.type == "cuda" and value.device.type == "cpu"
 
     @contextmanager
-    def _on_copy_stream(self, kept: Tensor) -> Iterator[None]:
+    def _on_copy_stream(self, stored: Tensor) -> Iterator[None]:
         """Context manager in which CUDA operations run on the stream of copies to the store. At the
-        end it records an event, so that later fetches of `kept` wait for its copy.
+        end it records an event, so that later fetches of `stored` wait for its copy.
 
-        kept  the stored tensor that is copied into
+        stored  the stored tensor that is copied into
         """
         if self.device.type != "cuda":
             yield
@@ -268,7 +268,7 @@ class Store:
             yield
         left = torch.cuda.Event()
         left.record(self._out_stream)
-        self._copies_out[_storage_key(kept)[0]] = left
+        self._copies_out[_storage_key(stored)[0]] = left
 
     def _hold_for_copy(self, value: Tensor) -> None:
         """Keep torch's allocator from reusing the memory of `value` before its copy to the store
@@ -276,11 +276,11 @@ class Store:
         if self._out_stream is not None:
             value.record_stream(self._out_stream)
 
-    def release(self, kept: Tensor) -> None:
+    def release(self, stored: Tensor) -> None:
         """Subtract the bytes of a stored tensor from `stored_bytes`. Call it when the tensor is not
         needed any more."""
-        self.stored_bytes -= kept.nbytes
-        self._copies_out.pop(_storage_key(kept)[0], None)
+        self.stored_bytes -= stored.nbytes
+        self._copies_out.pop(_storage_key(stored)[0], None)
 
     def bring_ahead(self, weight: Tensor) -> None:
         """Begin to copy to the device what the store has of a weight and its gradient. A later call
@@ -499,12 +499,12 @@ class _SaveOrder:
         most = max_prefetch_bytes(self.largest)
         self.next = min(self.next, index - 1)
         while self.next >= 0:
-            one = self.saved[self.next]()
-            if one is not None and not one.asked:
-                size = one.stored.nbytes
+            saved = self.saved[self.next]()
+            if saved is not None and not saved.asked:
+                size = saved.stored.nbytes
                 if self.ahead and self.ahead + size > most:
                     return
-                one.coming, one.asked = self.store.begin_fetch(one.stored), True
+                saved.coming, saved.asked = self.store.begin_fetch(saved.stored), True
                 self.ahead += size
             self.next -= 1
 

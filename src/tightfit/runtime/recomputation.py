@@ -242,17 +242,17 @@ def selective_contexts(selective: int, compiled: bool = False) -> Any:
     saved = _SavedOutputs()
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = operation in COMPUTE_INTENSIVE_OPS
+        is_saved = operation in COMPUTE_INTENSIVE_OPS
         if operation in WEIGHT_MATMUL_OPS:
-            kept = counted[context.is_recompute] % selective == 0
+            is_saved = counted[context.is_recompute] % selective == 0
             counted[context.is_recompute] += 1
         if not compiled and not context.is_recompute:
             if not saved.storages.isdisjoint(_storages(written_tensors(operation, args, kwargs))):
                 raise _overwrites_saved()
-            saved.last_is_saved = kept
-            if kept and POLICY_GETS_OUTPUT:
+            saved.last_is_saved = is_saved
+            if is_saved and POLICY_GETS_OUTPUT:
                 saved.add(context.op_output)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(keep)
     if compiled:

@@ -101,18 +101,18 @@ def modules_with_extra_state(model: nn.Module) -> dict[str, Any]:
     """Return what has an extra state, by name: the modules whose class defines both `get_extra_state`
     and `set_extra_state`, and the random number generators that modules have as attributes. The name
     of the model itself is ""."""
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for name, module in model.named_modules():
         kind = type(module)
         if (
             kind.get_extra_state is not nn.Module.get_extra_state
             and kind.set_extra_state is not nn.Module.set_extra_state
         ):
-            found[name] = module
+            modules[name] = module
         for attribute, value in plain_attributes(module):
             if isinstance(value, _GENERATORS):
-                found[f"{name}.{attribute}".lstrip(".")] = _Generator(value)
-    return found
+                modules[f"{name}.{attribute}".lstrip(".")] = _Generator(value)
+    return modules
 
 
 def extra_states_of(model: nn.Module) -> ExtraStates:

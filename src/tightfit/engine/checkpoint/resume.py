@@ -269,19 +269,19 @@ def _parts(run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, A
     sharded, names = is_sharded(run), names_of(run)
     shapes = {name: unsharded_shape(run, name, p) for name, p in run.model.named_parameters()}
     # the tensors of a nested state come beside its description
-    found: dict[str, dict[str, Any]] = {owner: copy.deepcopy(counts.get(owner, {})) for owner, _ in names}
+    states: dict[str, dict[str, Any]] = {owner: copy.deepcopy(counts.get(owner, {})) for owner, _ in names}
     for key in sorted(saved.names):
         what, _, owner = key.partition(":")
         name, _, within = what.partition(".")
-        if owner in found and within:
-            found[owner].setdefault(name, {})[within] = saved.get(key)
-        elif owner in found:
-            found[owner][name] = saved.get(key)
+        if owner in states and within:
+            states[owner].setdefault(name, {})[within] = saved.get(key)
+        elif owner in states:
+            states[owner][name] = saved.get(key)
 
     if run.plan.master_weights:
         for owner, weight in names:
             if gradient_dtype(weight) != weight.dtype and owner in model.names:
-                found[owner].setdefault(MASTER, model.get(owner).float())
+                states[owner].setdefault(MASTER, model.get(owner).float())
 
     def taken(owner: str, weight: Tensor, name: str, value: Any) -> Any:
         if isinstance(value, dict) and NESTED in value:
@@ -297,9 +297,9 @@ def _parts(run: Run, model: Reader, saved: Reader, counts: dict[str, dict[str, A
         return value.clone() if isinstance(value, Tensor) else value  # the file is mapped
 
     return {
-        number: {name: taken(owner, weight, name, value) for name, value in found[owner].items()}
+        number: {name: taken(owner, weight, name, value) for name, value in states[owner].items()}
         for number, (owner, weight) in enumerate(names)
-        if found[owner]
+        if states[owner]
     }
 
 

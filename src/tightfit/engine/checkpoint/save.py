@@ -236,7 +236,7 @@ def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], L
     tensors  the tensors of this device's stages
     writers  how many ranks write the files of this device's stages
     """
-    found: Layout = []
+    files: Layout = []
     assigned: set[str] = set()
     mine: list[int] = []
     total = sum(tensors.sizes.values())
@@ -246,11 +246,11 @@ def _layout(run: Run, tensors: SavedTensors, writers: int) -> tuple[list[int], L
         left = [[name for name in names if name not in assigned] for names in layout]
         for names in filter(None, left):
             assigned.update(names)
-            mine += [len(found)] if pp_rank == own_rank else []
-            found.append(names)
-    if not found:  # an optimizer without states
-        found, mine = [[]], [0] if own_rank == 0 else []
-    return mine, found, sum(size for _, size in by_stage)
+            mine += [len(files)] if pp_rank == own_rank else []
+            files.append(names)
+    if not files:  # an optimizer without states
+        files, mine = [[]], [0] if own_rank == 0 else []
+    return mine, files, sum(size for _, size in by_stage)
 
 
 def _describe(run: Run, folder: Path) -> None:

@@ -426,19 +426,19 @@ def attention_backward(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     bias = None if mask is None else _as_bias(mask, query, key)
     if kernel == "cpu":
-        found = CPU_FLASH_ATTENTION_BACKWARD(
+        gradients = CPU_FLASH_ATTENTION_BACKWARD(
             gradient, query, key, value, output, sums.transpose(1, 2).contiguous().transpose(1, 2), 0.0, causal,
             attn_mask=bias, scale=scale,
         )  # fmt: skip
     elif kernel == "plain":
         shares = (_scores(query, key, bias, causal, scale) - sums.unsqueeze(-1)).exp()
         inner = shares * (gradient @ value.mT - (gradient * output).sum(-1, keepdim=True)) * scale
-        found = inner @ key, inner.mT @ query, shares.mT @ gradient
+        gradients = inner @ key, inner.mT @ query, shares.mT @ gradient
     else:
         # the kernel needs the padding that its forward adds
         padded = functional.pad(sums, (0, -sums.shape[-1] % 32), value=float("inf"))
         seed = torch.zeros((), dtype=torch.int64, device=query.device)  # for dropout, which is 0
-        found = EFFICIENT_ATTENTION_BACKWARD(
+        gradients = EFFICIENT_ATTENTION_BACKWARD(
             gradient,
             query,
             key,
@@ -453,7 +453,7 @@ def attention_backward(
             causal,
             scale=scale,
         )[:3]
-    grad_query, grad_key, grad_value = found
+    grad_query, grad_key, grad_value = gradients
     if groups > 1:
         grad_key, grad_value = (
             part.unflatten(1, (heads, groups)).to(torch.promote_types(part.dtype, torch.float32)).sum(2)

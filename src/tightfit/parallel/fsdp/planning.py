@@ -107,26 +107,26 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
             the block's number (from `low_precision_names`)
     """
     blocks: Counter[str] = Counter()
-    kept: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
     reduced: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     rest = rest_sums = 0.0
     for parameter in ledger.parameters:
         if parameter.buffer:
             continue
-        found = re.match(BLOCK_NAME, parameter.name)
-        if found is None:
+        match = re.match(BLOCK_NAME, parameter.name)
+        if match is None:
             rest += parameter.bytes
             rest_sums += max(4 * parameter.count, parameter.bytes)
         else:
-            blocks[found.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
-            kept[found.group(1)] += parameter.bytes
-            reduced[found.group(1)] += parameter.gradient_bytes
-            sums[found.group(1)] += max(4 * parameter.count, parameter.bytes)
+            blocks[match.group(1)] += math.ceil(gathered_bytes(parameter, narrow))
+            stored[match.group(1)] += parameter.bytes
+            reduced[match.group(1)] += parameter.gradient_bytes
+            sums[match.group(1)] += max(4 * parameter.count, parameter.bytes)
     # after the reduce-scatter, 1/devices of each gradient stays on this device
     devices = math.inf if "gradients" in plan.offload else plan.shards
     block = float(max(blocks.values(), default=0))
-    as_kept = float(max(kept.values(), default=0))
+    as_stored = float(max(stored.values(), default=0))
     as_reduced = float(max(reduced.values(), default=0))
     # with one shard, blocks are copied from host memory in their stored dtype, and prefetched in
     # forward, too
@@ -136,7 +136,7 @@ def sharded_parameters(ledger: Ledger, plan: Plan, narrow: set[str]) -> ShardedP
         block,
         rest,
         as_reduced,
-        as_kept if alone else block,
+        as_stored if alone else block,
         alone,
         plan.gradient_sync == "micro-batch",
         max(sums.values(), default=0) / block if block else 1.0,

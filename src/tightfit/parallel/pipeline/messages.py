@@ -295,18 +295,18 @@ class StageMessages:
         direction  "forward" for activations, "backward" for gradients
         """
         group, rank = self.link(action.stage, other, direction)
-        found = []
+        tensors = []
         if action in self.posted_receives:
             for work, tensor in self.posted_receives.pop(action):
                 self.wait_for(work)
-                found.append(tensor)
+                tensors.append(tensor)
         else:
             for dtype, shape, _ in specs:
-                found.append(torch.empty(shape, dtype=dtype, device=self.mesh.device))
-                self._receive_now(found[-1], group, rank)
-        if found:
+                tensors.append(torch.empty(shape, dtype=dtype, device=self.mesh.device))
+                self._receive_now(tensors[-1], group, rank)
+        if tensors:
             self._acknowledge(action)
-        return found
+        return tensors
 
     def receive_inputs(self, action: Action, key: Any, arguments: list[Tensor], inputs: StageInputs) -> None:
         """Wait for the tensors that the preceding stage sends for a forward, and put them into

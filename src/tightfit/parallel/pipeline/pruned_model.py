@@ -169,7 +169,7 @@ class ForwardState:
 
         Raises InputError if one of these arguments is not a tensor.
         """
-        found = []
+        tensors = []
         for path in self.boundary_inputs[number]:
             tensor = leaf_at(arguments, path)
             if not isinstance(tensor, Tensor):
@@ -178,8 +178,8 @@ class ForwardState:
                     f"an argument of block {number} is a {type(tensor).__name__}, and was a tensor in the traced forward",
                     "use pp: 1",
                 )
-            found.append(tensor)
-        return found
+            tensors.append(tensor)
+        return tensors
 
     def end_stage(self) -> None:
         """Raise InputError unless all blocks of the stage, and all blocks before them, have been

@@ -104,16 +104,16 @@ def _trace_update(optimizer: Optimizer, parameter: Tensor, group: int, scaled: b
     return Update(states, transient, timeline.operations, foreach, group=group, fp32_state_bytes=unpacked)
 
 
-def _unpacked(states: dict[str, Any], parameter: Tensor, kept: int) -> int:
+def _unpacked(states: dict[str, Any], parameter: Tensor, stored_bytes: int) -> int:
     """Return the bytes that a parameter's states would have in fp32, if some of them are packed in
     blocks of 8-bit or 4-bit codes. Return 0 if no state is packed.
 
-    states  name -> state of the parameter; a packed state is a dict
-    kept    bytes of the states as they are
+    states        name -> state of the parameter; a packed state is a dict
+    stored_bytes  bytes of the states as they are
     """
     packed = [state for state in states.values() if isinstance(state, dict)]
     wide = 4 * parameter.numel() * len(packed)  # a state is packed from fp32
-    return wide + kept - tensor_bytes(tensors_in(packed)) if packed else 0
+    return wide + stored_bytes - tensor_bytes(tensors_in(packed)) if packed else 0
 
 
 def _left_share(optimizer: Optimizer, parameter: Tensor, alone: Update, scaled: bool) -> float:

@@ -153,16 +153,16 @@ def from_content(content: Any) -> RecordedStep:
         for name, dtype, flops, moved, sizes, count, computed, aligned, convolution in content["operations"]
     ]
     timelines = []
-    for one in content["timelines"]:
-        events = tuple((buffers[_read_count(index)], _one_of(sign, (-1, 0, 1))) for index, sign in one["events"])
-        first, second = one["recompute_end"]
+    for timeline in content["timelines"]:
+        events = tuple((buffers[_read_count(index)], _one_of(sign, (-1, 0, 1))) for index, sign in timeline["events"])
+        first, second = timeline["recompute_end"]
         timelines.append(
             Timeline(
                 events,
-                tuple(operations[_read_count(index)] for index in one["operations"]),
+                tuple(operations[_read_count(index)] for index in timeline["operations"]),
                 (_read_count(first), _read_count(second)),
-                tuple(buffers[_read_count(index)] for index in one["inputs"]),
-                frozenset(buffers[_read_count(index)] for index in one["saved"]),
+                tuple(buffers[_read_count(index)] for index in timeline["inputs"]),
+                frozenset(buffers[_read_count(index)] for index in timeline["saved"]),
                 tuple(
                     BlockInput(
                         _read_text(path),
@@ -170,7 +170,7 @@ def from_content(content: Any) -> RecordedStep:
                         None if index is None else buffers[_read_count(index)],
                         _one_of(has_gradient, (True, False)),
                     )
-                    for path, size, index, has_gradient in one["block_inputs"]
+                    for path, size, index, has_gradient in timeline["block_inputs"]
                 ),
             )
         )

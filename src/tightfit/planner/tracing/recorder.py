@@ -495,9 +495,9 @@ def _buffer(note: _Storage) -> Buffer:
     return note.buffer
 
 
-def _to_given(one: _BlockInput) -> BlockInput:
-    buffer = None if one.storage is None else _buffer(one.storage)
-    return BlockInput(one.path, BatchLinear(float(one.size)), buffer, one.has_gradient)
+def _to_given(given: _BlockInput) -> BlockInput:
+    buffer = None if given.storage is None else _buffer(given.storage)
+    return BlockInput(given.path, BatchLinear(float(given.size)), buffer, given.has_gradient)
 
 
 def recorded_segments(recorder: Recorder) -> tuple[Segment, ...]:

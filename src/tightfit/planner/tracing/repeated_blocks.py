@@ -109,7 +109,7 @@ class BlockMap:
         block_numbers = {
             name: next((n for prefix, n in prefixes.items() if name.startswith(prefix)), None) for name in named
         }
-        found: dict[str, Value] = {}
+        expanded: dict[str, Value] = {}
         reached = 0
         for name, value in named.items():
             block_number = block_numbers[name] or 0
@@ -118,10 +118,10 @@ class BlockMap:
                     like, path = self.removed[number], self.names[number]
                     for inner in (inner for inner in named if block_numbers[inner] == like):
                         full = path + inner.removeprefix(self.names[like])
-                        found[full] = another(named[inner], full, number)
+                        expanded[full] = another(named[inner], full, number)
             reached = max(reached, block_number)
-            found[name] = value
-        return found
+            expanded[name] = value
+        return expanded
 
 
 def create_without_repeated_blocks(
