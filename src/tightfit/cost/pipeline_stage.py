@@ -131,11 +131,11 @@ class Sections:
         """
         if given is None:
             return False
-        kept, last = self.saved(piece), piece.stop - 1
+        saved, last = self.saved(piece), piece.stop - 1
         if not {BEFORE, last}.isdisjoint(self.made.get(given, ())):
-            return given in kept
+            return given in saved
         handed_on = (one for one in self.unfreed(last) if self.phase[one] == FORWARD and self.freed_by_next(one))
-        return any(one in kept for one in handed_on if one.size == given.size)
+        return any(one in saved for one in handed_on if one.size == given.size)
 
     def unfreed(self, section: int, whole: bool = True) -> Iterator[Buffer]:
         """Yield the buffers that a section allocates and does not free, except gradients of

@@ -54,13 +54,13 @@ def conversation_tokens(
         offsets, first_counted = array("q", [0]), array("q")
         with (folder / "text.bin").open("wb") as ids_file, (folder / "counted.bin").open("wb") as counted_file:
             for batch in tokenized_conversations(source, renderer, special, damage):
-                for one in batch:
-                    roles |= one.roles
-                    np.array(one.ids, dtype=dtype).tofile(ids_file)
-                    one.counted.tofile(counted_file)
-                    offsets.append(offsets[-1] + len(one.ids))
-                    first_counted.append(one.first_counted)
-                    written += one.characters / 1e6
+                for conversation in batch:
+                    roles |= conversation.roles
+                    np.array(conversation.ids, dtype=dtype).tofile(ids_file)
+                    conversation.counted.tofile(counted_file)
+                    offsets.append(offsets[-1] + len(conversation.ids))
+                    first_counted.append(conversation.first_counted)
+                    written += conversation.characters / 1e6
                 _log.info("tokenizing %s: %.0f million characters so far", source.name, written)
         np.save(folder / "text-offsets.npy", np.array(offsets, dtype=np.int64))
         np.save(folder / "first-counted.npy", np.array(first_counted, dtype=np.int64))
@@ -148,7 +148,7 @@ def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator
         yield batch
 
 
-def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[list[int], Mask]:
+def _tokens(rendered: Rendered, encoding: Any, before: list[int], end: int) -> tuple[list[int], Mask]:
     """Return (the token ids of a rendered text, a mask of the tokens that count in the loss).
 
     encoding  the text's encoding without special tokens
@@ -158,13 +158,13 @@ def _tokens(one: Rendered, encoding: Any, before: list[int], end: int) -> tuple[
     `before` and `end` are added only to a text that no chat template wrote, because a chat template
     writes its own special tokens. `before` never counts; `end` counts if the end of the text does.
     """
-    counted = overlapping(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), one.counted)
-    if not one.ends:
+    counted = overlapping(np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2), rendered.counted)
+    if not rendered.ends:
         return encoding.ids, counted
     ids = [*before, *encoding.ids]
     counted = np.concatenate([np.zeros(len(before), dtype=bool), counted])
     if encoding.ids[-1:] != [end]:
-        last_counts = bool(one.counted) and one.counted[-1][1] == len(one.text)
+        last_counts = bool(rendered.counted) and rendered.counted[-1][1] == len(rendered.text)
         ids, counted = [*ids, end], np.append(counted, last_counts)
     return ids, counted
 

@@ -74,14 +74,14 @@ def _naming_divided_layers(plan: Plan) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).partition("\n")[0]
+        message = str(error).partition("\n")[0]
         line = innermost_model_line(error)
-        others = any(word in said.lower() for word in _OTHERS)
-        if plan.tp == 1 or line is None or others or not any(word in said for word in _SHAPES):
+        others = any(word in message.lower() for word in _OTHERS)
+        if plan.tp == 1 or line is None or others or not any(word in message for word in _SHAPES):
             raise
         raise InputError(
             f"plan: tp={plan.tp}",
-            f"{describe_line(line)} fails where a device has only its part of the heads or features ({said})",
+            f"{describe_line(line)} fails where a device has only its part of the heads or features ({message})",
             "use tp: 1; if that fails, too, the data does not suit the model",
         ) from error
 

@@ -106,16 +106,16 @@ class EvaluationMetrics:
         everyones = all_gather_values(self.run, mine)
         computing = next((index for index, one in enumerate(everyones) if one is not None), None)
         results: dict[str, float] = {}
-        said: tuple[str, str, str] | None = None
+        failure: tuple[str, str, str] | None = None
         if computing == (rank() if self.run.mesh is not None else 0):
             try:
                 for index, part in enumerate(self._parts):
                     results.update(part.value([one[index] for one in everyones if one is not None]))
             except InputError as error:
-                said = error.asked, error.found, error.fix
-        results, said = all_gather_values(self.run, (results, said))[computing or 0]
-        if said is not None:
-            raise InputError(*said)
+                failure = error.asked, error.found, error.fix
+        results, failure = all_gather_values(self.run, (results, failure))[computing or 0]
+        if failure is not None:
+            raise InputError(*failure)
         return results
 
 

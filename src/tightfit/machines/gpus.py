@@ -182,21 +182,21 @@ def unused() -> str:
         return ""
     import torch
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return ""
-    return f"this host shows a GPU, and torch {torch.__version__} does not use it: {_reason(torch, said)}"
+    return f"this host shows a GPU, and torch {torch.__version__} does not use it: {_reason(torch, caught)}"
 
 
-def _reason(torch: object, said: Iterable[warnings.WarningMessage]) -> str:
+def _reason(torch: object, caught: Iterable[warnings.WarningMessage]) -> str:
     version = torch.version  # type: ignore[attr-defined]
     if version.cuda is None and version.hip is None:
         return "it is a CPU build; install one for CUDA or ROCm (see pytorch.org)"
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if os.environ.get(name) in ("", "-1", "NoDevFiles"):
             return f"{name}={os.environ[name]} hides every GPU"
-    return next((str(one.message).splitlines()[0] for one in said), "the driver reports none")
+    return next((str(one.message).splitlines()[0] for one in caught), "the driver reports none")
 
 
 def estimated_flops_per_s(gpu: Gpu) -> dict[str, float]:

@@ -355,15 +355,15 @@ def blocked_attention_backward(
     for (start, end, keys), probabilities in parts:
         rows = gradient[:, start:end]
         used = probabilities if factor is None else probabilities.relu()
-        kept = 0 if start == 0 else 1  # the first block begins the sums
-        grad_value[:, :keys].baddbmm_(used.transpose(1, 2), rows, beta=kept)
+        beta = 0 if start == 0 else 1  # the first block begins the sums
+        grad_value[:, :keys].baddbmm_(used.transpose(1, 2), rows, beta=beta)
         grad_scores = torch.bmm(rows, value[:, :keys].transpose(1, 2))
         if factor is None:
             softmax_backward_(grad_scores, probabilities)
         else:
             grad_scores.mul_(used).addcmul_(probabilities.abs(), mean[:, start:end], value=-1)
         grad_query[:, start:end] = torch.bmm(grad_scores, key[:, :keys])
-        grad_key[:, :keys].baddbmm_(grad_scores.transpose(1, 2), query[:, start:end], beta=kept)
+        grad_key[:, :keys].baddbmm_(grad_scores.transpose(1, 2), query[:, start:end], beta=beta)
         if bias is not None:
             slice_ = grad_bias[:, :, slice(start, end) if bias[2] > 1 else slice(None), : keys if bias[3] > 1 else 1]
             slice_ += grad_scores.view(batch, heads, end - start, keys).sum_to_size(slice_.shape)

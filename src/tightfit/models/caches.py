@@ -80,23 +80,23 @@ def _isolated(on_meta: bool) -> Iterator[None]:
                     del one[key]
         if on_meta:
             for entries in before.values():
-                entries.one.update(entries.with_tensors)
+                entries.mapping.update(entries.with_tensors)
 
 
 class _Entries:
     """The entries of a dict as they were when this object was made.
 
-    one           the dict
+    mapping       the dict
     with_tensors  its entries that contained a tensor
     """
 
-    def __init__(self, one: dict[Any, Any]) -> None:
-        self.one, self._all = one, dict(one)
+    def __init__(self, mapping: dict[Any, Any]) -> None:
+        self.mapping, self._all = mapping, dict(mapping)
         self.with_tensors: dict[Any, Any] = {}
         # the lists and dicts in the entries, and what those beside tensors contained
         self._containers: dict[int, Any] = {}
         self._contents: list[tuple[Any, Any]] = []
-        holders = _holders(one)
+        holders = _holders(mapping)
         tensors, containers = _tensors_and_containers(holders.values())
         self._containers.update((id(container), container) for container in containers)
         for key, value in holders.items() if tensors else ():
@@ -107,12 +107,12 @@ class _Entries:
 
     def move_to_meta(self) -> None:
         """Replace the tensors in the entries by tensors on the meta device."""
-        self.one.update({key: _moved_to_meta(value) for key, value in self.with_tensors.items()})
+        self.mapping.update({key: _moved_to_meta(value) for key, value in self.with_tensors.items()})
 
     def restore(self) -> None:
         """Remove the fake and meta tensors from the entries: each has its earlier value, without what
         was added to a list or a dict, and an entry that was not there is gone."""
-        unreal = _with_unreal(self.one)
+        unreal = _with_unreal(self.mapping)
         if not unreal:
             return
         for container, content in self._contents:
@@ -121,45 +121,45 @@ class _Entries:
                 container.extend(content) if isinstance(container, list) else container.update(content)
         for key in unreal:
             if key not in self._all:
-                del self.one[key]
+                del self.mapping[key]
                 continue
-            self.one[key] = value = self._all[key]
+            self.mapping[key] = value = self._all[key]
             self._prune(value)
 
     def _prune(self, value: Any) -> None:
         """Remove the fake and meta tensors from the lists and dicts in `value` that were there before,
         and the newer lists and dicts that contain such tensors."""
 
-        def stays(one: Any) -> bool:
-            if not _hold_unreal([one]):
+        def stays(item: Any) -> bool:
+            if not _hold_unreal([item]):
                 return True
-            if id(one) in self._containers or isinstance(one, tuple):
-                self._prune(one)
-                return not _hold_unreal([one])
+            if id(item) in self._containers or isinstance(item, tuple):
+                self._prune(item)
+                return not _hold_unreal([item])
             return False
 
         if isinstance(value, list):
-            value[:] = [one for one in value if stays(one)]
+            value[:] = [item for item in value if stays(item)]
         elif isinstance(value, dict):
-            for key in [key for key, one in value.items() if not stays(one)]:
+            for key in [key for key, item in value.items() if not stays(item)]:
                 del value[key]
         elif isinstance(value, tuple):  # only lists and dicts in it can change
-            for one in value:
-                stays(one)
+            for item in value:
+                stays(item)
 
 
-def _holders(one: dict[Any, Any]) -> dict[Any, Any]:
+def _holders(mapping: dict[Any, Any]) -> dict[Any, Any]:
     """Return the entries of a dict that may contain a tensor."""
     return {
         key: value
-        for key, value in list(one.items())
+        for key, value in list(mapping.items())
         if type(value) not in _PLAIN and isinstance(value, _HOLDERS) and key != _BUILTINS
     }
 
 
-def _with_unreal(one: dict[Any, Any]) -> list[Any]:
+def _with_unreal(mapping: dict[Any, Any]) -> list[Any]:
     """Return the keys of the entries of a dict that contain fake or meta tensors."""
-    return [key for key, value in _holders(one).items() if _hold_unreal([value])]
+    return [key for key, value in _holders(mapping).items() if _hold_unreal([value])]
 
 
 def _hold_unreal(values: Iterable[Any]) -> bool:

@@ -114,12 +114,12 @@ def _watched(setup: Setup, plan: Plan, inputs: Sequence[Tensor]) -> Peak:
     tracker.assign(inputs, "activations")
     with tracker, _models_watched() as models:
         step = setup(plan)
-        for one in models:
-            if one.run.store is not None:
-                one.run.store.note = lambda tensor: tracker.assign([tensor], OTHER_MEMORY)
-            tracker.add_parameters([*one.run.model.parameters(), *one.run.optimizer_weights.values()])
-            tracker.assign(one.run.model.buffers(), "parameters")
-            one.run = replace(one.run, loss_sum=tracker.forward(one.run.loss_sum))
+        for model in models:
+            if model.run.store is not None:
+                model.run.store.note = lambda tensor: tracker.assign([tensor], OTHER_MEMORY)
+            tracker.add_parameters([*model.run.model.parameters(), *model.run.optimizer_weights.values()])
+            tracker.assign(model.run.model.buffers(), "parameters")
+            model.run = replace(model.run, loss_sum=tracker.forward(model.run.loss_sum))
         step(*inputs)
         tracker.assign(_states_of(models), "optimizer")
         begin = tracker.mark()

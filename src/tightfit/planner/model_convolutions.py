@@ -44,17 +44,25 @@ def measure_model(estimator: Estimator, plan: Plan, pins: dict[str, Any]) -> Non
         if not estimator.profiler.may_convolve:
             return
         ledger = estimator.profiler.ledger(plan.replace(compile="none", recompute="none"))
-        operations = {one for segment in ledger.training for one in segment.timeline.operations if one.convolution}
+        operations = {
+            operation
+            for segment in ledger.training
+            for operation in segment.timeline.operations
+            if operation.convolution
+        }
     except TightfitError:
         return
     samples = plan.micro_batch_of(estimator.job.train.batch)
     # wanted -> (whether it has the plan's own precision and format, expected seconds)
     importance: dict[ModelConvolution, tuple[bool, float]] = {}
-    for one in operations:
-        expected_s = estimator.time_model.operation_s(one, samples) * one.count.at(samples)
-        for wanted in _variants(estimator, one, samples, pins):
+    for operation in operations:
+        expected_s = estimator.time_model.operation_s(operation, samples) * operation.count.at(samples)
+        for wanted in _variants(estimator, operation, samples, pins):
             if wanted.rate_key not in machine.rates:
-                is_own = (wanted.dtype, wanted.channels_last) == (one.dtype, one.name.endswith(CHANNELS_LAST))
+                is_own = (wanted.dtype, wanted.channels_last) == (
+                    operation.dtype,
+                    operation.name.endswith(CHANNELS_LAST),
+                )
                 importance[wanted] = max(importance.get(wanted, (False, 0.0)), (is_own, expected_s))
     if not importance:
         return

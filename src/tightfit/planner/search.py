@@ -367,10 +367,10 @@ def _with_workers(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> Pl
     job = estimator.job
     if estimator.machine.device == "cpu" or "loader_workers" in pins or not isinstance(job.data, DataSpec):
         return start
-    one = estimator.estimate(start)
-    if one.time.input_s < MAX_INPUT_SHARE * one.time.step_s:
+    estimate = estimator.estimate(start)
+    if estimate.time.input_s < MAX_INPUT_SHARE * estimate.time.step_s:
         return start
-    work_s, prepare_s = one.time.step_s - one.time.input_s, one.ledger.host_work_s.get("prepare", 0.0)
+    work_s, prepare_s = estimate.time.step_s - estimate.time.input_s, estimate.ledger.host_work_s.get("prepare", 0.0)
     machine = estimator.machine
     # the host of a machine from the device table is unknown
     named = machine.host_memory_bytes.source == "published"

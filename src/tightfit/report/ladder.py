@@ -158,13 +158,13 @@ def _cells(rung: Rung, ladder: Ladder, measured: Mapping[Plan, Measured]) -> lis
     return cells
 
 
-def _measured_cells(rung: Rung, one: Measured, plain: Measured) -> list[str]:
-    if one.failed or one.step_s is None:
-        return [one.failed or "no step was timed", "", "", "", ""]
-    ratio = _times(one.step_s / plain.step_s) if plain.step_s else ""
-    tensors = "" if one.tensor_bytes is None else format_bytes(one.tensor_bytes)
-    loss = "" if one.loss is None else f"{one.loss:.4f}"
-    return [format_seconds(one.step_s), ratio, format_bytes(tensor_bytes(rung.estimate)), tensors, loss]
+def _measured_cells(rung: Rung, measured: Measured, plain: Measured) -> list[str]:
+    if measured.failed or measured.step_s is None:
+        return [measured.failed or "no step was timed", "", "", "", ""]
+    ratio = _times(measured.step_s / plain.step_s) if plain.step_s else ""
+    tensors = "" if measured.tensor_bytes is None else format_bytes(measured.tensor_bytes)
+    loss = "" if measured.loss is None else f"{measured.loss:.4f}"
+    return [format_seconds(measured.step_s), ratio, format_bytes(tensor_bytes(rung.estimate)), tensors, loss]
 
 
 def alone_table(ladder: Ladder, measured: Mapping[Plan, Measured]) -> Table:

@@ -389,16 +389,16 @@ def keep_metrics(path: Path, start: int) -> list[dict[str, Any]]:
     A killed run may have written lines for steps after its last checkpoint. These steps are trained
     again, so their lines are removed.
     """
-    kept = []
+    kept_lines = []
     for text in path.read_text().splitlines() if start and path.exists() else []:
         try:
             line = json.loads(text)
         except ValueError:  # the process was killed while it wrote this line
             break
         if line["step"] <= start:
-            kept.append(line)
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    return kept
+            kept_lines.append(line)
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept_lines))
+    return kept_lines
 
 
 def _check_loss(result: Step, overflows: int, out: Path) -> None:

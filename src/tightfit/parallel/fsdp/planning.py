@@ -37,12 +37,12 @@ def low_precision_names(ledger: Ledger) -> set[str]:
     parameter itself. Example: {"blocks.*.attn.weight"}, if that weight is stored in fp32 and
     autocast computes with it in bf16.
     """
-    kept = {parameter.name: parameter.bytes for parameter in ledger.parameters}
+    stored = {parameter.name: parameter.bytes for parameter in ledger.parameters}
     return {
         _wildcard_name(buffer.parameter)
         for segment in ledger.training
         for buffer in segment.timeline.allocated
-        if buffer.row == "gradients" and buffer.size.fixed < kept.get(buffer.parameter, 0)
+        if buffer.row == "gradients" and buffer.size.fixed < stored.get(buffer.parameter, 0)
     }
 
 
@@ -168,9 +168,9 @@ def naming_sharded_use(plan: Plan) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
         asked = "plan: zero=3" if plan.zero == 3 else "plan: offload=parameters"
-        if "mixed torch.Tensor and DTensor" in said or "does not have a sharding strategy" in said:
+        if "mixed torch.Tensor and DTensor" in message or "does not have a sharding strategy" in message:
             line = innermost_model_line(error)
             fix = "use zero: 2, or let the model call the layer"
             if plan.recompute != "none":
@@ -181,7 +181,7 @@ def naming_sharded_use(plan: Plan) -> Iterator[None]:
                 "are gathered only while the layer is called",
                 fix,
             ) from error
-        if "RegisterPostBackwardFunction" in said and "modified inplace" in said:
+        if "RegisterPostBackwardFunction" in message and "modified inplace" in message:
             raise InputError(
                 asked,
                 "a block writes to its input in place, which is not possible with sharded parameters",

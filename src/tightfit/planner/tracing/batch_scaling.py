@@ -122,16 +122,19 @@ class _BatchScaling:
         the segment shares with other segments are not the same in both traces, and SuperlinearGrowth if
         the bytes at the peak grow faster than the number of samples.
         """
-        one, other = _Outline(small), _Outline(large)
-        self.at_most_linear(one.most, other.most)
-        common = Counter(map(_event_key, one.outside)) & Counter(map(_event_key, other.outside))
-        mine, its = one.kept(common), other.kept(common)
+        small_outline, large_outline = _Outline(small), _Outline(large)
+        self.at_most_linear(small_outline.most, large_outline.most)
+        common = Counter(map(_event_key, small_outline.outside)) & Counter(map(_event_key, large_outline.outside))
+        mine, its = small_outline.kept(common), large_outline.kept(common)
         if list(map(_event_key, mine)) != list(map(_event_key, its)):
             raise _TracesDiffer
         outside = [(self._buffer(event[0], same[0]), event[1]) for event, same in zip(mine, its, strict=True)]
-        at = sum(_event_key(event) in common for event in other.outside[: other.before])
+        at = sum(_event_key(event) in common for event in large_outline.outside[: large_outline.before])
         before, after = outside[:at], outside[at:]
-        inner = [Buffer(self.line(one.inner[row], other.inner[row]), row, "sum") for row in one.inner]
+        inner = [
+            Buffer(self.line(small_outline.inner[row], large_outline.inner[row]), row, "sum")
+            for row in small_outline.inner
+        ]
         return (*before, *((buffer, 1) for buffer in inner), *((buffer, -1) for buffer in reversed(inner)), *after)
 
     def _operations(self, small: tuple[Operation, ...], large: tuple[Operation, ...]) -> tuple[Operation, ...]:

@@ -338,12 +338,14 @@ class Profiler:
         self, key: _TraceKey, traced: dict[int, RecordedStep], small: int, large: int
     ) -> RecordedStep | None:
         if (key, small, large) not in self._fitted_steps:
-            one, other = traced[small], traced[large]
+            small_trace, large_trace = traced[small], traced[large]
             try:
-                segments = fit_batch_scaling(one.segments, other.segments, (small, large))
+                segments = fit_batch_scaling(small_trace.segments, large_trace.segments, (small, large))
             except SuperlinearGrowth:
                 segments, self.superlinear = None, True
-            self._fitted_steps[key, small, large] = None if segments is None else replace(one, segments=segments)
+            self._fitted_steps[key, small, large] = (
+                None if segments is None else replace(small_trace, segments=segments)
+            )
         return self._fitted_steps[key, small, large]
 
     def _samples_per_chunk(self, plan: Plan) -> int:
