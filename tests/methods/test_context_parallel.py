@@ -264,7 +264,7 @@ def test_cuda_kernels_get_valid_arguments(
     if kernel == "flash" and masked:
         return  # which takes none
     kernels = KernelsOfCuda()
-    monkeypatch.setattr(ring_attention, "select_kernel", lambda query, seen: kernel)
+    monkeypatch.setattr(ring_attention, "select_kernel", lambda query, mask: kernel)
     for name in ("flash_attention", "efficient_attention"):
         for part in (name, f"{name}_backward"):
             monkeypatch.setattr(ring_attention, part.upper(), getattr(kernels, f"_scaled_dot_product_{part}"))

@@ -50,14 +50,14 @@ class Watched:
 
         def puts(order: Any, value: Tensor) -> Any:
             made = put(order, value)
-            self.saved.append(made.kept.data_ptr())
+            self.saved.append(made.stored.data_ptr())
             return made
 
         def fetches(order: Any, saved: Any) -> Tensor:
             self.seen.append(f"{saved.index} is asked for")
             here = fetch(order, saved)
             assert order.ahead <= max(offload_store.MAX_PREFETCH_BYTES, BYTES)
-            assert torch.equal(here, saved.kept)
+            assert torch.equal(here, saved.stored)
             return here
 
         monkeypatch.setattr(store, "begin_fetch", begins)

@@ -126,14 +126,14 @@ def train_command(
     progress and the record. With `nproc` above 1 this process only starts the others, which run this function
     again; rank 0 chooses the plan for all.
 
-    path          the job file
-    plan          a plan file, or "reference"; None: the fastest plan that fits
-    out           the folder of the run; None: runs/ and the name of the job file
-    resume        whether to continue from the last checkpoint in `out`, with its plan
-    changes       changes of the job or plan, such as "train.steps=20"
-    nproc         number of processes on this host
+    path            the job file
+    plan            a plan file, or "reference"; None: the fastest plan that fits
+    out             the folder of the run; None: runs/ and the name of the job file
+    resume          whether to continue from the last checkpoint in `out`, with its plan
+    changes         changes of the job or plan, such as "train.steps=20"
+    nproc           number of processes on this host
     launch_options  how the processes find each other
-    machine_name  predict for this machine; None: this one
+    machine_name    predict for this machine; None: this one
     """
     quiet_libraries()
     local_world, world = read_launcher()
