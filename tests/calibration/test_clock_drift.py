@@ -57,8 +57,8 @@ def test_rates_of_a_slow_moment_are_corrected(tmp_path: Path, monkeypatch: pytes
 
     class Steady(clock_drift.ClockDrift):  # a stretch's controls are at its speed
         def control_around_s(self) -> float:
-            self.seen.append(machine.control_s(self.device))
-            return self.seen[-1]
+            self.control_times_s.append(machine.control_s(self.device))
+            return self.control_times_s[-1]
 
     monkeypatch.setattr(clock_drift, "control_s", machine.control_s)
     monkeypatch.setattr(calibration, "ClockDrift", Steady)
