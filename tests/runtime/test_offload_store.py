@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tightfit
 from tightfit.optim.per_parameter import PerParameter
-from tightfit.runtime import offload_store
-from tightfit.runtime.offload_store import MIN_OFFLOAD_BYTES, OffloadedGradients, PendingFetch, Store, is_dense
+from tightfit.runtime import offloaded_activations
+from tightfit.runtime.offload_store import PendingFetch, Store
+from tightfit.runtime.offloaded_activations import MIN_OFFLOAD_BYTES, is_dense, offload_saved
+from tightfit.runtime.offloaded_gradients import OffloadedGradients
 from tightfit.target_device import TARGET
 
 WIDTH, ROWS = 64, 512  # of a tensor that is larger than SMALL
@@ -42,7 +44,11 @@ class Watched:
     def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         self.saved: list[int] = []
         self.seen: list[str] = []
-        begin, put, fetch = store.begin_fetch, offload_store._SaveOrder.put, offload_store._SaveOrder.fetch
+        begin, put, fetch = (
+            store.begin_fetch,
+            offloaded_activations._SaveOrder.put,
+            offloaded_activations._SaveOrder.fetch,
+        )
 
         def begins(value: Tensor) -> PendingFetch:
             self.seen.append(f"{self.saved.index(value.data_ptr())} comes")
@@ -56,13 +62,13 @@ class Watched:
         def fetches(order: Any, saved: Any) -> Tensor:
             self.seen.append(f"{saved.index} is asked for")
             here = fetch(order, saved)
-            assert order.ahead <= max(offload_store.MAX_PREFETCH_BYTES, BYTES)
+            assert order.ahead <= max(offloaded_activations.MAX_PREFETCH_BYTES, BYTES)
             assert torch.equal(here, saved.stored)
             return here
 
         monkeypatch.setattr(store, "begin_fetch", begins)
-        monkeypatch.setattr(offload_store._SaveOrder, "put", puts)
-        monkeypatch.setattr(offload_store._SaveOrder, "fetch", fetches)
+        monkeypatch.setattr(offloaded_activations._SaveOrder, "put", puts)
+        monkeypatch.setattr(offloaded_activations._SaveOrder, "fetch", fetches)
 
 
 def chain(length: int, begin: Tensor) -> Tensor:
@@ -86,7 +92,7 @@ def gradient_of(loss: Callable[[Tensor], Tensor]) -> Tensor:
 def check_gradient(store: Store, loss_of: Callable[[Tensor], Tensor]) -> None:
     """Offloading what the loss saves does not change the gradient, and leaves nothing behind."""
     start = operand()
-    with store.offload_saved(set()):
+    with offload_saved(store, set()):
         loss = loss_of(start)
     loss.backward()
     assert torch.equal(start.grad, gradient_of(loss_of))  # type: ignore[arg-type]
@@ -97,7 +103,7 @@ def check_gradient(store: Store, loss_of: Callable[[Tensor], Tensor]) -> None:
 def test_earlier_saved_tensors_are_fetched_during_backward(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.offload_saved(set()):
+    with offload_saved(store, set()):
         loss = chain(4, start)
     loss.backward()
     assert watched.seen == [
@@ -109,7 +115,7 @@ def test_earlier_saved_tensors_are_fetched_during_backward(store: Store, monkeyp
 def test_prefetching_is_as_large_as_the_largest_tensor(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.offload_saved(set()):
+    with offload_saved(store, set()):
         small = chain(4, start)
         loss = chain(1, torch.cat([start, start, start])) + small
     loss.backward()
@@ -120,10 +126,10 @@ def test_prefetching_is_as_large_as_the_largest_tensor(store: Store, monkeypatch
 
 
 def test_prefetching_stays_within_its_bound(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_store, "MAX_PREFETCH_BYTES", 2 * BYTES)
+    monkeypatch.setattr(offloaded_activations, "MAX_PREFETCH_BYTES", 2 * BYTES)
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.offload_saved(set()):
+    with offload_saved(store, set()):
         loss = chain(4, start) + chain(1, torch.cat([start] * 9))
     loss.backward()
     begun = [line for line in watched.seen if line.endswith("comes")]
@@ -134,7 +140,7 @@ def test_a_retained_graph_can_be_used_again(store: Store, monkeypatch: pytest.Mo
     """Each tensor is fetched once per use, and the store keeps it until the graph is freed."""
     watched = Watched(store, monkeypatch)
     start = operand()
-    with store.offload_saved(set()):
+    with offload_saved(store, set()):
         loss = chain(3, start)
     (first,) = torch.autograd.grad(loss, start, retain_graph=True)
     assert store.stored_bytes == 3 * BYTES
@@ -159,12 +165,12 @@ def test_a_graph_without_backward_is_freed(store: Store) -> None:
     start = operand()
     gc.disable()  # no cycle has to be found
     try:
-        with store.offload_saved(set()):
+        with offload_saved(store, set()):
             loss = chain(3, start)
         assert store.stored_bytes == 3 * BYTES
         del loss
         assert store.stored_bytes == 0
-        with store.offload_saved(set()):
+        with offload_saved(store, set()):
             middle = start.sin()
             loss = chain(3, middle)
         torch.autograd.grad(loss, middle)  # the first sine is never asked for, though it has come
@@ -180,7 +186,7 @@ def test_overlapping_forwards_fetch_their_own_tensors(store: Store, monkeypatch:
     forward."""
     starts, losses = [operand(), operand()], []
     for start in starts:
-        with store.offload_saved(set()):
+        with offload_saved(store, set()):
             losses.append(chain(3, start))
     watched: list[int] = []
     begin = store.begin_fetch
@@ -214,7 +220,7 @@ def test_gradients_are_bit_for_bit_the_same(store: Store, heads: int) -> None:
     model = nn.TransformerEncoderLayer(WIDTH, heads, 4 * WIDTH, dropout=0.1, batch_first=True)
     batch = torch.randn(8, 64, WIDTH)
     gradients = []
-    for hooks in (None, store.offload_saved({weight.untyped_storage()._cdata for weight in model.parameters()})):
+    for hooks in (None, offload_saved(store, {weight.untyped_storage()._cdata for weight in model.parameters()})):
         model.zero_grad()
         torch.manual_seed(1)
         if hooks is None:

@@ -47,13 +47,12 @@ from tightfit.parallel.fsdp.planning import (
 )
 from tightfit.plan import Plan
 from tightfit.runtime.offload_store import (
-    MIN_OFFLOAD_BYTES,
-    OffloadedGradients,
     Store,
     is_stored,
     mark_stored,
-    max_prefetch_bytes,
 )
+from tightfit.runtime.offloaded_activations import MIN_OFFLOAD_BYTES, max_prefetch_bytes, offload_saved
+from tightfit.runtime.offloaded_gradients import OffloadedGradients
 from tightfit.runtime.run import Run, UnshardedReduction
 from tightfit.target_device import has_own_memory
 
@@ -453,7 +452,7 @@ def with_offloaded_activations(
     from tightfit.parallel.fsdp.fully_shard import compute_weights  # imported here, as in `apply`
 
     def loss_sum_with_activations_elsewhere(batch: Batch) -> Tensor:
-        with store.offload_saved({storage_id(weights) for weights in compute_weights(model)}):
+        with offload_saved(store, {storage_id(weights) for weights in compute_weights(model)}):
             return loss_sum(batch)
 
     return loss_sum_with_activations_elsewhere

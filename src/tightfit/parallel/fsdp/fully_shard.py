@@ -61,7 +61,8 @@ from tightfit.parallel.fsdp.planning import check_shardable, gather_dtype, model
 from tightfit.parallel.fsdp.prefetch import prefetch_blocks
 from tightfit.parallel.fsdp.unused_parameters import UsedParameters
 from tightfit.plan import Plan
-from tightfit.runtime.offload_store import OffloadedGradients, Store, mark_stored
+from tightfit.runtime.offload_store import Store, mark_stored
+from tightfit.runtime.offloaded_gradients import OffloadedGradients
 from tightfit.runtime.run import Run, refuse_hooks
 from tightfit.target_device import has_own_memory
 
