@@ -397,6 +397,7 @@ SHAPES: dict[str, type[Shape]] = {
     "distributed": Distributed,
     "explain": Explain,
     "families": Families,
+    "families_single": Families,
     "gpu": Gpu,
     "intervals": Intervals,
     "large_batch": LargeBatch,

@@ -96,6 +96,12 @@ SOURCES = {
             ZEN5,
         ),
         Source(
+            "families_single",
+            _script("single_device", "--family all --rounds 3 --steps 8 ", "families_single"),
+            "the same families on a CPU without bf16 instructions, beside a compiled plain loop in fp32",
+            "CPU without bf16 instructions",
+        ),
+        Source(
             "memory_ladder",
             _script("memory_ladder"),
             "ViT-L/16: peak memory with one method more at each rung",
@@ -332,28 +338,30 @@ Lean contenders hold bf16 weights and train 8 micro-batches of 2 sequences.
 {_contender_table(lean)}"""
 
 
-def families() -> str:
-    rows = read("families")["families"]
+def _families_table(rows: list[dict[str, Any]]) -> str:
+    contenders = list(rows[0]["contenders"])
 
-    def row_of(one: dict[str, Any]) -> list[str]:
-        narrow, wide = one["contenders"]["plain loop, bf16 weights"], one["contenders"]["plain loop, bf16 autocast"]
-        ours = one["contenders"]["tightfit"]
-        seconds = [f"{1000 * each['step_s']:,.0f} ms" for each in (wide, narrow, ours)]
-        turns = ", ".join(f"{ratio:.2f}" for ratio in one["faster_by_round"])
+    def row_of(row: dict[str, Any]) -> list[str]:
+        figures = [row["contenders"][name] for name in contenders]
+        turns = ", ".join(f"{ratio:.2f}" for ratio in row["faster_by_round"])
         return [
-            one["family"],
-            *seconds,
-            f"{1000 * one['predicted_s']:,.0f} ms",
-            f"{one['faster']:.2f} ({turns})",
-            f"{gb(ours['rss_bytes'])} ({times(one['rss_to_plain'])})",
-            ", ".join(f"{each['loss']:.3f}" for each in (wide, narrow, ours)),
-            fields(one["plan"]),
+            row["family"],
+            *(f"{1000 * each['step_s']:,.0f} ms" for each in figures),
+            f"{1000 * row['predicted_s']:,.0f} ms",
+            f"{row['faster']:.2f} ({turns})",
+            f"{gb(row['contenders']['tightfit']['rss_bytes'])} ({times(row['rss_to_plain'])})",
+            ", ".join(f"{each['loss']:.3f}" for each in figures),
+            fields(row["plan"]),
         ]
 
     columns = [
-        "model", "plain, autocast", "plain, bf16 weights", "tightfit", "predicted", "x best plain loop (rounds)", "process (to plain)",
-        "losses", "plan",
+        "model", *(name.replace(" loop", "").replace("bf16 autocast", "autocast") for name in contenders), "predicted",
+        "x best plain loop (rounds)", "process (to plain)", "losses", "plan",
     ]  # fmt: skip
+    return table(columns, [row_of(row) for row in rows])
+
+
+def families() -> str:
     return f"""## One device: seven families of models
 
 Each plain loop compiles the whole model and uses fused AdamW and tightfit's allocator settings: one with
@@ -366,7 +374,16 @@ again and keeps the other rows: llama-49m and gpt2-124m were.
 
 {SOURCES["families"].cite()}
 
-{table(columns, [row_of(one) for one in rows])}"""
+{_families_table(read("families")["families"])}
+### Without bf16 instructions
+
+A CPU without bf16 instructions multiplies matrices several times slower in bf16 than in fp32, so here the plain
+loop computes in fp32. So does the plan that `search` returns. ViT, ResNet-50 and the Llamas spend nearly all of their
+step in matrix products and convolutions, which are the same in both loops.
+
+{SOURCES["families_single"].cite()}
+
+{_families_table(read("families_single")["families"])}"""
 
 
 def memory_ladder() -> str:
@@ -886,6 +903,8 @@ def readme_table() -> str:
     memory, time = (median_and_worst(errors(pairs, what)) for what in ("memory, estimated", "step time"))
     others = read("prediction_others")["pairs"]
     of_others = [median_and_worst(errors(others, what)) for what in ("memory, estimated", "step time")]
+    new = read("prediction_others_single")["pairs"]
+    of_new = [median_and_worst(errors(new, what)) for what in ("memory, estimated", "step time")]
     summary = read("published")["summary"]
     unseen, newest = summary["b"]["all"], summary["d"]["all"]
     memories, speeds = unseen["memory"], unseen["speed, calibrated"]
@@ -924,7 +943,9 @@ def readme_table() -> str:
             f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}. Of"
             f" {len({pair['model'] for pair in others})} models of other families, compared last"
             " (`--others`, [record](records/prediction_others.json)):"
-            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}.",
+            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}. The same models on a processor that"
+            f" was never measured before ([record](records/prediction_others_single.json)): {of_new[0][0]}, {of_new[0][1]};"
+            f" {of_new[1][0]}, {of_new[1][1]}.",
             "prediction",
         ),
         (

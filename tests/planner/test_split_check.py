@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch.nn import functional
 
 import tightfit
 from tests import tiny
-from tightfit.errors import DoesNotFit
+from tightfit.errors import DoesNotFit, TightfitWarning
 from tightfit.machine import Machine
+from tightfit.models.equal_draws import EqualDraws
 from tightfit.planner import search as search_module
 from tightfit.planner import split_check
 from tightfit.planner.choose import choose_plan
-from tightfit.planner.equal_draws import EqualDraws
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
 from tightfit.planner.split_check import loss_depends_on_split
@@ -107,6 +108,10 @@ def contrast(output: Tensor, batch: Any) -> Tensor:
     return functional.softplus(2 - far.square().sum(1)).mean()
 
 
+def zero_with_gradient(loss: Tensor) -> Tensor:
+    return loss - loss.detach()
+
+
 def apart(output: Tensor, batch: Any) -> Tensor:
     return functional.mse_loss(output, batch[1])
 
@@ -124,6 +129,7 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
         (Tower, tightfit.Objective(lambda model, batch: contrast(model(batch[0]), batch) * len(batch[0]), len), True),
         (Centred, nn.MSELoss(), True),
         (Counting, apart, True),
+        (Tower, lambda output, batch: apart(output, batch) + zero_with_gradient(contrast(output, batch)), True),
         (Tower, apart, False),
         (Tower, nn.MSELoss(), False),
         (lambda: Tower(nn.Dropout(0.5)), apart, False),
@@ -138,6 +144,7 @@ def estimator_of(model: Any, loss: Any, machine: Machine = GPU, **job: Any) -> E
         "objective",
         "mean over samples",
         "counts its calls",
+        "in its gradient alone",
         "own",
         "torch",
         "dropout",
@@ -173,7 +180,7 @@ def test_a_search_keeps_such_a_batch_whole() -> None:
     assert search(ordinary.job, GPU, pins, ordinary)[0].plan.micro_batch is not None
     compared = estimator_of(Tower, contrast, **tight)
     with pytest.raises(
-        DoesNotFit, match="the loss depends on how a batch is split: 4 samples have a loss of"
+        DoesNotFit, match="the loss depends on how a batch is split: 8 samples have a loss of"
     ) as refused:
         search(compared.job, GPU, pins, compared)
     assert "plan.micro_batch: " not in str(refused.value)
@@ -312,3 +319,38 @@ class Tabled(Tower):
 )
 def test_what_each_forward_changes_is_found(model: Any, changed: tuple[str, ...]) -> None:
     assert split_check.model_uses(estimator_of(model, apart)).changed == changed
+
+
+class Classes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def weighted(output: Tensor, batch: Any) -> Tensor:
+    return functional.cross_entropy(output, batch[1], torch.arange(1.0, 5.0))
+
+
+def classes_in_order(loss: Any) -> tightfit.Job:
+    samples = [(torch.randn(8), number // 16) for number in range(64)]
+    return tightfit.Job(model=Classes, data=samples, loss=loss, train=tightfit.Train(batch=32, steps=2))
+
+
+def test_samples_sorted_by_class_do_not_hide_weights_of_classes() -> None:
+    estimator = Estimator(classes_in_order(weighted), Machine.detect())
+    assert "8 samples have a loss of" in loss_depends_on_split(estimator)
+
+
+@pytest.mark.parametrize("fields", [{"micro_batch": 8}, {"micro_batch": 32}, {}])
+def test_building_a_plan_that_splits_such_a_batch_warns(fields: dict[str, Any]) -> None:
+    splits = fields.get("micro_batch", 32) < 32
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tightfit.build(classes_in_order(weighted), tightfit.Plan(**fields))
+        tightfit.build(classes_in_order(None), tightfit.Plan(**fields))
+    told = [str(one.message) for one in caught if issubclass(one.category, TightfitWarning)]
+    assert len(told) == splits
+    assert all("This plan splits the batch, so it trains another loss" in text for text in told)

@@ -19,6 +19,7 @@ from tightfit.distributed.processes import local_device
 from tightfit.engine.checkpoint.extra_state import check_extra_states
 from tightfit.engine.refused_models import check_modules, check_samples, check_uses
 from tightfit.engine.rng import seed_all
+from tightfit.engine.split_loss import warn_of_split_loss
 from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine, machine_of
@@ -64,6 +65,7 @@ def build(
     run = apply_methods(run, keeps_data=data is not None)
     check_samples(run)
     check_uses(run)
+    warn_of_split_loss(run)
     microbatch.warn_of_dropped_tokens(run)
     return run
 

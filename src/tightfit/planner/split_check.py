@@ -1,42 +1,26 @@
-"""Find out on a few samples whether a job's loss depends on how a batch is split.
+"""What a search asks of a user's own model and loss before it splits a batch or recomputes blocks.
 
-A plan divides a batch into micro-batches and over devices, and adds up what the parts give. That is
-the loss of the whole batch only if each sample's loss is its own. It is not if the model or the loss
-compares the samples of a batch with each other, as a contrastive loss does.
-
-Example: CLIP's loss of 4 pairs of image and text is a cross entropy over 4 candidates. The mean of
-the losses of two halves is one over 2 candidates, and that of single samples is always 0.
-
-A plan with micro-batches also runs forward and backward several times a step. A model that changes
-something in each, such as the weights of a teacher, then changes it several times.
+A loss may depend on how a batch is split (`engine/split_loss.py`). A plan with micro-batches also runs
+forward and backward several times a step. A model that changes something in each, such as the weights
+of a teacher, then changes it several times.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
-from typing import Any
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from tightfit._torch.modules import RunningNorm
-from tightfit.data.rng import generators_restored, seed_generators
+from tightfit.data import SampleStream, open_samples, order_of
+from tightfit.data.rng import generators_restored
+from tightfit.engine.split_loss import SAMPLES, how_loss_depends_on_split
+from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
-from tightfit.methods.materialize import create_on_host
 from tightfit.models import model_factory
 from tightfit.models.block_state import changed_after_forward
-from tightfit.models.dropout import switch_off_dropout
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
-from tightfit.models.loss_state import keeping_losses
-from tightfit.models.objective import IGNORED, Batch, map_tensors
+from tightfit.models.objective import IGNORED, Batch
 from tightfit.plan import Plan
-from tightfit.planner.equal_draws import EqualDraws
-from tightfit.planner.estimate import Estimate
 from tightfit.planner.estimator import Estimator
 
-SAMPLES = 4
-TOLERANCE = 1e-4  # relative difference of two losses from which on they are different; rounding changes 1e-6
 MOST_BYTES = 2**30  # of the parameters, and of a step with SAMPLES samples, in fp32: larger jobs are not checked
 
 
@@ -48,43 +32,14 @@ def splits_batch(estimator: Estimator, plan: Plan) -> bool:
 
 def loss_depends_on_split(estimator: Estimator) -> str:
     """Return how the loss of a few samples changes if they are split in halves, as a phrase such as
-    "4 samples have a loss of 1.3021, and their halves together 0.6484". Return an empty text if it does not
+    "8 samples have a loss of 1.3021, and their halves together 0.6484". Return an empty text if it does not
     change, or if it is not known: the check runs the model on the CPU, so it leaves out large models,
     and models and losses that fail.
-
-    Each sample gets the same random numbers. Dropout is switched off, and norms with running statistics,
-    such as BatchNorm, use these: that they normalise each micro-batch by itself is no surprise to their
-    users.
     """
     job = estimator.job
     if (job.of_transformers and job.loss is None) or not _is_small(estimator):
         return ""
-    batch, objective = _unevenly_labelled(estimator.profiler.batch, job), estimator.profiler.model.objective()
-    try:
-        with generators_restored(), keeping_losses() as states:
-            seed_generators(job.train.seed)
-            model = create_on_host(job.model, torch.device("cpu"), torch.float32)
-            _switch_off_randomness(model)
-
-            def loss_of(made: nn.Module, part: Any) -> float:
-                seed_generators(job.train.seed)
-                with EqualDraws():
-                    return float(objective.total(made, part).detach()) / SAMPLES
-
-            def losses(parts: list[Any]) -> list[float]:
-                made = copy.deepcopy(model)  # a forward may change buffers, as one that counts its calls does
-                return [loss_of(made, part) for part in parts]
-
-            full = [_samples(batch, 0, SAMPLES)]
-            (whole,) = losses(full)
-            if any(state.has_changed for state in states):
-                return "each call of the loss changes an attribute of it"
-            (again,), halves = losses(full), losses(_halves(batch))
-    except Exception:  # whatever the user's code raises: the search reports it where it matters
-        return ""
-    if _differ(whole, again) or not _differ(whole, sum(halves)):
-        return ""
-    return f"{SAMPLES} samples have a loss of {whole:.5g}, and their halves together {sum(halves):.5g}"
+    return how_loss_depends_on_split(job, estimator.profiler.model.objective(), _first_batch(estimator))
 
 
 def accumulates(estimator: Estimator, plan: Plan) -> bool:
@@ -114,25 +69,26 @@ def changed_state(estimator: Estimator) -> str:
 
 def _is_small(estimator: Estimator) -> bool:
     plan = Plan(micro_batch=SAMPLES) if estimator.job.train.batch > SAMPLES else Plan()
-    if estimator.profiler.samples < SAMPLES or estimator.job.train.batch < SAMPLES:
-        return False
-    one: Estimate = estimator.estimate(plan)
-    return one.peak_bytes - one.peak.rows["runtime"] <= MOST_BYTES
+    estimate = estimator.estimate(plan)
+    return estimate.peak_bytes - estimate.peak.rows["runtime"] <= MOST_BYTES
 
 
-def _switch_off_randomness(model: nn.Module) -> None:
-    model.train()
-    switch_off_dropout(model)
-    for module in model.modules():
-        if isinstance(module, RunningNorm):
-            module.eval()
-
-
-def _samples(batch: Batch, first: int, stop: int) -> Batch:
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[first:stop].float() if tensor.is_floating_point() else tensor[first:stop]
-
-    return map_tensors(part, batch)
+def _first_batch(estimator: Estimator) -> Batch:
+    """Return the first samples of the training, in its order, as far as they can be read: those of a
+    folder of images are sorted by class, for example, and the first of them have one class. Text need
+    not exist yet: for it, return the example of the prediction."""
+    job = estimator.job
+    if isinstance(job.data, DataSpec) and not (job.data.python or job.data.images):
+        return _unevenly_labelled(estimator.profiler.batch, job)
+    try:
+        with generators_restored():
+            source = open_samples(job)
+            if isinstance(source, SampleStream):
+                return source.example(SAMPLES)
+            share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
+            return source.batch(*order_of(source, share, job.train.seed).training_samples(0, min(SAMPLES, len(source))))
+    except (InputError, OSError):  # the data of another machine
+        return estimator.profiler.batch
 
 
 def _unevenly_labelled(batch: Batch, job: Job) -> Batch:
@@ -150,14 +106,6 @@ def _unevenly_labelled(batch: Batch, job: Job) -> Batch:
         counted = (row != IGNORED).nonzero()[:, 0]
         row[counted[len(counted) // (number + 1) :]] = IGNORED
     return {**batch, "labels": labels}
-
-
-def _halves(batch: Batch) -> list[Any]:
-    return [_samples(batch, *ends) for ends in itertools.pairwise(range(0, SAMPLES + 1, SAMPLES // 2))]
-
-
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > TOLERANCE * max(abs(one), abs(other), 1e-6)
 
 
 __all__ = ["accumulates", "changed_state", "loss_depends_on_split", "model_uses", "splits_batch"]

@@ -102,6 +102,10 @@ class OrderedData:
         indices = np.arange(min(EXAMPLE_SAMPLES, len(self.source)))
         return self.source.batch(indices, 0 * indices)
 
+    def first(self, count: int) -> Batch:
+        """Return the first samples of the training, on all devices, as one batch."""
+        return self.source.batch(*self.order.training_samples(0, min(count, len(self.source))))
+
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
         """Yield (sample indices, epochs) for each of this data rank's micro-batches of one step:
         for each sample, its index in the dataset, and in which epoch it is used.
@@ -175,6 +179,10 @@ class StreamedData:
 
     def example(self) -> Batch:
         return self.source.example(EXAMPLE_SAMPLES)
+
+    def first(self, count: int) -> Batch:
+        """Return the first samples of the stream as one batch."""
+        return self.source.example(count)
 
     def _prepare(self, read: _StreamMicroBatches) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:

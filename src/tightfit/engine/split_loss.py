@@ -1,0 +1,147 @@
+"""Find out on a few samples whether a job's loss depends on how a batch is split.
+
+A plan divides a batch into micro-batches and over devices, and adds up what the parts give. That is
+the loss of the whole batch only if each sample's loss is its own. It is not if the model or the loss
+compares the samples of a batch with each other, as a contrastive loss does, or if the loss is a mean
+over something of which samples have unequal numbers, such as boxes, or weights of classes.
+
+Example: CLIP's loss of 4 pairs of image and text is a cross entropy over 4 candidates. The mean of
+the losses of two halves is one over 2 candidates, and that of single samples is always 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tightfit._torch.fake import active_fake_mode
+from tightfit._torch.modules import RunningNorm
+from tightfit._torch.tensors import has_backward_hooks
+from tightfit.data.rng import generators_restored, seed_generators
+from tightfit.distributed.processes import is_rank_zero
+from tightfit.errors import TightfitWarning
+from tightfit.job import Job
+from tightfit.methods.materialize import create_on_host
+from tightfit.models.dropout import switch_off_dropout
+from tightfit.models.equal_draws import EqualDraws
+from tightfit.models.loss_state import keeping_losses
+from tightfit.models.objective import Batch, Objective, map_tensors, objective_of_job, sample_count
+from tightfit.models.tensors import tensors_in
+from tightfit.runtime.micro_batches import OrderedData, StreamedData
+from tightfit.runtime.run import Run
+
+SAMPLES = 8
+LOSS_TOLERANCE = 1e-4  # relative difference of two losses from which on they are different; rounding changes 1e-6
+GRADIENT_TOLERANCE = 1e-3  # the norm of the difference of two gradients, relative to that of one of them
+# bytes of the parameters and of the samples up to which `build` checks a loss; a search predicts the
+# memory of the check
+MOST_PARAMETER_BYTES, MOST_INPUT_BYTES = 2**28, 2**24
+
+
+def how_loss_depends_on_split(job: Job, objective: Objective, batch: Batch) -> str:
+    """Return how the loss or the gradient of a batch changes if it is split in halves, as a phrase such
+    as "8 samples have a loss of 1.3021, and their halves together 0.6484". Return an empty text if
+    neither changes, or if it is not known, because the model or the loss fails.
+
+    job        its model is created on the CPU, with new weights
+    objective  the job's loss
+    batch      the samples, at least 2; of more than SAMPLES, the first ones are used
+
+    Each sample gets the same random numbers. Dropout is switched off, and norms with running statistics,
+    such as BatchNorm, use these: that they normalise each micro-batch by itself is no surprise to their
+    users.
+    """
+    count = min(sample_count(batch), SAMPLES) // 2 * 2
+    if count < 2:
+        return ""
+    full, halves = [_samples(batch, 0, count)], [_samples(batch, 0, count // 2), _samples(batch, count // 2, count)]
+    try:
+        with generators_restored(), keeping_losses() as states:
+            seed_generators(job.train.seed)
+            model = create_on_host(job.model, torch.device("cpu"), torch.float32)
+            _switch_off_randomness(model)
+
+            def result_of(parts: list[Any]) -> tuple[float, list[Tensor]]:
+                """The loss of all parts together, and its gradient."""
+                made = copy.deepcopy(model)  # a forward may change buffers, as one that counts its calls does
+                total = 0.0
+                for part in parts:
+                    seed_generators(job.train.seed)
+                    with EqualDraws():
+                        loss = objective.total(made, part) / count
+                        loss.backward()
+                    total += float(loss.detach())
+                compared = (weight for weight in made.parameters() if not has_backward_hooks(weight))
+                return total, [weight.grad for weight in compared if weight.grad is not None]
+
+            whole = result_of(full)
+            if any(state.has_changed for state in states):
+                return "each call of the loss changes an attribute of it"
+            again, split = result_of(full), result_of(halves)
+    except Exception:  # whatever the user's code raises: the training reports it where it matters
+        return ""
+    if _losses_differ(whole[0], again[0]) or _gradients_differ(whole[1], again[1]):
+        return ""
+    if _losses_differ(whole[0], split[0]):
+        return f"{count} samples have a loss of {whole[0]:.5g}, and their halves together {split[0]:.5g}"
+    if _gradients_differ(whole[1], split[1]):
+        return f"the gradient of {count} samples is not the sum of those of their halves"
+    return ""
+
+
+def warn_of_split_loss(run: Run) -> None:
+    """Issue a TightfitWarning if the plan splits the batch and the loss depends on how. Only the first
+    process checks this, and only on small models and samples (MOST_PARAMETER_BYTES, MOST_INPUT_BYTES).
+    The losses of transformers' models do not depend on it."""
+    job, plan = run.job, run.plan
+    if plan.micro_batch_of(job.train.batch) >= job.train.batch or (job.of_transformers and job.loss is None):
+        return
+    if active_fake_mode() is not None or not is_rank_zero() or not isinstance(run.data, OrderedData | StreamedData):
+        return
+    if 4 * sum(weight.numel() for weight in run.model.parameters()) > MOST_PARAMETER_BYTES:
+        return
+    with generators_restored():
+        batch = run.data.first(SAMPLES)
+    if sum(tensor.nbytes for tensor in tensors_in(batch)) > MOST_INPUT_BYTES:
+        return
+    if depends := how_loss_depends_on_split(job, objective_of_job(job), batch):
+        warnings.warn(
+            f"the loss depends on how a batch is split: {depends}. This plan splits the batch, so it trains another loss "
+            "than one device with the whole batch",
+            TightfitWarning,
+            stacklevel=3,
+        )
+
+
+def _switch_off_randomness(model: nn.Module) -> None:
+    model.train()
+    switch_off_dropout(model)
+    for module in model.modules():
+        if isinstance(module, RunningNorm):
+            module.eval()
+
+
+def _samples(batch: Batch, first: int, stop: int) -> Batch:
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[first:stop].float() if tensor.is_floating_point() else tensor[first:stop]
+
+    return map_tensors(part, batch)
+
+
+def _losses_differ(one: float, other: float) -> bool:
+    return abs(one - other) > LOSS_TOLERANCE * max(abs(one), abs(other), 1e-6)
+
+
+def _gradients_differ(one: list[Tensor], other: list[Tensor]) -> bool:
+    if len(one) != len(other):
+        return True
+    difference, norm = (
+        math.hypot(*(float(torch.linalg.vector_norm(tensor)) for tensor in tensors))
+        for tensors in ([a - b for a, b in zip(one, other, strict=True)], one)
+    )
+    return difference > GRADIENT_TOLERANCE * max(norm, 1e-6)
