@@ -316,3 +316,38 @@ def test_fields_that_forward_does_not_take_are_named() -> None:
     job = tightfit.Job(model=lambda: torch.nn.Linear(5, 3), data=data, loss=lambda made, batch: made.sum(), train=train)
     with pytest.raises(InputError, match="forward does not take the fields of the samples"):
         next(iter(tightfit.train(tightfit.build(job, {"compile": "model"}))))
+
+
+class Logging(nn.Module):
+    """Reads a number between its blocks, so that each block is compiled by itself. One of them may have a
+    hook on its inner layer."""
+
+    def __init__(self, hooked: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Constant() for _ in range(3))
+        self.largest = 0.0
+        if hooked:
+            self.blocks[1].inner.register_forward_hook(lambda module, inputs, output: 3 * output)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.largest = float(x.detach().max())
+        return x
+
+
+@pytest.mark.parametrize("regions", ["block", "model"])
+def test_code_of_a_module_without_hooks_does_not_serve_one_with(
+    regions: str, counter: CompileCounterWithBackend
+) -> None:
+    def losses_of(hooked: bool, compiled: str) -> list[float]:
+        data = [(torch.linspace(0, index, 8), index % 3) for index in range(4)]
+        train = tightfit.Train(optimizer="sgd", learning_rate=0.1, batch=4, steps=3)
+        return losses(
+            tightfit.Job(model=lambda: Logging(hooked), data=data, train=train), tightfit.Plan(compile=compiled)
+        )
+
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=True):  # torch's default
+        for hooked in (False, True, False):
+            assert losses_of(hooked, regions) == pytest.approx(losses_of(hooked, "none"), rel=1e-5)
+    assert counter.frame_count > 0

@@ -42,8 +42,10 @@ def is_compiler_file(path: str) -> bool:
 def guard_hooks() -> None:
     """Let torch.compile distinguish modules of one class by their forward hooks, from now on in this
     process. By default, torch compiles code for the first module of a class, with its hooks, and runs
-    the others with this code."""
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    the others with this code. Code that was compiled before is forgotten, because it does not look at hooks."""
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.reset()
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 class _Compilations:

@@ -133,15 +133,14 @@ def apply(run: Run, plan: Plan) -> Run:
         )
     any_size = active_fake_mode() is not None or run.own_loop
     full = None if any_size else plan.micro_batch_of(run.job.train.batch)
+    if any(map(has_hooks, run.model.modules())):  # which another module of the same class may not have
+        guard_hooks()
     if plan.compile == "block":
         blocks = find_blocks(run.model, run.job.blocks_name)
         if not blocks:
             raise InputError(
                 "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
             )
-        inner = [module for _, block in blocks for module in block.modules() if module is not block]
-        if any(map(has_hooks, inner)):  # one block may have hooks that another one has not
-            guard_hooks()
         for _, block in blocks:
             block.compile(dynamic=dynamic, backend=backend, mode=mode)
         compiled = run.loss_sum
