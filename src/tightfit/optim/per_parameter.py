@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from tightfit.errors import InputError
 from tightfit.optim.blockwise_quantization import Bits, BlockQuantizer, bits_of
+from tightfit.optim.counters import is_counter
 from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.gradient_hooks import on_gradient_ready
 from tightfit.optim.nested_states import is_nested
@@ -499,7 +500,7 @@ class PerParameter(Optimizer):
         if name == MASTER:
             return value.to(self._device, torch.float32, copy=True)
         # A counter stays on the host, except for kernels that read it on the device.
-        if value.dim() == 0:
+        if is_counter(name, value, parameter.dim()):
             return value.to(self._device if group.get("fused") or group.get("capturable") else "cpu", copy=True)
         if name == "compensation":
             return value.to(self._device, parameter.dtype, copy=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from tightfit.optim.counters import is_counter
 from tightfit.optim.gradient_dtype import copy_gradient_dtype
 from tightfit.optim.one_by_one import OneByOne
 
@@ -24,12 +25,15 @@ _FACTORS = ("row_var", "col_var")
 
 def has_parameter_shape(name: str, value: Any, shape: torch.Size) -> bool:
     """Return whether the state `value` has the shape of its parameter, so that it is sharded like
-    the parameter. Return False for Adafactor's factors and for counters (tensors without dims).
+    the parameter. Return False for Adafactor's factors and for counters, which are tensors without
+    dimensions, as the states of a parameter without dimensions are.
 
     name   the state's name, such as momentum_buffer
     shape  the parameter's shape
     """
-    return name not in _FACTORS and isinstance(value, Tensor) and value.dim() > 0 and value.shape == shape
+    if not isinstance(value, Tensor) or name in _FACTORS or value.shape != shape:
+        return False
+    return not is_counter(name, value, len(shape))
 
 
 class UnshardingOptimizer(OneByOne):
