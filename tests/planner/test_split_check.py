@@ -82,9 +82,11 @@ class Teacher(Tower):
 
 
 class Hooked(Tower):
-    def __init__(self) -> None:
+    """Halves the gradient of a layer, or clips it."""
+
+    def __init__(self, clips: bool) -> None:
         super().__init__()
-        self.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        self.first.weight.register_hook(lambda gradient: gradient.clamp(-1, 1) if clips else 0.5 * gradient)
 
 
 def spectral() -> nn.Module:
@@ -180,7 +182,7 @@ def test_a_search_keeps_such_a_batch_whole() -> None:
     assert search(ordinary.job, GPU, pins, ordinary)[0].plan.micro_batch is not None
     compared = estimator_of(Tower, contrast, **tight)
     with pytest.raises(
-        DoesNotFit, match="the loss depends on how a batch is split: 8 samples have a loss of"
+        DoesNotFit, match="the training depends on how a batch is split: 8 samples have a loss of"
     ) as refused:
         search(compared.job, GPU, pins, compared)
     assert "plan.micro_batch: " not in str(refused.value)
@@ -216,11 +218,18 @@ def test_a_search_does_not_repeat_what_a_forward_changes(
 
 
 @pytest.mark.slow
-def test_hooks_that_get_parts_of_a_gradient_are_told() -> None:
-    estimator = estimator_of(Hooked, apart)
+@pytest.mark.parametrize(
+    ("clips", "note"),
+    [
+        (False, "the hook of first.weight gets the gradient of each part of a batch, not that of the whole batch"),
+        (True, "the training depends on how a batch is split: a hook on the gradient of first.weight is not linear"),
+    ],
+)
+def test_hooks_that_get_parts_of_a_gradient_are_told(clips: bool, note: str) -> None:
+    estimator = estimator_of(lambda: Hooked(clips), apart)
     pins = {"compile": "none", "recompute": "none", "micro_batch": 256}
-    (note,) = search(estimator.job, GPU, pins, estimator)[0].notes
-    assert note == "the hook of first.weight gets the gradient of each part of a batch, not that of the whole batch"
+    (told,) = search(estimator.job, GPU, pins, estimator)[0].notes
+    assert told.startswith(note)
 
 
 def test_each_sample_gets_the_same_random_numbers() -> None:
@@ -277,7 +286,7 @@ def test_training_prints_why_a_batch_stays_whole_or_is_split() -> None:
     choice = choose_plan(estimator.job, GPU, pins)
     assert choice.plan.micro_batch == 256
     assert choice.predicted is not None
-    assert "the loss depends on how a batch is split" in choice.predicted["notes"][0]
+    assert "the training depends on how a batch is split" in choice.predicted["notes"][0]
     assert "micro_batch" not in choice.reasons
 
 

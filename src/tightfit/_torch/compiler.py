@@ -44,7 +44,7 @@ def guard_hooks() -> None:
     process. By default, torch compiles code for the first module of a class, with its hooks, and runs
     the others with this code. Code that was compiled before is forgotten, because it does not look at hooks."""
     if torch._dynamo.config.skip_nnmodule_hook_guards:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 

@@ -53,6 +53,22 @@ def has_backward_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_backward_hooks", None))
 
 
+def after_gradient_hooks(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return what the hooks of `parameter` make of a gradient: first those that get each gradient, then those
+    that change the accumulated one. The parameter's own gradient is not changed."""
+    for hook in list((getattr(parameter, "_backward_hooks", None) or {}).values()):
+        returned = hook(gradient)
+        gradient = gradient if returned is None else returned
+    before = parameter.grad
+    try:
+        parameter.grad = gradient.clone()
+        for hook in list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(parameter)
+        return gradient if parameter.grad is None else parameter.grad
+    finally:
+        parameter.grad = before
+
+
 def next_sequence_number() -> int:
     """Return the sequence number that autograd gives to the next node of its graph. The numbers
     increase in the order in which the nodes are created."""

@@ -18,6 +18,7 @@ from tightfit.errors import InputError, TightfitWarning
 from tightfit.models import model_factory
 from tightfit.models.block_state import changed_after_forward
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
+from tightfit.models.hook_linearity import nonlinear_hook
 from tightfit.models.objective import objective_of_job
 from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.plan import Plan
@@ -29,11 +30,13 @@ def check_modules(run: Run) -> None:
 
     - it has to change modules, and one is scripted
     - it accumulates gradients, and a parameter has a hook for accumulated gradients
+    - it splits the batch, and a parameter has a hook on its gradient that is not linear
     - it uses several devices, and an embedding rescales the rows that it reads (max_norm)
     - it splits the batch, and an embedding counts how often the batch reads a row (scale_grad_by_freq)
     """
     _refuse_scripted(run)
     _refuse_accumulation_hooks(run)
+    _refuse_nonlinear_hooks(run)
     _refuse_max_norm(run)
     _refuse_counted_rows(run)
 
@@ -188,6 +191,21 @@ def _refuse_accumulation_hooks(run: Run) -> None:
             f"plan: micro_batch={plan.micro_batch}",
             f"{hooked} has a hook for accumulated gradients, which would run after each micro-batch instead of once a step",
             "use micro_batch: null, or let an optimizer of your own do what the hook does",
+        )
+
+
+def _refuse_nonlinear_hooks(run: Run) -> None:
+    plan, batch = run.plan, run.job.train.batch
+    if plan.micro_batch_of(batch) == batch or active_fake_mode() is not None:
+        return
+    if hooked := nonlinear_hook(run.model):
+        over_devices = plan.micro_batch_of(batch) == plan.share_of(batch)
+        raise InputError(
+            f"plan: {plan.data_parallel} data-parallel devices"
+            if over_devices
+            else f"plan: micro_batch={plan.micro_batch}",
+            f"a hook on the gradient of {hooked} is not linear, and it would get the gradients of parts of the batch",
+            "let an optimizer of your own do what the hook does, or train on one device with micro_batch: null",
         )
 
 

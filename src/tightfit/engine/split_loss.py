@@ -29,6 +29,7 @@ from tightfit.job import Job
 from tightfit.methods.materialize import create_on_host
 from tightfit.models.dropout import switch_off_dropout
 from tightfit.models.equal_draws import EqualDraws
+from tightfit.models.hook_linearity import nonlinear_hook
 from tightfit.models.loss_state import keeping_losses
 from tightfit.models.objective import Batch, Objective, map_tensors, objective_of_job, sample_count
 from tightfit.models.tensors import tensors_in
@@ -65,6 +66,8 @@ def how_loss_depends_on_split(job: Job, objective: Objective, batch: Batch) -> s
             seed_generators(job.train.seed)
             model = create_on_host(job.model, torch.device("cpu"), torch.float32)
             _switch_off_randomness(model)
+            if hooked := nonlinear_hook(model):
+                return f"a hook on the gradient of {hooked} is not linear"
 
             def result_of(parts: list[Any]) -> tuple[float, list[Tensor]]:
                 """The loss of all parts together, and its gradient."""
@@ -106,12 +109,12 @@ def warn_of_split_loss(run: Run) -> None:
     if 4 * sum(weight.numel() for weight in run.model.parameters()) > MOST_PARAMETER_BYTES:
         return
     with generators_restored():
-        batch = run.data.first(SAMPLES)
+        batch = run.data.first(min(SAMPLES, job.train.batch))
     if sum(tensor.nbytes for tensor in tensors_in(batch)) > MOST_INPUT_BYTES:
         return
     if depends := how_loss_depends_on_split(job, objective_of_job(job), batch):
         warnings.warn(
-            f"the loss depends on how a batch is split: {depends}. This plan splits the batch, so it trains another loss "
+            f"the training depends on how a batch is split: {depends}. This plan splits the batch, so it trains another loss "
             "than one device with the whole batch",
             TightfitWarning,
             stacklevel=3,

@@ -247,7 +247,7 @@ class Estimate:
 
         - Which model dimensions and micro-batches would fill the hardware's tiles. There is no such
           hint for plans with tensor parallelism, which shards the layers.
-        - What the search found out: that the loss depends on how a batch is split.
+        - What the search found out: that the training depends on how a batch is split.
         - Which operations of the user's own have unknown arithmetic.
         - That the device has fast fp16, which the job does not allow, and no fast bf16.
         - What the machine lacks for torch.compile.

@@ -129,7 +129,7 @@ def _without_splits(estimator: Estimator, pins: dict[str, Any], estimates: list[
         return estimates
     why, uses, is_split = "", model_uses(estimator), splits_batch
     if depends := loss_depends_on_split(estimator):
-        why = f"the loss depends on how a batch is split: {depends}"
+        why = f"the training depends on how a batch is split: {depends}"
     elif uses.changed and accumulates(estimator, chosen):
         why, is_split = (
             f"the forward changes {uses.changed[0]}, which micro-batches do several times a step",

@@ -83,10 +83,11 @@ def _first_batch(estimator: Estimator) -> Batch:
     try:
         with generators_restored():
             source = open_samples(job)
+            count = min(SAMPLES, job.train.batch)
             if isinstance(source, SampleStream):
-                return source.example(SAMPLES)
+                return source.example(count)
             share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
-            return source.batch(*order_of(source, share, job.train.seed).training_samples(0, min(SAMPLES, len(source))))
+            return source.batch(*order_of(source, share, job.train.seed).training_samples(0, min(count, len(source))))
     except (InputError, OSError):  # the data of another machine
         return estimator.profiler.batch
 
