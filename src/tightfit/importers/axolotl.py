@@ -20,6 +20,8 @@ from tightfit.importers.adapters import (
 )
 from tightfit.importers.axolotl_data import combine_data
 from tightfit.importers.conversions import (
+    SPLIT,
+    ScheduleChoice,
     chosen,
     compiled,
     count,
@@ -500,6 +502,7 @@ KEYS: tuple[Key, ...] = (
     Key("dataloader_num_workers", "plan.loader_workers", whole),
     Key("dataloader_prefetch_factor", "plan.prefetch", count),
     Key("dataloader_pin_memory", "plan.pin_memory", flag),
+    Key("accelerator_config.split_batches", "plan.micro_batch", switched_on, "split_batches", SPLIT),
     Key(
         "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
         "plan.gradient_sync",
@@ -652,6 +655,14 @@ def _combine(draft: Draft) -> None:
             parts["accumulation"] = parts["device_batch"] // parts["micro_batch"]
         else:
             draft.contradict("batch_size and gradient_accumulation_steps are both given, and axolotl takes one of them")
+    schedule = parts.get("schedule")
+    if (
+        "train.final_learning_rate" in draft.fields
+        and isinstance(schedule, ScheduleChoice)
+        and schedule.name != "cosine"
+    ):
+        draft.settle("train.final_learning_rate", "not needed", "axolotl reads it for a cosine schedule only")
+        del draft.fields["train.final_learning_rate"]
     if "warmup" not in parts and "warmup_ratio" not in parts:
         steps = parts.get("steps")
         if steps:

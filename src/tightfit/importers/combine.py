@@ -79,6 +79,15 @@ def _batch(draft: Draft) -> None:
     parts, ranks = draft.parts, data_ranks(draft)
     micro, accumulation, total = (parts.get(name) for name in ("micro_batch", "accumulation", "batch"))
     names = {name: draft.giver(name) for name in ("micro_batch", "accumulation", "batch")}
+    if parts.get("split_batches") and micro is not None and ranks is not None:
+        if micro % ranks:
+            draft.contradict(
+                f"{names['micro_batch']} {micro} is not a multiple of {ranks} data ranks, over which split_batches"
+            )
+            _undecided_batch(draft)
+            return
+        micro //= ranks
+        draft.remark("split_batches", f"{names['micro_batch']} is the batch of all {ranks} data ranks together")
     if micro is not None and "micro_batch" not in draft.defaulted:
         draft.fields["plan.micro_batch"] = micro
     if total is not None:
@@ -271,6 +280,8 @@ def _schedule(draft: Draft) -> None:
     choice, steps = parts.get("schedule"), fields.get("train.steps")
     if isinstance(choice, ScheduleChoice):
         fields["train.schedule"] = choice.name
+        if choice.note:
+            draft.remark("schedule", choice.note)
     warmup = parts.get("warmup", 0)
     for part in ("warmup", "warmup_ratio"):
         if isinstance(choice, ScheduleChoice) and not choice.warms_up and part in parts:

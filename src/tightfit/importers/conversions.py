@@ -8,7 +8,7 @@ it raises ValueError, whose message names the accepted values. docs/import.md pr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,10 @@ class OptimizerChoice:
 
 
 _PAGED = "paged states move to host memory only when a GPU is full; plan.offload: [states] does so always"
+_SCALED = (
+    "transformers' Trainer takes the rate as it is (scale_parameter=False); tightfit's Adafactor, as torch's, multiplies it "
+    "by the RMS of each weight, so its steps are smaller: raise train.learning_rate"
+)
 OPTIMIZERS: Mapping[str, OptimizerChoice] = {
     "adamw": OptimizerChoice("adamw"),
     "adamw_torch": OptimizerChoice("adamw", is_fused=False),
@@ -152,7 +156,7 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = {
     "adamw_torch_4bit": OptimizerChoice("adamw", states="4-bit"),
     "adamw4bit": OptimizerChoice("adamw", states="4-bit"),
     "ao_adamw_4bit": OptimizerChoice("adamw", states="4-bit"),
-    "adafactor": OptimizerChoice("adafactor"),
+    "adafactor": OptimizerChoice("adafactor", note=_SCALED),
     "sgd": OptimizerChoice("sgd"),
     "lion": OptimizerChoice("lion"),
     "lion_32bit": OptimizerChoice("lion"),
@@ -172,8 +176,11 @@ def optimizer(value: Any) -> OptimizerChoice | Lacks:
     optimizer. The name may include the type of the states: "adamw_bnb_8bit" becomes adamw with
     plan.states: 8-bit. For an optimizer that tightfit does not have, there is no counterpart
     (Lacks, with the reason)."""
-    word = text(value).rpartition(".")[2].lower()
-    return OPTIMIZERS.get(word) or Lacks(f"tightfit has no optimizer {value}")
+    module, _, word = text(value).rpartition(".")
+    choice = OPTIMIZERS.get(word.lower())
+    if choice is not None and choice.note == _SCALED and module.startswith("torch"):
+        return replace(choice, note="")
+    return choice or Lacks(f"tightfit has no optimizer {value}")
 
 
 @dataclass(frozen=True)
@@ -183,10 +190,12 @@ class ScheduleChoice:
 
     name      tightfit's name of the schedule
     warms_up  whether the other tool's schedule has a warm-up
+    note      a remark about the translation, which is shown to the user
     """
 
     name: str
     warms_up: bool = True
+    note: str = ""
 
 
 SCHEDULES: Mapping[str, ScheduleChoice] = {
@@ -195,7 +204,9 @@ SCHEDULES: Mapping[str, ScheduleChoice] = {
     "constant": ScheduleChoice("constant", warms_up=False),
     "constant_with_warmup": ScheduleChoice("constant"),
     "cosine_with_min_lr": ScheduleChoice("cosine"),
-    "warmup_stable_decay": ScheduleChoice("warmup-stable-decay"),
+    "warmup_stable_decay": ScheduleChoice(
+        "warmup-stable-decay", note="transformers decays along a cosine by default, tightfit linearly"
+    ),
     "warmuplr": ScheduleChoice("constant"),
     "warmupdecaylr": ScheduleChoice("linear"),
     "warmupcosinelr": ScheduleChoice("cosine"),
@@ -318,6 +329,9 @@ def existing(value: Any, folder: Path) -> Any:
         if (start / value).exists():
             return str((start / value).resolve())
     return value
+
+
+SPLIT = "true: the batch is that of all data ranks together, and each takes its share"
 
 
 def switched_on(value: Any) -> bool | Lacks:

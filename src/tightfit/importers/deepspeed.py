@@ -350,13 +350,26 @@ def places(draft: Draft) -> None:
         draft.fields["plan.offload_to"] = "disk"
 
 
+# DeepSpeed's defaults (runtime/lr_schedules.py)
+WARMUP_MAX_LR, COS_MIN_RATIO = 0.001, 0.0001
+
+
 def _warmup(draft: Draft) -> None:
-    """If the file names a DeepSpeed schedule but no number of warm-up steps, set DeepSpeed's
-    default, 1,000 steps. If it names no type of warm-up, note that DeepSpeed's default is
-    logarithmic and tightfit's warm-up linear."""
+    """If the file names a DeepSpeed schedule, set DeepSpeed's defaults for what it does not name: 1,000
+    steps of warm-up; a learning rate after it of 0.001, which replaces that of the optimizer; and a final
+    rate of 0.0001 times that for WarmupCosineLR. If it names no type of warm-up, note that DeepSpeed's
+    default is logarithmic and tightfit's warm-up linear."""
     keys = {row.key.rpartition(".")[2] for row in draft.rows}
     if not draft.giver("schedule").endswith("scheduler.type"):
         return
+    kind = next(str(row.value).rpartition(".")[2].lower() for row in draft.rows if row.key == draft.giver("schedule"))
+    if kind in ("warmuplr", "warmupdecaylr") and "warmup_max_lr" not in keys:
+        draft.settle("train.learning_rate", "not needed", "the scheduler's warmup_max_lr replaces it")
+        draft.fields["train.learning_rate"] = WARMUP_MAX_LR
+        draft.remark("schedule", f"train.learning_rate: {WARMUP_MAX_LR}, the default of warmup_max_lr")
+    if kind == "warmupcosinelr" and "cos_min_ratio" not in keys:
+        draft.fields["train.final_learning_rate"] = COS_MIN_RATIO
+        draft.remark("schedule", f"train.final_learning_rate: {COS_MIN_RATIO}, the default of cos_min_ratio")
     if "warmup_num_steps" not in keys:
         draft.imply("warmup", 1000, "schedule")
         draft.remark("schedule", "train.warmup: 1000, its default")

@@ -46,6 +46,7 @@ _EXAMPLES = {
     "data": {"jsonl": "samples.jsonl"},
 }  # stand in for a model or data that a file does not have, to validate the rest
 _SECTIONS = ("model", "data", "train", "limits")
+CLEARLY = 3  # marks of a tool, at which a single mark of an earlier one does not count
 _WIDEST = 60  # characters of a value that a message or a comment shows
 
 
@@ -114,15 +115,21 @@ def import_content(importer: Importer, content: dict[str, Any], where: str, devi
 
 def detect(content: Mapping[str, Any], where: str) -> Importer:
     """Return the importer of the first tool that has one of its marks (typical keys) among the keys
-    of a file. Raises InputError if no tool has.
+    of a file, or of one with several marks if the first has a single one. Raises InputError if no tool has.
 
     content  the content of the file
     where    the name of the file, for the error message
     """
+    names = list(_names(content))
+    marked: list[tuple[int, Importer]] = []
     for importer in IMPORTERS:
         probe = Importer(importer.name, importer.title, (), tuple(Key(mark) for mark in importer.marks))
-        if any(probe.find(name) for name in _names(content)):
-            return importer
+        if count := sum(probe.find(name) is not None for name in names):
+            marked.append((count, importer))
+    if marked:
+        most, clearest = max(marked, key=lambda pair: pair[0])
+        count, first = marked[0]
+        return clearest if count == 1 and most >= CLEARLY else first
     found = ", ".join(str(name) for name in list(content)[:6]) or "no keys"
     raise InputError(
         where,

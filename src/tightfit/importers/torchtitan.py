@@ -399,7 +399,9 @@ def _split_batch(draft: Draft) -> None:
     is_default = "local" in draft.defaulted
     if parts.get("pp", 1) > 1 and local % micro == 0:
         draft.imply("micro_batch", micro, "pp_micro" if "pp_micro" in parts else "local")
-        if "batch" not in parts:
+        if "accumulation" in parts:
+            parts["accumulation"] *= local // micro
+        elif "batch" not in parts:
             draft.imply("accumulation", local // micro, "local")
         return
     if parts.get("pp", 1) > 1:

@@ -17,6 +17,7 @@ from tightfit.importers.adapters import (
 )
 from tightfit.importers.conversions import (
     FSDP_STRATEGIES,
+    SPLIT,
     chosen,
     compiled,
     count,
@@ -345,6 +346,7 @@ OWN_KEYS: tuple[Key, ...] = (
     Key("dataloader_num_workers", "plan.loader_workers", whole),
     Key("dataloader_prefetch_factor", "plan.prefetch", count),
     Key("dataloader_pin_memory", "plan.pin_memory", flag),
+    Key("accelerator_config.split_batches", "plan.micro_batch", switched_on, "split_batches", SPLIT),
     Key(
         "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
         "plan.gradient_sync",
@@ -386,8 +388,8 @@ OWN_KEYS: tuple[Key, ...] = (
         "ddp_bucket_cap_mb",
         "ddp_broadcast_buffers",
         "ddp_static_graph",
-        "split_batches",
     ),
+    Key("split_batches", "plan.micro_batch", switched_on, "split_batches", SPLIT),
     Key(
         "fsdp", "plan.zero", fsdp, "zero", "full_shard is zero 3, shard_grad_op zero 2; the word offload in it is lost"
     ),
