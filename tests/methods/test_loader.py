@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -82,6 +83,25 @@ class Augmented(Dataset[Any]):
         return torch.tensor([float(index), random.random(), float(torch.rand(()))]), index % 10
 
 
+class Jitter:
+    def __init__(self) -> None:
+        self.generators = {"numpy": np.random.default_rng(0), "old": np.random.RandomState(0)}
+
+    def __call__(self) -> list[float]:
+        return [float(self.generators["numpy"].random()), float(self.generators["old"].rand())]
+
+
+class OwnGenerators(Augmented):
+    """Draws from generators of its own, and of its transform."""
+
+    def __init__(self) -> None:
+        self.random, self.torch, self.transforms = random.Random(0), torch.Generator(), [Jitter()]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        drawn = [self.random.random(), float(torch.rand((), generator=self.torch)), *self.transforms[0]()]
+        return torch.tensor([float(index), *drawn]), index % 10
+
+
 class Passes(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Tensor, int]]:
         for index in range(11):
@@ -93,6 +113,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "masked": (TOKENS, BERT),
     "digits": ({"images": "digits"}, VIT),
     "user": (Augmented(), VIT),
+    "own generators": (OwnGenerators(), VIT),
     "stream": (Passes(), VIT),
 }
 

@@ -27,6 +27,7 @@ from tightfit.data.collate import (
     warn_unshifted,
 )
 from tightfit.data.order import Integers, hash_numbers
+from tightfit.data.own_generators import own_generators, seed_own_generators
 from tightfit.data.rng import GeneratorStates, generators_restored, seed_generators
 from tightfit.data.samples import ModelInput, one_sample
 from tightfit.data.shared_memory import pack_dataset, unpack_dataset
@@ -116,6 +117,7 @@ class UserSamples:
         self.make, self.dataset, self.model, self.seed = make, dataset, model, seed
         if len(dataset) == 0:
             raise InputError("data", "the dataset is empty", "give one with samples")
+        self._generators = own_generators(dataset)
         count = min(_SEEN, len(dataset))
         examples = self._samples(range(count), [0] * count)
         check_labelled(examples[0], model)
@@ -125,10 +127,11 @@ class UserSamples:
         self.sample_items = max(map(items_in, examples))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "dataset": None}
+        return {**self.__dict__, "dataset": None, "_generators": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, dataset=state["make"]())
+        dataset = state["make"]()
+        self.__dict__.update(state, dataset=dataset, _generators=own_generators(dataset))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -145,7 +148,9 @@ class UserSamples:
         found = []
         with generators_restored():
             for index, epoch in zip(indices, epochs, strict=True):
-                seed_generators(hash_numbers(self.seed, epoch, index))
+                seed = hash_numbers(self.seed, epoch, index)
+                seed_generators(seed)
+                seed_own_generators(self._generators, seed)
                 found.append(self._sample(index))
         return found
 

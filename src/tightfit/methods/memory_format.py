@@ -7,6 +7,7 @@ Saves   time in convolutional models: on a CPU, in oneDNN's convolutions and in 
 Costs   nothing in memory. Batch norms are a little slower on a CPU.
 When    a convolutional model in 16 bits that is not compiled as a whole. torch.compile chooses this
         format by itself within a compiled region.
+Changes which elements a dropout drops on a CPU: its random numbers follow the order in memory.
 Order   before anything wraps a block.
 Source  PyTorch, "Channels Last Memory Format", a tutorial; NVIDIA, "Convolutional Layers User's
         Guide", on NHWC.
