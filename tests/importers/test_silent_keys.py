@@ -83,3 +83,10 @@ def test_one_key_of_another_tool_does_not_decide(tmp_path: Path) -> None:
     found = imported(tmp_path, {**TRAINER, "train_batch_size": 64, "optim": "adamw_torch"})
     assert found.tool.name == "transformers"
     assert imported(tmp_path, DEEPSPEED).tool.name == "deepspeed"
+
+
+@pytest.mark.parametrize(("shuffle", "outcome"), [(True, "not needed"), (False, "no counterpart")])
+def test_an_order_that_is_not_random_is_lost(shuffle: bool, outcome: str, tmp_path: Path) -> None:
+    recipe = {"shuffle": shuffle, "batch_size": 2, "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-4}}
+    found = imported(tmp_path, recipe, tool="torchtune")
+    assert next(row.outcome for row in found.rows if row.key == "shuffle") == outcome

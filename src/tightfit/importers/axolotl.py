@@ -34,6 +34,7 @@ from tightfit.importers.conversions import (
     positive,
     schedule,
     seed,
+    shuffled,
     switched_on,
     sync_each_batch,
     text,
@@ -163,7 +164,8 @@ KEYS: tuple[Key, ...] = (
         "is_preprocess",
         "preprocess_iterable",
     ),
-    *needless("tightfit draws samples in random order", "shuffle_merged_datasets", "shuffle_before_merging_datasets"),
+    Key("shuffle_merged_datasets", "", shuffled, "", "true is what tightfit does"),
+    *needless("tightfit draws samples in random order", "shuffle_before_merging_datasets"),
     *lacks(
         "tightfit takes all texts of its source",
         "dataset_shard_*",

@@ -334,6 +334,11 @@ def existing(value: Any, folder: Path) -> Any:
 SPLIT = "true: the batch is that of all data ranks together, and each takes its share"
 
 
+def shuffled(value: Any) -> Lacks:
+    """Return that no field is needed for true, and that there is no counterpart for false."""
+    return Lacks("tightfit draws samples in random order", is_lost=not flag(value))
+
+
 def switched_on(value: Any) -> bool | Lacks:
     """Return true if the feature is on. If it is off, tightfit's field is left out (Lacks, with the
     reason)."""
