@@ -363,3 +363,23 @@ def test_building_a_plan_that_splits_such_a_batch_warns(fields: dict[str, Any]) 
     told = [str(one.message) for one in caught if issubclass(one.category, TightfitWarning)]
     assert len(told) == splits
     assert all("This plan splits the batch, so it trains another loss" in text for text in told)
+
+
+class Pooled(nn.Module):
+    """Averages over all positions, those of the padding, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.table(tokens).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore:samples differ in the length of tokens")
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_model_that_reads_the_padding_of_its_batch_is_found(ragged: bool) -> None:
+    lengths = [3 + number % 7 if ragged else 5 for number in range(32)]
+    samples = [{"tokens": torch.arange(1, 1 + length), "labels": length % 4} for length in lengths]
+    job = tightfit.Job(model=Pooled, data=samples, train=tightfit.Train(batch=16, steps=2))
+    assert bool(loss_depends_on_split(Estimator(job, Machine.detect()))) is ragged

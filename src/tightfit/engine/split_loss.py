@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,23 +45,22 @@ GRADIENT_TOLERANCE = 1e-3  # the norm of the difference of two gradients, relati
 MOST_PARAMETER_BYTES, MOST_INPUT_BYTES = 2**28, 2**24
 
 
-def how_loss_depends_on_split(job: Job, objective: Objective, batch: Batch) -> str:
+def how_loss_depends_on_split(job: Job, objective: Objective, batches: tuple[Batch, Batch, Batch]) -> str:
     """Return how the loss or the gradient of a batch changes if it is split in halves, as a phrase such
     as "8 samples have a loss of 1.3021, and their halves together 0.6484". Return an empty text if
     neither changes, or if it is not known, because the model or the loss fails.
 
     job        its model is created on the CPU, with new weights
     objective  the job's loss
-    batch      the samples, at least 2; of more than SAMPLES, the first ones are used
+    batches    a batch of an even number of samples, its first half and its second half. Each is padded
+               to its own longest sample
 
     Each sample gets the same random numbers. Dropout is switched off, and norms with running statistics,
     such as BatchNorm, use these: that they normalise each micro-batch by itself is no surprise to their
     users.
     """
-    count = min(sample_count(batch), SAMPLES) // 2 * 2
-    if count < 2:
-        return ""
-    full, halves = [_samples(batch, 0, count)], [_samples(batch, 0, count // 2), _samples(batch, count // 2, count)]
+    whole_batch, *halves = (map_tensors(_in_fp32, batch) for batch in batches)
+    count, full = sample_count(whole_batch), [whole_batch]
     try:
         with generators_restored(), keeping_losses() as states:
             seed_generators(job.train.seed)
@@ -109,16 +109,27 @@ def warn_of_split_loss(run: Run) -> None:
     if 4 * sum(weight.numel() for weight in run.model.parameters()) > MOST_PARAMETER_BYTES:
         return
     with generators_restored():
-        batch = run.data.first(min(SAMPLES, job.train.batch))
-    if sum(tensor.nbytes for tensor in tensors_in(batch)) > MOST_INPUT_BYTES:
+        batches = with_halves(run.data.samples_between, min(SAMPLES, job.train.batch, run.data.samples or SAMPLES))
+    if not batches or sum(tensor.nbytes for tensor in tensors_in(batches[0])) > MOST_INPUT_BYTES:
         return
-    if depends := how_loss_depends_on_split(job, objective_of_job(job), batch):
+    if depends := how_loss_depends_on_split(job, objective_of_job(job), batches):
         warnings.warn(
             f"the training depends on how a batch is split: {depends}. This plan splits the batch, so it trains another loss "
             "than one device with the whole batch",
             TightfitWarning,
             stacklevel=3,
         )
+
+
+def with_halves(read: Callable[[int, int], Batch], count: int) -> tuple[Batch, Batch, Batch] | None:
+    """Return the batch of the first samples, and its two halves. Return None if there are fewer than two
+    samples.
+
+    read   returns the samples at the positions (begin, end) as one batch
+    count  the number of samples; of an odd number, the last one is left out
+    """
+    half = count // 2
+    return (read(0, 2 * half), read(0, half), read(half, 2 * half)) if half else None
 
 
 def _switch_off_randomness(model: nn.Module) -> None:
@@ -129,11 +140,8 @@ def _switch_off_randomness(model: nn.Module) -> None:
             module.eval()
 
 
-def _samples(batch: Batch, first: int, stop: int) -> Batch:
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[first:stop].float() if tensor.is_floating_point() else tensor[first:stop]
-
-    return map_tensors(part, batch)
+def _in_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _losses_differ(one: float, other: float) -> bool:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tightfit.data import SampleStream, open_samples, order_of
 from tightfit.data.rng import generators_restored
-from tightfit.engine.split_loss import SAMPLES, how_loss_depends_on_split
+from tightfit.engine.split_loss import SAMPLES, how_loss_depends_on_split, with_halves
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.models import model_factory
 from tightfit.models.block_state import changed_after_forward
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
-from tightfit.models.objective import IGNORED, Batch
+from tightfit.models.objective import IGNORED, Batch, map_tensors
 from tightfit.plan import Plan
 from tightfit.planner.estimator import Estimator
 
@@ -39,7 +39,8 @@ def loss_depends_on_split(estimator: Estimator) -> str:
     job = estimator.job
     if (job.of_transformers and job.loss is None) or not _is_small(estimator):
         return ""
-    return how_loss_depends_on_split(job, estimator.profiler.model.objective(), _first_batch(estimator))
+    batches = _first_batches(estimator)
+    return how_loss_depends_on_split(job, estimator.profiler.model.objective(), batches) if batches else ""
 
 
 def accumulates(estimator: Estimator, plan: Plan) -> bool:
@@ -73,23 +74,30 @@ def _is_small(estimator: Estimator) -> bool:
     return estimate.peak_bytes - estimate.peak.rows["runtime"] <= MOST_BYTES
 
 
-def _first_batch(estimator: Estimator) -> Batch:
-    """Return the first samples of the training, in its order, as far as they can be read: those of a
-    folder of images are sorted by class, for example, and the first of them have one class. Text need
-    not exist yet: for it, return the example of the prediction."""
-    job = estimator.job
+def _first_batches(estimator: Estimator) -> tuple[Batch, Batch, Batch] | None:
+    """Return the first samples of the training, in its order, and their halves, as far as they can be read:
+    those of a folder of images are sorted by class, for example, and the first of them have one class. Text
+    need not exist yet: for it, return the example of the prediction. Return None if there are fewer than two."""
+    job, example = estimator.job, estimator.profiler.batch
+
+    def of_example(begin: int, end: int) -> Batch:
+        return map_tensors(lambda tensor: tensor[begin:end], example)
+
+    most = min(SAMPLES, job.train.batch)
     if isinstance(job.data, DataSpec) and not (job.data.python or job.data.images):
-        return _unevenly_labelled(estimator.profiler.batch, job)
+        example = _unevenly_labelled(example, job)
+        return with_halves(of_example, min(most, estimator.profiler.samples))
     try:
         with generators_restored():
             source = open_samples(job)
-            count = min(SAMPLES, job.train.batch)
             if isinstance(source, SampleStream):
-                return source.example(count)
-            share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
-            return source.batch(*order_of(source, share, job.train.seed).training_samples(0, min(count, len(source))))
+                return with_halves(lambda begin, end: next(source.batches([(begin, end)])), most)
+            order = order_of(source, job.data.held_out if isinstance(job.data, DataSpec) else 0.0, job.train.seed)
+            return with_halves(
+                lambda begin, end: source.batch(*order.training_samples(begin, end)), min(most, len(source))
+            )
     except (InputError, OSError):  # the data of another machine
-        return estimator.profiler.batch
+        return with_halves(of_example, min(most, estimator.profiler.samples))
 
 
 def _unevenly_labelled(batch: Batch, job: Job) -> Batch:

@@ -102,9 +102,9 @@ class OrderedData:
         indices = np.arange(min(EXAMPLE_SAMPLES, len(self.source)))
         return self.source.batch(indices, 0 * indices)
 
-    def first(self, count: int) -> Batch:
-        """Return the first samples of the training, on all devices, as one batch."""
-        return self.source.batch(*self.order.training_samples(0, min(count, len(self.source))))
+    def samples_between(self, begin: int, end: int) -> Batch:
+        """Return the samples at the positions `begin` to `end` - 1 of the training as one batch."""
+        return self.source.batch(*self.order.training_samples(begin, end))
 
     def _keys(self, begin: int, end: int, micro: int) -> Iterator[tuple[Integers, Integers]]:
         """Yield (sample indices, epochs) for each of this data rank's micro-batches of one step:
@@ -180,9 +180,9 @@ class StreamedData:
     def example(self) -> Batch:
         return self.source.example(EXAMPLE_SAMPLES)
 
-    def first(self, count: int) -> Batch:
-        """Return the first samples of the stream as one batch."""
-        return self.source.example(count)
+    def samples_between(self, begin: int, end: int) -> Batch:
+        """Return the samples at the positions `begin` to `end` - 1 of the stream as one batch."""
+        return next(self.source.batches([(begin, end)]))
 
     def _prepare(self, read: _StreamMicroBatches) -> Iterator[Batch]:
         if self.plan.loader_workers == 0:
