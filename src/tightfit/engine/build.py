@@ -64,8 +64,8 @@ def build(
     run = new_run(job, plan, kind, objective_of_job(job), data, alone, job.train.seed)
     run = apply_methods(run, keeps_data=data is not None)
     check_samples(run)
-    check_uses(run)
-    warn_of_split_loss(run)
+    if not check_uses(run):
+        warn_of_split_loss(run)
     microbatch.warn_of_dropped_tokens(run)
     return run
 

@@ -41,7 +41,7 @@ def check_modules(run: Run) -> None:
     _refuse_counted_rows(run)
 
 
-def check_uses(run: Run) -> None:
+def check_uses(run: Run) -> bool:
     """Raise InputError if the forward of a user's own model changes parameters of the model, or reaches
     them in another way than as parameters, and the plan would lose the change or make copies that differ.
     Raise InputError, too, if the plan recomputes blocks, and a block would compute something else the second
@@ -51,19 +51,22 @@ def check_uses(run: Run) -> None:
     or if this could not be found out.
 
     The models of transformers change nothing. The forward runs on fake tensors, if it can.
+
+    Returns whether micro-batches repeat a change.
     """
     plan, batch = run.plan, run.job.train.batch
     accumulates = plan.micro_batch_of(batch) < plan.share_of(batch)
     moves = _keeps_apart(run) or plan.data_parallel > 1 or plan.pp > 1 or "parameters" in plan.offload
     if run.job.of_transformers or active_fake_mode() is not None:
-        return
+        return False
     if plan.recomputes_blocks:
         _refuse_changed_state(run)
     if not (moves or accumulates or plan.has_16_bit_weights):
-        return
+        return False
     uses = uses_of_parameters(model_factory(run.job.model), objective_of_job(run.job).total, run.data.example())
     _warn_of_unchecked(plan, "what the forward does with the model's parameters", uses.unchecked)
-    if accumulates and (changed := (*uses.changed, *uses.attributes)):
+    changed = (*uses.changed, *uses.attributes) if accumulates else ()
+    if changed:
         warnings.warn(
             f"the forward changes {changed[0]}, and with plan.micro_batch={plan.micro_batch} it does so several times "
             "a step; without micro-batches it does so once",
@@ -115,6 +118,7 @@ def check_uses(run: Run) -> None:
         )
     if plan.pp == 1 and _keeps_apart(run):
         _refuse_lost_changes(run, uses)
+    return bool(changed)
 
 
 def check_samples(run: Run) -> None:

@@ -312,7 +312,8 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
         draft.to_do.insert(1, f"data.dataset is {name}: name an existing folder, or a data set of the Hub")
     name_json_arrays(draft)
     if "train.learning_rate" not in draft.fields:
-        draft.to_do.append("add train.optimizer and train.learning_rate, which the file does not have")
+        missing = [field for field in ("train.optimizer", "train.learning_rate") if field not in draft.fields]
+        draft.to_do.append(f"add {' and '.join(missing)}, which the file does not have")
 
 
 def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:

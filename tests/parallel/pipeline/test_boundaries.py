@@ -797,6 +797,7 @@ def saved_stage(name: str, fields: dict[str, Any], folder: str) -> None:
     save(run, folder, STEPS)
 
 
+@pytest.mark.filterwarnings("ignore:the training depends on how a batch is split")
 @pytest.mark.filterwarnings("ignore:the forward changes")
 @pytest.mark.parametrize("name", ["NormInStem", "ReplacesBuffer", "ReplacesBufferBehind"])
 def test_a_checkpoint_has_the_statistics_of_the_owning_stage(tmp_path: Path, name: str) -> None:
