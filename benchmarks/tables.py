@@ -97,7 +97,7 @@ SOURCES = {
         ),
         Source(
             "families_single",
-            _script("single_device", "--family all --rounds 3 --steps 8 ", "families_single"),
+            _script("single_device", "--family all --rounds 2 --steps 6 ", "families_single"),
             "the same families on a CPU without bf16 instructions, beside a compiled plain loop in fp32",
             "CPU without bf16 instructions",
         ),
@@ -378,8 +378,7 @@ again and keeps the other rows: llama-49m and gpt2-124m were.
 ### Without bf16 instructions
 
 A CPU without bf16 instructions multiplies matrices several times slower in bf16 than in fp32, so here the plain
-loop computes in fp32. So does the plan that `search` returns. ViT, ResNet-50 and the Llamas spend nearly all of their
-step in matrix products and convolutions, which are the same in both loops.
+loop computes in fp32, and so does the plan that `search` returns.
 
 {SOURCES["families_single"].cite()}
 
@@ -943,7 +942,7 @@ def readme_table() -> str:
             f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}. Of"
             f" {len({pair['model'] for pair in others})} models of other families, compared last"
             " (`--others`, [record](records/prediction_others.json)):"
-            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}. The same models on a processor that"
+            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}. The same models in fp32 on a processor that"
             f" was never measured before ([record](records/prediction_others_single.json)): {of_new[0][0]}, {of_new[0][1]};"
             f" {of_new[1][0]}, {of_new[1][1]}.",
             "prediction",

@@ -70,7 +70,7 @@ def test_where_a_name_means_something_else_it_is_said(tmp_path: Path) -> None:
     assert not any("raise train.learning_rate" in row.note for row in of_torch.rows)
 
 
-def test_accumulation_multiplies_the_micro_batches_of_a_pipeline(tmp_path: Path) -> None:
+def test_accumulation_multiplies_a_pipelines_micro_batches(tmp_path: Path) -> None:
     training = {"batch_size": 8, "gradient_accumulation_steps": 4}
     found = imported(
         tmp_path, {"training": training, "parallelism": {"pipeline_parallel_degree": 2}}, tool="torchtitan"

@@ -58,7 +58,7 @@ def test_which_hooks_are_linear(name: str, accumulated: bool, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("name", ["masks", "clips"])
-def test_a_plan_that_splits_a_batch_refuses_hooks_that_are_not_linear(name: str) -> None:
+def test_split_batches_refuse_hooks_that_are_not_linear(name: str) -> None:
     hook, is_linear = HOOKS[name]
     data = [(torch.randn(4), number % 3) for number in range(8)]
     job = tightfit.Job(model=lambda: model(hook, False), data=data, train=tightfit.Train(batch=4, steps=2))
