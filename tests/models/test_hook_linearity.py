@@ -58,13 +58,19 @@ def test_which_hooks_are_linear(name: str, accumulated: bool, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("name", ["masks", "clips"])
-def test_split_batches_refuse_hooks_that_are_not_linear(name: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "fix"),
+    [({"micro_batch": 2}, "micro_batch: null"), ({"precision": "fp16-mixed", "loss_scale": "dynamic"}, "bf16-mixed")],
+    ids=["micro-batches", "loss scale"],
+)
+def test_split_batches_refuse_hooks_that_are_not_linear(name: str, fields: dict[str, Any], fix: str) -> None:
     hook, is_linear = HOOKS[name]
     data = [(torch.randn(4), number % 3) for number in range(8)]
-    job = tightfit.Job(model=lambda: model(hook, False), data=data, train=tightfit.Train(batch=4, steps=2))
+    train = tightfit.Train(batch=4, steps=2)
+    job = tightfit.Job(model=lambda: model(hook, False), data=data, train=train, allow=["fp16"])
     tightfit.build(job, tightfit.Plan())
     if is_linear:
-        tightfit.build(job, tightfit.Plan(micro_batch=2))
+        tightfit.build(job, tightfit.Plan(**fields))
     else:
-        with pytest.raises(InputError, match=r"hook on the gradient of 0.weight is not linear(.|\n)*micro_batch: null"):
-            tightfit.build(job, tightfit.Plan(micro_batch=2))
+        with pytest.raises(InputError, match=rf"hook on the gradient of 0.weight is not linear(.|\n)*{fix}"):
+            tightfit.build(job, tightfit.Plan(**fields))

@@ -30,7 +30,7 @@ def check_modules(run: Run) -> None:
 
     - it has to change modules, and one is scripted
     - it accumulates gradients, and a parameter has a hook for accumulated gradients
-    - it splits the batch, and a parameter has a hook on its gradient that is not linear
+    - it splits the batch or scales the loss, and a parameter has a hook on its gradient that is not linear
     - it uses several devices, and an embedding rescales the rows that it reads (max_norm)
     - it splits the batch, and an embedding counts how often the batch reads a row (scale_grad_by_freq)
     """
@@ -200,17 +200,21 @@ def _refuse_accumulation_hooks(run: Run) -> None:
 
 def _refuse_nonlinear_hooks(run: Run) -> None:
     plan, batch = run.plan, run.job.train.batch
-    if plan.micro_batch_of(batch) == batch or active_fake_mode() is not None:
+    splits, scales = plan.micro_batch_of(batch) < batch, plan.precision.startswith("fp16")
+    if not (splits or scales) or active_fake_mode() is not None or not (hooked := nonlinear_hook(run.model)):
         return
-    if hooked := nonlinear_hook(run.model):
+    if not splits:
+        asked, what = f"precision={plan.precision}", "gradients that are multiplied by the loss scale"
+        fix = "use bf16-mixed or fp32"
+    else:
         over_devices = plan.micro_batch_of(batch) == plan.share_of(batch)
-        raise InputError(
-            f"plan: {plan.data_parallel} data-parallel devices"
-            if over_devices
-            else f"plan: micro_batch={plan.micro_batch}",
-            f"a hook on the gradient of {hooked} is not linear, and it would get the gradients of parts of the batch",
-            "let an optimizer of your own do what the hook does, or train on one device with micro_batch: null",
-        )
+        asked = f"{plan.data_parallel} data-parallel devices" if over_devices else f"micro_batch={plan.micro_batch}"
+        what, fix = "the gradients of parts of the batch", "train on one device with micro_batch: null"
+    raise InputError(
+        f"plan: {asked}",
+        f"a hook on the gradient of {hooked} is not linear, and it would get {what}",
+        f"let an optimizer of your own do what the hook does, or {fix}",
+    )
 
 
 def _refuse_max_norm(run: Run) -> None:
