@@ -377,8 +377,8 @@ again and keeps the other rows: llama-49m and gpt2-124m were.
 {_families_table(read("families")["families"])}
 ### Without bf16 instructions
 
-A CPU without bf16 instructions multiplies matrices several times slower in bf16 than in fp32, so here the plain
-loop computes in fp32, and so does the plan that `search` returns.
+A CPU without bf16 instructions multiplies matrices several times slower in bf16 than in fp32. So here the plain
+loop computes in fp32. So does the plan that `search` returns.
 
 {SOURCES["families_single"].cite()}
 
@@ -519,8 +519,7 @@ calibrated by name now.
 {_worst_times(others)}
 ### Other families on another processor
 
-The same models in fp32, on a processor that had never been measured. It has no bf16 instructions, so runs choose
-fp32. Nothing was changed after this comparison.
+The same models on a processor that was compared last. It has no bf16 instructions, so they train in fp32.
 
 {SOURCES["prediction_others_single"].cite()}
 
@@ -942,9 +941,9 @@ def readme_table() -> str:
             f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}. Of"
             f" {len({pair['model'] for pair in others})} models of other families, compared last"
             " (`--others`, [record](records/prediction_others.json)):"
-            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}. The same models in fp32 on a processor that"
-            f" was never measured before ([record](records/prediction_others_single.json)): {of_new[0][0]}, {of_new[0][1]};"
-            f" {of_new[1][0]}, {of_new[1][1]}.",
+            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}. The same models in fp32 on an Intel"
+            f" Xeon without bf16 instructions (`--others --single`, [record](records/prediction_others_single.json)):"
+            f" {of_new[0][0]}, {of_new[0][1]}; {of_new[1][0]}, {of_new[1][1]}.",
             "prediction",
         ),
         (

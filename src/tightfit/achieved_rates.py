@@ -181,7 +181,7 @@ def achieved_by_shape(
     sizes   (batches, rows, columns, depth) of the product; for attention those of query x key:
             (samples x heads, queries, keys, width of a head)
     causal  whether a causal mask hides half of the pairs
-    alignment  of a product: bytes of which the beginnings of its matrices' rows are multiples
+    alignment  of a product: the rows of its matrices begin at multiples of this number of bytes
     flash   of attention: whether FlashAttention can compute it (see `machines/shapes.py`)
 
     A measured rate is that of the calibration's shape with the same size, times the ratio of

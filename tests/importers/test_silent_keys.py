@@ -32,7 +32,7 @@ def test_split_batches_make_the_batch_that_of_all_devices(where: str, tmp_path: 
     switched_off = {**TRAINER, "accelerator_config": {"split_batches": False}}
     assert imported(tmp_path, switched_off, devices=8).job["train"]["batch"] == 512
     (contradiction,) = imported(tmp_path, content, devices=3).contradictions
-    assert "64 is not a multiple of 3 data ranks" in contradiction
+    assert "64 is not a multiple of 3 data ranks, among which split_batches divides it" in contradiction
 
 
 @pytest.mark.parametrize(

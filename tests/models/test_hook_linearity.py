@@ -26,6 +26,8 @@ HOOKS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "watches": (lambda gradient: None, True),
     "fails": (fails, True),
     "clips": (lambda gradient: gradient.clamp(-0.01, 0.01), False),
+    "clips large ones": (lambda gradient: gradient.clamp(-50, 50), False),
+    "drops small ones": (lambda gradient: gradient * (gradient.abs() > 1e-3), False),
     "normalises": (lambda gradient: gradient / gradient.norm(), False),
     "adds noise": (lambda gradient: gradient + torch.randn_like(gradient), False),
 }

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from tightfit.data.order import hash_numbers
 
-DEEPEST, MOST_OBJECTS = 5, 10_000  # attributes of attributes that are looked through, and objects in all
+DEEPEST = 10  # attributes of attributes that are looked through
+MOST_OBJECTS = 10_000  # that are looked through in all
+WIDEST = 100  # items of a list or a dict that are looked through: those of transforms are short, those of samples long
 _LEAVES = (str, bytes, int, float, complex, type, np.ndarray, Tensor, type(None), ModuleType, FunctionType)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 Generator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
@@ -37,9 +39,9 @@ def own_generators(dataset: Any) -> list[Generator]:
             if isinstance(value, _GENERATORS):
                 found.append(value)
             elif isinstance(value, dict):
-                below += itertools.islice(value.values(), MOST_OBJECTS)
+                below += itertools.islice(value.values(), WIDEST)
             elif isinstance(value, list | tuple):
-                below += itertools.islice(value, MOST_OBJECTS)
+                below += itertools.islice(value, WIDEST)
             else:
                 below += getattr(value, "__dict__", {}).values()
         level = below

@@ -82,7 +82,7 @@ def _batch(draft: Draft) -> None:
     if parts.get("split_batches") and micro is not None and ranks is not None:
         if micro % ranks:
             draft.contradict(
-                f"{names['micro_batch']} {micro} is not a multiple of {ranks} data ranks, over which split_batches"
+                f"{names['micro_batch']} {micro} is not a multiple of {ranks} data ranks, among which split_batches divides it"
             )
             _undecided_batch(draft)
             return
