@@ -52,7 +52,9 @@ from tightfit.errors import InputError
 from tightfit.job import Job, Train
 from tightfit.machine import Figure, Machine
 from tightfit.machines.names import find_named
-from tightfit.models.objective import IGNORED, Objective, next_token_targets
+from tightfit.models.batches import IGNORED
+from tightfit.models.objective import Objective
+from tightfit.models.task_logits import next_token_targets
 from tightfit.parallel.tensor import sharder
 from tightfit.plan import Plan
 from tightfit.planner.allocators.cuda import reserved_bytes

@@ -20,7 +20,7 @@ from tightfit.data.mixture import MixedSamples, shares
 from tightfit.engine.build import build
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 from tightfit.plan import Plan
 from tightfit.runtime.run_length import length_of
 

@@ -21,7 +21,7 @@ from tightfit.data.streams import seconds_per_sample, shuffled, stream_bytes
 from tightfit.engine.build import build
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import DataSpec, Job
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 from tightfit.plan import Plan
 
 GPT = {"architecture": "gpt2", "vocab_size": 300, "n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}

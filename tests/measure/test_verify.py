@@ -19,7 +19,7 @@ from tightfit.engine.build import build
 from tightfit.measure import verify
 from tightfit.measure.verify import Tolerances, Verification
 from tightfit.methods import recompute
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.runtime.run import Run
 
 DROPPING: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from tests.devices import on_each_device
 from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 from tightfit.parallel.context import ring_attention, sequence_chunks
 from tightfit.planner.estimator import Estimator
 

@@ -23,14 +23,15 @@ from torch.utils.checkpoint import checkpoint
 import tightfit
 from tests.pool import together
 from tightfit.distributed.mesh import make_mesh
-from tightfit.methods import attention, loss
+from tightfit.methods import attention
 from tightfit.models import nf4
-from tightfit.models.objective import IGNORED, LabelCount
+from tightfit.models.batches import IGNORED, LabelCount
 from tightfit.parallel.context import ring_attention
 from tightfit.parallel.pipeline import messages, weight_gradients
 from tightfit.parallel.tensor import sequence_parallel, sharder, vocab_cross_entropy
 from tightfit.runtime import loss_kernels
 from tightfit.runtime.dropout_noise import dropout_noise
+from tightfit.runtime.linear_cross_entropy import linear_cross_entropy
 
 HERE = "tests.methods.test_gradcheck:"
 
@@ -92,7 +93,7 @@ def check_linear_cross_entropy() -> None:
             chunk: int = chunk,
         ) -> Tensor:
             return checkpoint(
-                loss.linear_cross_entropy, hidden, weight, bias, labels, chunk, kernels, None, few, use_reentrant=False
+                linear_cross_entropy, hidden, weight, bias, labels, chunk, kernels, None, few, use_reentrant=False
             )
 
         assert gradcheck(total, (random(7, 4), random(9, 4), bias))
@@ -286,7 +287,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "tightfit::blocked_attention_backward": check_attention,  # of which nothing is asked twice: see below
     "tightfit::add_product": check_add_product,
     "tightfit::dropout_noise": check_attention,  # a random number has no gradient
-    "tightfit.methods.loss.LinearCrossEntropy": check_linear_cross_entropy,
+    "tightfit.runtime.linear_cross_entropy.LinearCrossEntropy": check_linear_cross_entropy,
     "tightfit.parallel.pipeline.weight_gradients._DeferredMatmul": check_deferred_product,
     "tightfit.parallel.pipeline.messages._ReceivedInputs": check_entered,
 }
@@ -352,7 +353,7 @@ def test_a_second_backward_raises() -> None:
     (gradient,) = torch.autograd.grad(output.sum(), query, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.sum().backward()
-    total = loss.linear_cross_entropy(random(7, 4), random(9, 4), None, targets(7, 9), 3)
+    total = linear_cross_entropy(random(7, 4), random(9, 4), None, targets(7, 9), 3)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()

@@ -23,7 +23,8 @@ from tightfit.engine.build import build
 from tightfit.errors import InputError, TightfitError
 from tightfit.job import Job
 from tightfit.methods import loader
-from tightfit.models.objective import TASKS, Batch
+from tightfit.models.batches import Batch
+from tightfit.models.objective import TASKS
 from tightfit.plan import Plan
 from tightfit.runtime.run import Data, Run, to_device
 

@@ -17,19 +17,16 @@ from tests.contract import cases
 from tests.pool import together
 from tightfit.errors import InputError
 from tightfit.machine import Machine
-from tightfit.methods.loss import (
-    computed_rows,
-    cross_entropy_with_gradient,
-    default_chunk,
-    find_head,
-    linear_cross_entropy,
-)
-from tightfit.models.objective import IGNORED, LABEL_COUNT_KEY, TASKS, LabelCount
+from tightfit.methods.loss import default_chunk
+from tightfit.models.batches import IGNORED, LABEL_COUNT_KEY, LabelCount
+from tightfit.models.objective import TASKS
 from tightfit.planner.defaults import complete
 from tightfit.planner.dry_run import dry_run
 from tightfit.planner.tracing.live_storages import StorageTracker
 from tightfit.planner.tracing.profiler import Profiler
+from tightfit.runtime.linear_cross_entropy import computed_rows, cross_entropy_with_gradient, linear_cross_entropy
 from tightfit.runtime.loss_kernels import LossKernels, add_product, compiled_loss, loss_and_gradient, padded
+from tightfit.runtime.output_head import find_output_head
 from tightfit.runtime.run import to_device
 
 TOKENS, WIDTH, VOCABULARY = 23, 16, 40
@@ -157,17 +154,17 @@ def test_a_model_that_changes_its_logits_is_refused(name: str) -> None:
             return self.head
 
     model: Any = Model()
-    assert find_head(TASKS["causal-lm"], model) is model.head
+    assert find_output_head(TASKS["causal-lm"], model) is model.head
     setattr(model.config, name, 1.0)
-    assert find_head(TASKS["causal-lm"], model) is model.head
+    assert find_output_head(TASKS["causal-lm"], model) is model.head
     setattr(model.config, name, 30.0)
     with pytest.raises(InputError, match=name):
-        find_head(TASKS["causal-lm"], model)
+        find_output_head(TASKS["causal-lm"], model)
 
 
 def test_a_model_without_a_head_is_refused() -> None:
     with pytest.raises(InputError, match="output head"):
-        find_head(TASKS["causal-lm"], nn.Linear(4, 8))
+        find_output_head(TASKS["causal-lm"], nn.Linear(4, 8))
 
 
 BART: dict[str, Any] = {

@@ -14,7 +14,7 @@ from tests import tiny
 from tightfit.errors import TightfitWarning
 from tightfit.machine import Machine
 from tightfit.methods.microbatch import correct_batch_norm
-from tightfit.models.objective import sample_count
+from tightfit.models.batches import sample_count
 from tightfit.planner.estimator import Estimator
 
 

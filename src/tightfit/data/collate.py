@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from tightfit.data.samples import ModelInput
 from tightfit.errors import InputError, TightfitWarning
-from tightfit.models.objective import IGNORED, Batch
+from tightfit.models.batches import IGNORED, Batch
 
 _UNCHANGED = Tensor, bool, int, float, np.number, np.bool_
 

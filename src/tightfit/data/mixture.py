@@ -33,7 +33,7 @@ from tightfit.data.text import Document, TextSource, first_document
 from tightfit.data.tokenizer import named_tokenizer, special_tokens, trained_tokenizer
 from tightfit.errors import InputError
 from tightfit.job import DataSpec
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tightfit.data.order import Integers
 from tightfit.errors import InputError, TightfitWarning
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.batches import Batch, map_tensors
 
 _MOST_NAMED = 5  # classes that a message names
 

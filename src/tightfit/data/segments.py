@@ -26,7 +26,7 @@ from tightfit.data.cache import cached_folder
 from tightfit.data.order import Integers
 from tightfit.data.sequences import CausalSamples
 from tightfit.data.tokens import Mask, TokenFile
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tightfit.data.order import Integers, random_numbers, uniform
 from tightfit.data.samples import one_sample
 from tightfit.data.tokenizer import SpecialTokens
 from tightfit.data.tokens import Mask, TokenSequences
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 
 _MEAN_SPAN = 3  # mean length of a corrupted span, in tokens
 

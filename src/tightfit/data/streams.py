@@ -41,7 +41,7 @@ from tightfit.data.tokenizer import load_tokenizer, named_tokenizer
 from tightfit.data.tokens import ChunkEncoder, Mask, batches, plain_backend, token_dtype
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import DataSpec
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 
 _CHARACTERS = 100_000  # characters that are tokenized at a time
 _PACKED_AT_ONCE = 64  # packing: separate packs the texts of so many sequences at a time

@@ -33,7 +33,7 @@ from tightfit.data.samples import ModelInput, one_sample
 from tightfit.data.shared_memory import pack_dataset, unpack_dataset
 from tightfit.errors import InputError, TightfitError
 from tightfit.models import load_python
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 
 _SEEN = 8  # samples that are inspected when a dataset is opened
 _DRAW_NOTHING = (list, tuple, TensorDataset)  # datasets that draw no random numbers to return a sample

@@ -24,8 +24,10 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine, machine_of
 from tightfit.methods import METHODS, loader, materialize, microbatch
+from tightfit.models.batches import Batch
+from tightfit.models.call_model import forward_parameters, map_inputs
 from tightfit.models.masks import without_mask_checks
-from tightfit.models.objective import Batch, Objective, forward_parameters, map_inputs, objective_of_job
+from tightfit.models.objective import Objective, objective_of_job
 from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.optim.muon import head_of
 from tightfit.parallel.pipeline import boundaries

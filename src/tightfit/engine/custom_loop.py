@@ -39,7 +39,8 @@ from tightfit.errors import InputError
 from tightfit.job import Job, Permission, Train
 from tightfit.machine import Machine
 from tightfit.methods.zero import ShardedReduction
-from tightfit.models.objective import Batch, Objective
+from tightfit.models.batches import Batch
+from tightfit.models.objective import Objective
 from tightfit.models.python import GivenModel
 from tightfit.optim.functions import ExistingOptimizer
 from tightfit.optim.groups import set_learning_rates

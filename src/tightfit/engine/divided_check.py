@@ -29,7 +29,8 @@ from tightfit.engine.rng import evaluating, rng_preserved, seed_all
 from tightfit.errors import InputError, TightfitWarning
 from tightfit.methods import context_parallel, loss, tensor_parallel
 from tightfit.methods.materialize import create_on_host
-from tightfit.models.objective import Batch, Objective, objective_of_job
+from tightfit.models.batches import Batch
+from tightfit.models.objective import Objective, objective_of_job
 from tightfit.models.unchanged import has_table, is_unchanged
 from tightfit.parallel.context.sequence_chunks import SequenceChunks
 from tightfit.plan import Plan

@@ -12,7 +12,7 @@ from tightfit.engine.rng import evaluating, rng_preserved
 from tightfit.engine.step import drain
 from tightfit.errors import InputError
 from tightfit.job_sections.selection import LOSS
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.batches import Batch, map_tensors
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import DummyMicroBatch, Run, check_run, to_device
 

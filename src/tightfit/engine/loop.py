@@ -13,7 +13,7 @@ from tightfit.engine.pipeline_check import check_split, wants_check
 from tightfit.engine.rng import seed_all
 from tightfit.engine.step import Step, drain, take_step, with_fields
 from tightfit.errors import InputError
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.optim import schedule
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run, check_run, wait_for_weights

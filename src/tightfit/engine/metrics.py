@@ -27,7 +27,8 @@ from tightfit.engine.checkpoint.save import all_gather_values
 from tightfit.errors import InputError
 from tightfit.job import PythonSpec
 from tightfit.models import load_python
-from tightfit.models.objective import Batch, predictions_and_targets, sample_count
+from tightfit.models.batches import Batch, sample_count
+from tightfit.models.objective import predictions_and_targets
 from tightfit.models.python import as_input_error
 from tightfit.runtime.run import Run
 

@@ -28,11 +28,12 @@ from tightfit.distributed.processes import is_rank_zero
 from tightfit.errors import TightfitWarning
 from tightfit.job import Job
 from tightfit.methods.materialize import create_on_host
+from tightfit.models.batches import Batch, map_tensors, sample_count
 from tightfit.models.dropout import switch_off_dropout
 from tightfit.models.equal_draws import EqualDraws
 from tightfit.models.hook_linearity import nonlinear_hook
 from tightfit.models.loss_state import keeping_losses
-from tightfit.models.objective import Batch, Objective, map_tensors, objective_of_job, sample_count
+from tightfit.models.objective import Objective, objective_of_job
 from tightfit.models.tensors import tensors_in
 from tightfit.runtime.micro_batches import OrderedData, StreamedData
 from tightfit.runtime.run import Run

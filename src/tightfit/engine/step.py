@@ -28,7 +28,7 @@ from tightfit.engine.clipping import clip, optimizer_weights, shard_of
 from tightfit.engine.delayed_readings import Reading, begin_reading, read_late
 from tightfit.engine.failures import naming_failures
 from tightfit.errors import InputError
-from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.models.batches import Batch, processed_count, sample_count
 from tightfit.optim.groups import main_learning_rate, set_learning_rates
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.parallel.gradient_buckets import gradients_filled

@@ -26,7 +26,8 @@ from tightfit.importers.training_arguments import IMPORTER
 from tightfit.job import Job, Train
 from tightfit.machine import Machine
 from tightfit.methods.compile import COMPILE_S
-from tightfit.models.objective import TASKS, Batch, Objective, sample_count
+from tightfit.models.batches import Batch, sample_count
+from tightfit.models.objective import TASKS, Objective
 from tightfit.models.tasks import task_of_class
 from tightfit.plan import Plan
 from tightfit.planner.candidates import is_legal

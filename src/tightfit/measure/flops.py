@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tightfit._torch.fake import FakeTensorMode
 from tightfit.machine import Machine
 from tightfit.models import model_factory
+from tightfit.models.batches import Batch, map_tensors
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.expert_routing import RoutedExperts
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, without_fake_tensor_logs
-from tightfit.models.objective import Batch, map_tensors, objective_of_job
+from tightfit.models.objective import objective_of_job
 from tightfit.runtime.run import Run
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tightfit.engine.step import Step, take_step
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.models.tensors import tensors_in
 from tightfit.optim.gradient_dtype import gradient_dtype
 from tightfit.planner.tracing.live_storages import Peak, RunTracker, state_tensors

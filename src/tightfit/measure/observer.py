@@ -17,7 +17,7 @@ from tightfit.machine import Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 from tightfit.measure.kernels import AttentionCalls
 from tightfit.measure.memory import MemorySample, process_peak_bytes
-from tightfit.models.objective import Batch, sample_count
+from tightfit.models.batches import Batch, sample_count
 from tightfit.planner.tracing.live_storages import Peak
 from tightfit.record import PeakBytes, Record, code_version
 from tightfit.runtime.run import DummyMicroBatch, Run, parameter_count

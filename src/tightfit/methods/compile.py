@@ -40,7 +40,8 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
-from tightfit.models.objective import Batch, forward_parameters, sample_count
+from tightfit.models.batches import Batch, sample_count
+from tightfit.models.call_model import forward_parameters
 from tightfit.plan import Plan
 from tightfit.runtime.fake_compiler import fake_backend
 from tightfit.runtime.method import Default, SearchFacts

@@ -39,7 +39,7 @@ from tightfit.cost.pipeline_schedule import in_flight, make_schedule
 from tightfit.cost.recorded_step import Buffer, Segment
 from tightfit.cost.remembered import remembered
 from tightfit.machine import Machine
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.parallel.fsdp.planning import (
     low_precision_names,
     sharded_parameters,

@@ -37,7 +37,8 @@ from tightfit.cost.recorded_step import Operation, Segment, Timeline
 from tightfit.errors import TightfitWarning
 from tightfit.job import Job
 from tightfit.machine import Machine
-from tightfit.models.objective import Batch, forward_parameters, map_inputs
+from tightfit.models.batches import Batch
+from tightfit.models.call_model import forward_parameters, map_inputs
 from tightfit.plan import Plan
 from tightfit.runtime.method import Default, SearchFacts
 from tightfit.runtime.run import Run

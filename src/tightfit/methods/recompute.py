@@ -40,7 +40,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.batches import Batch, map_tensors
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
 from tightfit.runtime.attention_core import Found, no_attention, recompute_attention

@@ -22,10 +22,10 @@ from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import FakeTensor
 from tightfit._torch.pytree import tree_flatten
 from tightfit._torch.tensors import storage_id
+from tightfit.models.batches import Batch
 from tightfit.models.blocks import find_blocks
 from tightfit.models.dataflow import describe_line, model_line
 from tightfit.models.fake_forward import Forwards, checked_forwards
-from tightfit.models.objective import Batch
 from tightfit.models.tensors import written_tensors
 
 _SAME_VALUES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

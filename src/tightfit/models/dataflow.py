@@ -26,8 +26,8 @@ import torch
 
 from tightfit._torch.pytree import TreeSpec
 from tightfit.errors import InputError
+from tightfit.models.batches import Batch
 from tightfit.models.block_hooks import Hooks
-from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
 
 PP_FIELD = "plan: pp"

@@ -23,6 +23,7 @@ from tightfit._torch.operations import LOCAL_SCALAR_DENSE, schema_of
 from tightfit._torch.pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 from tightfit._torch.tensors import saved_tensor_hooks_now, storage_id
 from tightfit.errors import InputError
+from tightfit.models.batches import Batch
 from tightfit.models.block_hooks import hooks_of, run_hooks_on_direct_calls
 from tightfit.models.caches import clear_tensor_caches
 from tightfit.models.dataflow import (
@@ -43,7 +44,6 @@ from tightfit.models.dataflow import (
     sample_shapes,
 )
 from tightfit.models.fake_kernels import fake_output
-from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in
 from tightfit.models.value_reads import ValueReads
 

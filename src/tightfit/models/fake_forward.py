@@ -30,11 +30,11 @@ from tightfit._torch.modules import RunningNorm, own_parameters, plain_attribute
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE
 from tightfit._torch.tensors import has_backward_hooks, in_backward, storage_id
 from tightfit.errors import InputError
+from tightfit.models.batches import Batch, map_tensors, sample_count
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import describe_line, innermost_model_line, model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.models.guessed_values import GuessedValues
-from tightfit.models.objective import Batch, map_tensors, sample_count
 from tightfit.models.tensors import tensors_in, written_tensors
 from tightfit.models.value_reads import passing_value
 

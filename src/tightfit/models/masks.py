@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from tightfit._torch.fake import is_fake
 from tightfit.errors import InputError
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 
 # functions that compute position ids from the content of a batch
 POSITIONS_FROM_TOKENS = ("cumsum", "get_rope_index", "create_position_ids")

@@ -12,7 +12,6 @@ micro-batch means weights the first ten labels too much. (sum_1 + sum_2) / 40 is
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,44 +26,21 @@ from tightfit._torch.fake import FakeTensor
 from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
 from tightfit.job_sections.model import Task
+from tightfit.models.batches import IGNORED, Batch, describe_batch, sample_count
+from tightfit.models.call_model import TARGETS, call_model, is_of_transformers
 from tightfit.models.loss_state import note_loss
 from tightfit.models.losses import TorchLoss, class_numbers, explain_errors, torch_loss
 from tightfit.models.python import load_python
+from tightfit.models.task_logits import (
+    batch_labels,
+    class_logits,
+    class_targets,
+    logits_of,
+    model_logits,
+    next_token_targets,
+    seq2seq_logits,
+)
 from tightfit.models.tasks import task_of
-
-# One batch as the data yields it: usually dict[str, Tensor], else what torch's default_collate
-# returns.
-Batch = Any
-TARGETS = ("labels", "targets", "target")  # names of the field of a batch that one of torch's losses reads
-IGNORED = -100  # the label of a position that does not count in the loss
-_NOTED = "_tightfit_forward_parameters"  # attribute of a model: what `forward_parameters` returned
-LABEL_COUNT_KEY = "tightfit: labelled"  # the key of a batch's LabelCount, once it is on the device
-
-
-class LabelCount:
-    """Holds how many labels of a batch count in the loss: `count` of `total` labels are not IGNORED
-    (-100). The argument `of` becomes the attribute `total`.
-
-    The host counts the labels before it copies the batch to the device, because reading the count
-    from the device would make the host wait.
-
-    This is a plain class, so torch.compile treats it as an opaque object and does not look at its
-    numbers. A new count therefore causes no recompilation.
-    """
-
-    def __init__(self, count: int, of: int) -> None:
-        self.count, self.total = count, of
-
-    def scaled_to(self, labels: int) -> int:
-        """Return how many of `labels` labels would count if their share were the same as in this
-        batch, rounded up.
-
-        Example: if 3 of 4 labels count, scaled_to(10) is 8.
-        """
-        return -(-labels * self.count // max(self.total, 1))
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.count}, {self.total})"
 
 
 @dataclass(frozen=True)
@@ -93,64 +69,6 @@ class Objective:
     logits: Callable[[nn.Module, Batch], Tensor] | None = None
     targets: Callable[[Batch], Tensor] | None = None
     calls_model_itself: bool = True
-
-
-def sample_count(batch: Batch) -> int:
-    """Return how many samples a batch has: the size of dim 0 of its first tensor.
-
-    Raises InputError if the batch contains no tensor.
-    """
-    if isinstance(batch, Tensor):
-        return batch.shape[0]
-    values = batch.values() if isinstance(batch, dict) else batch
-    for value in values:
-        if isinstance(value, Tensor | dict | list | tuple):
-            return sample_count(value)
-    raise InputError(
-        "data", f"a batch of {type(batch).__name__} holds no tensor", "yield tensors, or dicts or tuples of tensors"
-    )
-
-
-def processed_count(batch: Batch) -> int:
-    """Return what a batch adds to the throughput: the number of its token positions, padding
-    included, if it has `input_ids`; else the number of its samples."""
-    if isinstance(batch, dict) and "input_ids" in batch:
-        return batch["input_ids"].numel()
-    return sample_count(batch)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Batch) -> Batch:
-    """Return a batch with `function` applied to each tensor in its nested dicts, lists and tuples.
-    Other values do not change."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, dict):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, value) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    return batch
-
-
-def map_inputs(function: Callable[[Tensor], Tensor], batch: Batch, model: nn.Module, calls_model_itself: bool) -> Batch:
-    """Return a batch with `function` applied to the tensors that the model may read, and not to those
-    that only the loss reads: the target of a pair, and the fields of a dict that `call_model` does not
-    pass to the model.
-
-    calls_model_itself  as in `Objective`. If it is true, only the fields labels, targets and target
-                        of a dict are known to be read by the loss alone
-    """
-    if isinstance(batch, dict):
-        taken = forward_parameters(model)
-        kept = {name for name in batch if name in TARGETS and name not in taken}
-        if "inputs" in batch and not calls_model_itself:
-            kept = {name for name in batch if name != "inputs" and name not in taken}
-        return {name: value if name in kept else map_tensors(function, value) for name, value in batch.items()}
-    if isinstance(batch, list | tuple) and not calls_model_itself:
-        items = [map_tensors(function, batch[0]), *batch[1:]]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return map_tensors(function, batch)
 
 
 def cross_entropy_objective(
@@ -204,102 +122,11 @@ def _has_two_readings(logits: Tensor, labels: Tensor) -> bool:
     return logits.dim() >= 4 and labels.shape == logits.shape[:-1] and labels.shape == rest
 
 
-def next_token_targets(batch: Batch) -> Tensor:
-    """Return the labels of a batch, (batch, sequence), shifted left by one: position t gets the
-    label of position t + 1, and the last position gets IGNORED (-100), which does not count in the
-    loss. Example: [5, 6, 7] becomes [6, 7, IGNORED]."""
-    return functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-
-
-def _labels(batch: Batch) -> Tensor:
-    return batch["labels"]
-
-
-def _model_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Call the model with every field of the batch except its labels, by name, and return the
-    logits that it returns."""
-    inputs = {name: value for name, value in batch.items() if name not in ("labels", LABEL_COUNT_KEY)}
-    output = call_by_name(model, inputs)
-    if getattr(output, "aux_loss", None) is not None:
-        raise InputError(
-            "job: model.output_router_logits",
-            "the model returns a loss of its router (aux_loss), which the cross entropy does not contain",
-            "set output_router_logits to false; or, in a model of your own, give the job a loss that adds it",
-        )
-    return _logits_of(output)
-
-
-def _logits_of(output: Any) -> Tensor:
-    found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-    if not isinstance(found, Tensor):
-        raise InputError(
-            "job: model",
-            f"returns {type(output).__name__}, which has no logits",
-            "let the model return logits, as a tensor or as the attribute .logits, or give the job its own loss",
-        )
-    return found
-
-
-def _seq2seq_logits(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the logits of an encoder-decoder for a batch. Its decoder reads the labels shifted
-    right by one position (teacher forcing), or the batch's decoder_input_ids if the batch has
-    them."""
-    if "decoder_input_ids" not in batch:
-        batch = {**batch, "decoder_input_ids": _shifted_right(model, batch["labels"])}
-    return _model_logits(model, batch)
-
-
-def _shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
-    """Return the input from which an encoder-decoder's decoder predicts `labels`, (B, M): the
-    decoder's start token, followed by all labels but the last.
-
-    If the model has the method prepare_decoder_input_ids_from_labels, return the result of this
-    method. Otherwise do what transformers does for models without it (M2M100, NLLB-MoE,
-    Blenderbot); this raises InputError if the model's config has no decoder_start_token_id.
-    """
-    prepare = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    config: Any = getattr(model, "config", None)
-    start = getattr(config, "decoder_start_token_id", None)
-    if prepare is not None and (start is not None or not hasattr(config, "model_type")):
-        return prepare(labels=labels)
-    if start is None:
-        raise InputError(
-            "job: model",
-            f"{type(model).__name__} has no config.decoder_start_token_id, the first token of the decoder's input",
-            "add the field decoder_input_ids to the samples, or give the model a config with decoder_start_token_id",
-        )
-    padding = getattr(config, "pad_token_id", None) or 0
-    moved = functional.pad(labels[:, :-1], (1, 0), value=start)
-    return moved.masked_fill(moved == IGNORED, padding)
-
-
-def _class_logits(model: nn.Module, batch: Batch) -> Tensor:
-    if isinstance(batch, dict):
-        return _model_logits(model, batch)
-    return _logits_of(_run(model, batch[0]))
-
-
-def _class_targets(batch: Batch) -> Tensor:
-    if isinstance(batch, dict) and "labels" not in batch:
-        raise InputError(
-            "data",
-            f"each batch is {_describe(batch)}, without labels",
-            "add the key 'labels' to the samples, or give the job its own loss",
-        )
-    if not isinstance(batch, dict) and (isinstance(batch, Tensor) or len(batch) != 2):
-        raise InputError(
-            "data",
-            f"each batch is {_describe(batch)}, so it is not known which of them are the labels",
-            "let samples be (input, label), or dicts with the key 'labels'; or give the job its own loss",
-        )
-    return batch["labels"] if isinstance(batch, dict) else batch[1]
-
-
 TASKS: dict[str, Objective] = {
-    "causal-lm": cross_entropy_objective(_model_logits, next_token_targets, "tokens"),
-    "masked-lm": cross_entropy_objective(_model_logits, _labels, "tokens"),
-    "seq2seq-lm": cross_entropy_objective(_seq2seq_logits, _labels, "tokens"),
-    "classification": cross_entropy_objective(_class_logits, _class_targets, "samples"),
+    "causal-lm": cross_entropy_objective(model_logits, next_token_targets, "tokens"),
+    "masked-lm": cross_entropy_objective(model_logits, batch_labels, "tokens"),
+    "seq2seq-lm": cross_entropy_objective(seq2seq_logits, batch_labels, "tokens"),
+    "classification": cross_entropy_objective(class_logits, class_targets, "samples"),
 }
 assert set(TASKS) == set(get_args(Task))
 
@@ -347,9 +174,9 @@ def objective_of(loss: Any, task: str | None) -> Objective:
         value = explain_errors(
             lambda: loss(output, batch),
             "job: loss",
-            f"correct the loss; it is called as loss(output, batch), and the data gives {_describe(batch)} as batch",
+            f"correct the loss; it is called as loss(output, batch), and the data gives {describe_batch(batch)} as batch",
         )
-        if value is None and _is_of_transformers(model):
+        if value is None and is_of_transformers(model):
             raise InputError(
                 "loss",
                 "returned None: a model of transformers gets no labels, so its output has no loss",
@@ -408,7 +235,7 @@ def _torch_objective(loss: TorchLoss) -> Objective:
         inputs = batch
         if isinstance(batch, dict):
             inputs = {name: value for name, value in batch.items() if value is not target}
-        output = _logits_of(call_model(model, inputs))
+        output = logits_of(call_model(model, inputs))
         fix = "give targets that this loss accepts for the model's output, or write your own loss: def loss(output, batch)"
         return explain_errors(lambda: loss.total(output, target), "job: loss", fix)
 
@@ -434,7 +261,7 @@ def _target(batch: Batch) -> Tensor:
         return batch[1]
     raise InputError(
         "data",
-        f"each batch is {_describe(batch)}, without a target, which the loss or the metric needs",
+        f"each batch is {describe_batch(batch)}, without a target, which the loss or the metric needs",
         "let samples be (input, target), or dicts with a 'labels' key; or write your own loss: def loss(output, batch)",
     )
 
@@ -455,157 +282,6 @@ def predictions_and_targets(objective: Objective, outputs: Any, batch: Batch) ->
         found = found.float()
     if objective.targets is None:
         return found, _target(batch)
-    logits, labels = _logits_of(found).flatten(0, -2), objective.targets(batch).flatten()
+    logits, labels = logits_of(found).flatten(0, -2), objective.targets(batch).flatten()
     counts = labels != IGNORED
     return logits[counts], labels[counts]
-
-
-def _describe(batch: Batch) -> str:
-    if isinstance(batch, dict):
-        return f"a dict with the keys {', '.join(map(str, batch))}"
-    if isinstance(batch, list | tuple):
-        return f"a {type(batch).__name__} of {len(batch)} items"
-    return f"a {type(batch).__name__}"
-
-
-def call_model(model: nn.Module, batch: Batch) -> Any:
-    """Call the model for a loss of the user's own, and return its output. If the batch is a pair or
-    a list, the model gets its first item.
-
-    If the batch is a dict, the model gets every field by name, except `labels`. A module of the
-    user's own also gets `labels` if its forward has a parameter of that name; a model of
-    transformers would compute a loss from them. The decoder of an encoder-decoder of transformers
-    gets them shifted right, as it does without a loss of the user's own. A dict with the field `inputs` is different: the
-    model gets this field, and by name those of the others that its forward has parameters for.
-
-    Raises InputError if the model's forward does not accept the fields.
-    """
-    if not isinstance(batch, dict):
-        return _run(model, batch[0] if isinstance(batch, list | tuple) else batch)
-    taken = forward_parameters(model)
-    reads_labels = "labels" in taken and not _is_of_transformers(model)
-    fields = {name: value for name, value in batch.items() if name != "labels" or reads_labels}
-    if _is_of_transformers(model) and "labels" in batch and _lacks_decoder_input(model, batch):
-        fields["decoder_input_ids"] = _shifted_right(model, batch["labels"])
-    if "inputs" in batch:
-        others = {name: value for name, value in fields.items() if name in taken and name != "inputs"}
-        return _run(model, batch["inputs"], **others)
-    return call_by_name(model, fields)
-
-
-def _is_of_transformers(model: nn.Module) -> bool:
-    return hasattr(getattr(model, "config", None), "model_type")
-
-
-def _lacks_decoder_input(model: nn.Module, batch: dict[str, Any]) -> bool:
-    """Return whether the model is an encoder-decoder whose decoder's input is not in the batch."""
-    given = {"decoder_input_ids", "decoder_inputs_embeds"}
-    config: Any = model.config
-    return bool(getattr(config, "is_encoder_decoder", False)) and given.isdisjoint(batch)
-
-
-def _run(model: nn.Module, *inputs: Any, **fields: Any) -> Any:
-    """Call the model and return its output. Raises InputError if the model fails on the types of its
-    inputs, which NumPy's default type float64 and images in bytes are not meant for, on types that it
-    mixes itself, or on gradients of its own that recomputed or offloaded activations do not allow."""
-    if torch.compiler.is_compiling():
-        return model(*inputs, **fields)
-    try:
-        return model(*inputs, **fields)
-    except RuntimeError as error:
-        given = [one for one in [*inputs, *fields.values()] if isinstance(one, Tensor)]
-        explained = _explained(error, given, list(model.parameters()))
-        if explained is None:
-            raise
-        raise explained from error
-
-
-def _explained(error: RuntimeError, inputs: list[Tensor], parameters: list[nn.Parameter]) -> InputError | None:
-    """Return an InputError for some errors of a model's forward, or None for any other error.
-
-    inputs      the tensors that forward got
-    parameters  the model's parameters
-    """
-    message = str(error).partition("\n")[0]
-    if "saved tensor hooks" in message:
-        return InputError(
-            "plan: recompute or offload",
-            f"the model's forward computes gradients with torch.func, which does not work with either ({message})",
-            "use recompute: none, and leave activations out of offload; or call torch.autograd.grad in forward",
-        )
-    if "not implemented for" in message and any(kind in message for kind in _HALF):
-        return InputError(
-            "plan: precision",
-            f"the model uses an operation that PyTorch does not have in 16 bits on this device ({message})",
-            "use precision: fp32",
-        )
-    if "type" not in message and "not implemented for" not in message:
-        return None
-    types = {one.dtype for one in inputs}
-    names = ", ".join(sorted(str(one).removeprefix("torch.") for one in types))
-    stored = {one.dtype for one in parameters if one.is_floating_point()}
-    if torch.float64 in stored and torch.float64 not in types:
-        return InputError(
-            "job: model",
-            f"has parameters of float64, gets inputs of the types {names}, and fails ({message})",
-            "create the model in float32, which is PyTorch's default",
-        )
-    real = {one for one in types if one.is_floating_point}
-    if "indices" in message and real:
-        return InputError(
-            "data",
-            f"the model gets inputs of the types {names}, and fails ({message})",
-            "let the dataset return ids as whole numbers, for example with array.astype('int64') or tensor.long()",
-        )
-    if real - stored - {torch.float32} or (types and not real and any(kind in message for kind in _WHOLE)):
-        return InputError(
-            "data",
-            f"the model gets inputs of the types {names}, and fails ({message})",
-            "let the dataset return real numbers as float32, for example with array.astype('float32') or tensor.float()",
-        )
-    if any(kind in message for kind in _HALF):
-        return InputError(
-            "job: model",
-            f"fails on types that do not match ({message}); plan.precision gives all parameters the same type",
-            "leave .bfloat16(), .half() and .float() out of the model, and create its tensors in the type of its inputs "
-            "(dtype=x.dtype); or use precision: bf16-mixed, in which each operation casts its inputs",
-        )
-    return None
-
-
-_HALF = ("BFloat16", "Half")  # as torch's messages name the 16-bit types
-_WHOLE = ("Long", "long", "Int", "int", "Byte", "unsigned char")  # and the types of whole numbers
-
-
-def forward_parameters(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters of the model's forward. They are noted on the model, because
-    compiled code cannot look at a signature: call this function before the model is compiled."""
-    known: frozenset[str] | None = getattr(model, _NOTED, None)
-    if known is None:
-        if torch.compiler.is_compiling():
-            return frozenset()
-        try:
-            known = frozenset(inspect.signature(model.forward).parameters)
-        except ValueError:  # a module of torch.jit.trace has no signature
-            known = frozenset()
-        setattr(model, _NOTED, known)
-    return known
-
-
-def call_by_name(model: nn.Module, inputs: dict[str, Any]) -> Any:
-    """Call the model with keyword arguments, model(**inputs), and return its output. Raises
-    InputError if the model's forward does not accept these names."""
-    if torch.compiler.is_compiling():
-        return model(**inputs)
-    try:
-        return _run(model, **inputs)
-    except TypeError as error:
-        try:
-            inspect.signature(model.forward).bind(**inputs)
-        except TypeError as wrong:
-            raise InputError(
-                "data",
-                f"samples have the fields {', '.join(inputs)}, and the model's forward does not take these ({wrong})",
-                "name the fields as forward names its arguments, or let samples be (input, target)",
-            ) from error
-        raise

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from tightfit._torch.fake import FakeTensor, FakeTensorMode, active_fake_mode
 from tightfit._torch.modules import own_buffers, own_parameters, plain_attributes
 from tightfit.errors import InputError, Untraceable
+from tightfit.models.batches import Batch, map_tensors
 from tightfit.models.dataflow import PP_FIELD, Dataflow, describe_line, innermost_model_line
 from tightfit.models.dataflow_recorder import Recorder
 from tightfit.models.fake_kernels import without_fake_tensor_logs
-from tightfit.models.objective import Batch, map_tensors
 
 
 def trace_dataflow(

@@ -33,7 +33,7 @@ from tightfit._torch.modules import call_of, compiled_in_place, replace_call
 from tightfit._torch.pytree import tree_leaves
 from tightfit._torch.tensors import storage_id
 from tightfit.distributed.collectives import all_gather
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.parallel.gradient_buckets import ReduceScatteredGradients, bucket_bytes, make_buckets
 
 # gloo takes longer to send a shard of this size than to begin a message.

@@ -25,7 +25,7 @@ from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.machine import Figure, Machine
 from tightfit.methods import loader, optimizer_states
-from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
+from tightfit.models.batches import LABEL_COUNT_KEY, Batch, LabelCount, processed_count, sample_count
 from tightfit.models.tensors import tensors_in
 from tightfit.optim.gradient_dtype import empty_gradient
 from tightfit.parallel.fsdp import planning

@@ -15,9 +15,9 @@ from tightfit.engine.split_loss import SAMPLES, how_loss_depends_on_split, with_
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
 from tightfit.models import model_factory
+from tightfit.models.batches import IGNORED, Batch, map_tensors
 from tightfit.models.block_state import changed_after_forward
 from tightfit.models.fake_forward import UsesOfParameters, uses_of_parameters
-from tightfit.models.objective import IGNORED, Batch, map_tensors
 from tightfit.plan import Plan
 from tightfit.planner.estimator import Estimator
 

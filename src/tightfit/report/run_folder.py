@@ -46,7 +46,7 @@ from tightfit.job_sections.selection import LOSS
 from tightfit.machine import Machine
 from tightfit.measure.memory import process_peak_bytes
 from tightfit.measure.observer import Observer
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 from tightfit.plan import Plan
 from tightfit.record import BestCheckpoint, Record
 from tightfit.report.heartbeat import never_silent

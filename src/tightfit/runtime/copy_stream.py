@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 
 Copy = Callable[[Tensor], Tensor]
 

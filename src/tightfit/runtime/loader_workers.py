@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tightfit.errors import InputError, TightfitError
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.plan import Plan
 
 # errors of pickle; torch raises RuntimeError for a tensor that is part of an autograd graph

@@ -35,7 +35,7 @@ from torch.utils.flop_counter import register_flop_formula
 from tightfit._torch.compiler import is_compiler_error, may_be_dynamic
 from tightfit._torch.fake import active_fake_mode
 from tightfit.errors import InputError
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 from tightfit.runtime.fake_compiler import can_generate_kernels, see_kernel
 
 ROWS_IN_CACHE = 64  # rows whose fp32 softmax stays in a CPU's cache

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from tightfit.data import MixedOrder, Order, Samples, SampleStream, first_samples
 from tightfit.data.order import Integers, split_ranges
 from tightfit.errors import TightfitError
-from tightfit.models.objective import Batch, map_tensors
+from tightfit.models.batches import Batch, map_tensors
 from tightfit.plan import Plan
 from tightfit.runtime.loader_workers import batches_from_workers, result_or_error
 from tightfit.runtime.run import DummyMicroBatch

@@ -22,8 +22,9 @@ from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import ParameterSharding
 from tightfit.errors import InputError
 from tightfit.job import Job
+from tightfit.models.batches import LABEL_COUNT_KEY, Batch, LabelCount, map_tensors
 from tightfit.models.dataflow import Dataflow
-from tightfit.models.objective import LABEL_COUNT_KEY, Batch, LabelCount, Objective, map_tensors
+from tightfit.models.objective import Objective
 from tightfit.plan import Plan
 from tightfit.runtime.copy_stream import BatchPrefetcher
 from tightfit.runtime.offload_store import Store

@@ -10,7 +10,7 @@ import tightfit
 from tests import tiny
 from tests.pool import together
 from tightfit.errors import InputError
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 from tightfit.parallel.tensor.vocab_cross_entropy import in_range
 
 

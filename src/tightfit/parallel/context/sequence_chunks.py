@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tightfit.errors import InputError
-from tightfit.models.objective import IGNORED, Batch, map_tensors, next_token_targets
+from tightfit.models.batches import IGNORED, Batch, map_tensors
+from tightfit.models.task_logits import next_token_targets
 from tightfit.runtime.run import Data, DummyMicroBatch
 
 

@@ -36,6 +36,7 @@ from tightfit.cost.ledger import Ledger
 from tightfit.cost.remembered import remembered
 from tightfit.errors import InputError
 from tightfit.models import find_blocks, parameter_uses
+from tightfit.models.batches import Batch
 from tightfit.models.dataflow import (
     BEFORE_BLOCKS,
     PP_FIELD,
@@ -47,7 +48,6 @@ from tightfit.models.dataflow import (
     TensorId,
     describe_line,
 )
-from tightfit.models.objective import Batch
 from tightfit.models.tracing import trace_dataflow
 from tightfit.parallel.pipeline.stages import stage_ranges, stages_using
 from tightfit.plan import Plan

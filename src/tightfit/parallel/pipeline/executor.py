@@ -34,8 +34,8 @@ from torch.autograd.graph import get_gradient_edge
 from tightfit._torch.modules import own_children
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, WEIGHTS, Action, coming, make_schedule
 from tightfit.distributed.mesh import Mesh
+from tightfit.models.batches import Batch, sample_count
 from tightfit.models.dataflow import blocks_out_of_order, sample_shapes
-from tightfit.models.objective import Batch, sample_count
 from tightfit.parallel.gradient_buckets import gradients_filled
 from tightfit.parallel.pipeline.messages import StageInputs, StageMessages, shape_key
 from tightfit.parallel.pipeline.pruned_model import ForwardState, OwnBlock, StageEnd, StubBlock

@@ -24,7 +24,7 @@ from tightfit._torch.fake import active_fake_mode
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action, consumer_of, producer_of
 from tightfit.distributed.mesh import Mesh
 from tightfit.errors import InputError
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.models.tensors import tensors_in
 from tightfit.runtime.run import DummyMicroBatch, Run, without_full_masks
 

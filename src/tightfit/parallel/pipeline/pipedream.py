@@ -21,7 +21,7 @@ from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.modules import own_parameters
 from tightfit.cost.pipeline_schedule import BACKWARD, FORWARD, Action
 from tightfit.distributed.mesh import DATA
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.optim.gradient_dtype import copy_gradient_dtype
 from tightfit.optim.groups import base_learning_rates, put_base_learning_rates
 from tightfit.parallel.pipeline.executor import PipelineRank, add_losses

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tightfit._torch.fake import active_fake_mode
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.replicas import ReplicatedBuffers
-from tightfit.models.objective import Batch, processed_count, sample_count
+from tightfit.models.batches import Batch, processed_count, sample_count
 from tightfit.optim.gradient_dtype import empty_gradient
 from tightfit.plan import Plan
 from tightfit.runtime.run import Data, DummyMicroBatch, Run, UnshardedReduction, to_device

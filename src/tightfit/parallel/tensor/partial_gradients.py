@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.tensors import storage_id
 from tightfit.errors import InputError
+from tightfit.models.batches import Batch
 from tightfit.models.fake_forward import fake_batch, fake_forwards, restoring_random_states
-from tightfit.models.objective import Batch
 from tightfit.models.tensors import tensors_in, written_tensors
 
 # styles of modules whose outputs are sharded, and of those that make full outputs from sharded inputs

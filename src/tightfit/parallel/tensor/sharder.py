@@ -27,8 +27,9 @@ from tightfit.distributed.collectives import all_gather, all_reduced
 from tightfit.distributed.mesh import Mesh
 from tightfit.distributed.sharding import ParameterSharding, rows_of, shard_parameter, unshard_parameter
 from tightfit.errors import InputError
+from tightfit.models.batches import IGNORED, Batch
 from tightfit.models.blocks import is_conv1d
-from tightfit.models.objective import IGNORED, Batch, Objective
+from tightfit.models.objective import Objective
 from tightfit.parallel.tensor.sequence_parallel import SUMS_OUTPUT, SequenceParallel, transform_input
 from tightfit.parallel.tensor.vocab_cross_entropy import in_range, vocab_parallel_cross_entropy
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.operations import assert_async
 from tightfit.errors import InputError
-from tightfit.models.objective import IGNORED
+from tightfit.models.batches import IGNORED
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:

@@ -20,8 +20,9 @@ from tightfit.data.sequences import corruption, row_length
 from tightfit.data.streams import seconds_per_sample
 from tightfit.errors import InputError
 from tightfit.job import DataSpec, Job
+from tightfit.models.batches import IGNORED, Batch, LabelCount, map_tensors
 from tightfit.models.expert_routing import forget_values
-from tightfit.models.objective import IGNORED, Batch, LabelCount, map_tensors, objective_of
+from tightfit.models.objective import objective_of
 
 PARTS_PER_MILLION = 1_000_000
 TIMED_BATCHES = 2  # batches that are prepared to measure the seconds per sample

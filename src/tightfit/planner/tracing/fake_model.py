@@ -31,13 +31,10 @@ from tightfit.methods import (
     tensor_parallel,
 )
 from tightfit.models import find_blocks, parameter_uses
+from tightfit.models.batches import Batch
+from tightfit.models.call_model import forward_parameters
 from tightfit.models.dataflow import Dataflow
-from tightfit.models.objective import (
-    Batch,
-    Objective,
-    forward_parameters,
-    objective_of_job,
-)
+from tightfit.models.objective import Objective, objective_of_job
 from tightfit.models.tracing import trace_dataflow
 from tightfit.optim.gradient_dtype import widen_gradients
 from tightfit.optim.groups import check_matches, first_match, names_of_parameters

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tightfit._torch.patches import after_resize
 from tightfit._torch.tensors import in_backward
-from tightfit.models.objective import Batch
+from tightfit.models.batches import Batch
 from tightfit.models.tensors import tensors_in
 from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, storages_of
 from tightfit.runtime.run import Run

@@ -32,17 +32,11 @@ from tightfit.job import DataSpec, Job
 from tightfit.methods import (
     METHODS,
     float8,
-    loss,
     recompute,
 )
 from tightfit.models import find_blocks, has_complex_parameters, model_factory, task_of
+from tightfit.models.batches import LABEL_COUNT_KEY, Batch, processed_count, sample_count
 from tightfit.models.fake_forward import branch_on_values
-from tightfit.models.objective import (
-    LABEL_COUNT_KEY,
-    Batch,
-    processed_count,
-    sample_count,
-)
 from tightfit.models.tensors import tensors_in
 from tightfit.parallel.context import sequence_chunks
 from tightfit.parallel.fsdp import planning
@@ -60,6 +54,7 @@ from tightfit.planner.tracing.repeated_blocks import representatives
 from tightfit.planner.tracing.shared_work import SharedWork
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.fake_compiler import can_generate_kernels
+from tightfit.runtime.linear_cross_entropy import computed_rows
 from tightfit.runtime.method import traced_fields
 from tightfit.runtime.micro_batches import EXAMPLE_SAMPLES
 
@@ -357,7 +352,7 @@ class Profiler:
         """
         if plan.chunked_loss is None:
             return 0
-        taken = loss.computed_rows(self.labelled, self.tokens, 1) or self.tokens
+        taken = computed_rows(self.labelled, self.tokens, 1) or self.tokens
         return max(int(-(-plan.chunked_loss // (taken / self.samples))), 1)
 
     def _cached_trace(self, key: _TraceKey, plan: Plan, samples: int, ahead: dict[int, bool]) -> RecordedStep:
