@@ -33,7 +33,7 @@ from tightfit.planner.dry_run import dry_run
 from tightfit.planner.estimate import Estimate
 from tightfit.planner.estimator import Estimator
 from tightfit.planner.search import search
-from tightfit.report.commands import quiet_libraries
+from tightfit.report.quiet import quiet_libraries
 from tightfit.units import format_bytes
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 from tests import tiny
 from tests.report.test_run_folder import command
 from tightfit.machine import Machine
-from tightfit.report.commands import quiet_libraries
+from tightfit.report.quiet import quiet_libraries
 
 ROWS = {"parameters", "gradients", "optimizer", "activations", "temporaries", "communication", "runtime", "peak"}
 SECONDS = {"compute_s", "memory_s", "communication_s", "bubble_s", "input_s", "step_s"}

@@ -30,7 +30,7 @@ from tightfit.errors import InputError
 from tightfit.job import Train
 from tightfit.plan import Plan
 from tightfit.report import run_folder
-from tightfit.report.commands import check_out
+from tightfit.report.command_inputs import check_out
 from tightfit.report.run_folder import begin_files
 
 

@@ -21,8 +21,9 @@ from tightfit.measure.rung import Measured, measure_rung
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan
 from tightfit.planner.ladder import Ladder, Rung, climb, tensor_bytes, training_bytes
-from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job
+from tightfit.report.command_inputs import read_job
 from tightfit.report.heartbeat import never_silent
+from tightfit.report.quiet import quiet_libraries, quiet_transformers
 from tightfit.units import format_bytes, format_seconds
 
 

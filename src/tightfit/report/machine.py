@@ -15,7 +15,7 @@ from tightfit.machine import Figure, Machine
 from tightfit.machines import devices, instances
 from tightfit.machines.gpus import unused
 from tightfit.record import Record
-from tightfit.report.commands import quiet_libraries
+from tightfit.report.quiet import quiet_libraries
 from tightfit.units import format_bytes, format_flops, format_seconds
 
 

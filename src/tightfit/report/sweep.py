@@ -22,8 +22,9 @@ from tightfit.machine import Machine
 from tightfit.optional_packages import import_optional
 from tightfit.plan import Plan
 from tightfit.planner.whole_run import WholeRun, check_price, format_cost, format_hours, whole_run
-from tightfit.report.commands import quiet_libraries, quiet_transformers, read_job
+from tightfit.report.command_inputs import read_job
 from tightfit.report.heartbeat import never_silent
+from tightfit.report.quiet import quiet_libraries, quiet_transformers
 from tightfit.runtime.run_length import length_of
 from tightfit.units import format_bytes, format_count, format_seconds
 
