@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 import tightfit
 from tests.contract.cases import BERT, LLAMA, VIT, make_case
 from tests.sweeps import spread
+from tightfit._torch.fake import FakeTensor
 from tightfit.machine import Figure, Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
+from tightfit.measure.observer import Observer
 
 BATCH, LENGTH = 8, 16
 LAYERS, HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 4, 32, 128, 4, 2, 160
@@ -103,11 +106,51 @@ def test_counting_does_not_change_the_run() -> None:
     job = make_case("vit").job.replace(model={**VIT, "hidden_dropout_prob": 0.1})
     run = tightfit.build(job)
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    random = torch.get_rng_state()
+    state = torch.get_rng_state()
     assert forward_flops(run, next(run.data.steps(0, None))[0])
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
     assert all(type(parameter) is nn.Parameter for parameter in run.model.parameters())
+
+
+class Remembering(nn.Module):
+    """Has one layer under two names, draws from Python's generator, and notes what its forward computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(self.first), nn.Sequential(self.first)])
+        self.outputs: list[Tensor] = []
+        self.latest: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            self.outputs.append(x.detach())
+        self.latest = x.detach() if random.random() < 2 else None
+        return x
+
+
+def test_training_goes_on_with_the_model_after_a_count() -> None:
+    samples = [(torch.randn(4, generator=torch.Generator().manual_seed(i)), i % 4) for i in range(4)]
+
+    def losses(observed: bool) -> list[float]:
+        job = tightfit.Job(
+            model=Remembering, data=samples, train=tightfit.Train(optimizer="sgd", learning_rate=0.1, batch=4, steps=6)
+        )
+        run = tightfit.build(job)
+        observer = Observer(run, 0)
+        steps = list(tightfit.train(run, take=observer.take) if observed else tightfit.train(run))
+        if observed:
+            assert observer.flops_per_step
+        model = run.model
+        assert isinstance(model, Remembering)
+        tensors = [*model.parameters(), *model.outputs, model.latest]
+        assert not any(isinstance(one, FakeTensor) for one in tensors)
+        assert len(model.outputs) == 2 * 6
+        return [step.loss for step in steps]
+
+    assert losses(observed=True) == losses(observed=False)
 
 
 class Refusing(nn.Module):

@@ -20,6 +20,7 @@ from tightfit.models.caches import isolated_model_caches
 from tightfit.models.expert_routing import RoutedExperts
 from tightfit.models.fake_kernels import GROUPED_MM, grouped_mm_flops, without_fake_tensor_logs
 from tightfit.models.objective import objective_of_job
+from tightfit.models.tracing import restoring_state
 from tightfit.runtime.run import Run
 
 
@@ -37,8 +38,8 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
     million, L = 12, h = 768, s = 1,024 gives 6 P = 744 and 12 L h s = 113, together 857 MFLOPs for
     each token.
 
-    The forward runs on fake tensors, so it computes nothing and changes neither the model nor the
-    random number generators. A model whose operations depend on the values of tensors cannot run on
+    The forward runs on fake tensors, so it computes nothing. The model and the random number generators
+    are the same afterwards. A model whose operations depend on the values of tensors cannot run on
     fake tensors: the result is None.
     """
 
@@ -70,6 +71,7 @@ def forward_flops(run: Run, batch: Batch) -> int | None:
         inputs = map_tensors(lambda tensor: fake.from_tensor(tensor.to(run.device)), batch)
         with (
             isolated_model_caches(),
+            restoring_state(total),  # functional_call leaves the fake weights in a module that has two names
             without_fake_tensor_logs(),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
