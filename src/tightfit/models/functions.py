@@ -20,14 +20,18 @@ def prepared(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     without values, too: under torch.device("meta") and FakeTensorMode."""
 
     def create() -> nn.Module:
+        from tightfit._torch.fake import active_fake_mode
         from tightfit._torch.patches import (
             convertible_fake_modules,
             copyable_fake_tensors,
             without_truncated_normal,
         )
+        from tightfit.models.known_values import KnownValues
 
         with ExitStack() as entered:
             if shapes_only():
+                if active_fake_mode() is not None:
+                    entered.enter_context(KnownValues())
                 entered.enter_context(without_truncated_normal())
                 entered.enter_context(convertible_fake_modules())
                 entered.enter_context(copyable_fake_tensors())

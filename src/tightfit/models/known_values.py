@@ -1,0 +1,155 @@
+"""Values of small tensors that a model computes while it is created on fake tensors.
+
+Some constructors compute sizes with tensors, such as the widths of RegNet's stages, and read them:
+
+    widths = torch.round(torch.arange(depth) * slope / 8) * 8
+    stages = len(torch.unique(widths))
+
+A model that is created with other values has other layers, so a prediction would be of another model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tightfit._torch.dispatch import TorchDispatchMode, without_dispatch_modes
+from tightfit._torch.fake import FakeTensor, detect_fake_mode
+from tightfit._torch.pytree import tree_leaves, tree_map_only
+
+MOST_ELEMENTS = 2**14  # a tensor with more is not computed: it is a table or a weight, not a size
+_VALUE = "_tightfit_value"  # attribute of a fake tensor: its _Value
+_aten = torch.ops.aten
+_UNDEFINED = {
+    _aten.empty,
+    _aten.empty_strided,
+    _aten.empty_like,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten.empty_permuted,
+}
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A real tensor on the CPU with the values of a fake tensor.
+
+    real   the real tensor. It shares its memory with those of views
+    known  one item, shared by all views: whether `real` still has the values. It is False after a write of
+           unknown values
+    """
+
+    real: Tensor
+    known: list[bool]
+
+
+class KnownValues(TorchDispatchMode):
+    """A mode in which fake tensors have known values if they are small and computed from numbers, not
+    drawn at random. `.item()`, `.tolist()`, conditions and shapes that depend on values get these."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        values = [_value_of(one) for one in inputs]
+        if any(value is None for value in values) or not _is_computable(func):
+            _forget_written(func, args, kwargs)
+            return func(*args, **kwargs)
+        known: dict[int, _Value] = {
+            id(one): value for one, value in zip(inputs, values, strict=True) if value is not None
+        }
+        if inputs and _depends_on_values(func, args):
+            return _without_values(_compute(func, args, kwargs, known), inputs)
+        made = func(*args, **kwargs)
+        outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+        if any(one.numel() > MOST_ELEMENTS or not isinstance(one, FakeTensor) for one in outputs):
+            _forget_written(func, args, kwargs)
+            return made
+        real = [one for one in tree_leaves(_compute(func, args, kwargs, known)) if isinstance(one, Tensor)]
+        for output, value in zip(outputs, real, strict=True):
+            _set_value(output, value, known)
+        return made
+
+
+def _value_of(tensor: Tensor) -> _Value | None:
+    """Return the known values of a tensor, or None if they are not known."""
+    if not isinstance(tensor, FakeTensor):
+        is_small = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= MOST_ELEMENTS
+        return _Value(tensor, [True]) if is_small else None
+    value: _Value | None = getattr(tensor, _VALUE, None)
+    return value if value is not None and value.known[0] else None
+
+
+def known_values(tensor: Tensor) -> Tensor | None:
+    """Return a real tensor with the values of a tensor that was made inside `KnownValues`, or None if they
+    are not known."""
+    value = _value_of(tensor)
+    return None if value is None else value.real
+
+
+def _set_value(output: Tensor, real: Tensor, inputs: dict[int, _Value]) -> None:
+    storage = real.untyped_storage().data_ptr()
+    of_base = [one.known for one in inputs.values() if one.real.untyped_storage().data_ptr() == storage != 0]
+    setattr(output, _VALUE, _Value(real, of_base[0] if of_base else [True]))
+
+
+def _is_computable(func: Any) -> bool:
+    """Return whether an operation gives the same result each time, and no new shape to its input."""
+    tags = getattr(func, "tags", ())
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+        return False
+    if torch.Tag.nondeterministic_seeded in tags or torch.Tag.inplace_view in tags:
+        return False
+    return func.overloadpacket not in _UNDEFINED
+
+
+def _depends_on_values(func: Any, args: Any) -> bool:
+    """Return whether the type or shape of an operation's result depends on values."""
+    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        indices = args[1] if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_) else None
+        return indices is None or any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
+    return False
+
+
+def _compute(func: Any, args: Any, kwargs: Any, known: dict[int, _Value]) -> Any:
+    """Return the result of an operation on the real tensors in `known`, by the id of the tensors in args."""
+    args, kwargs = tree_map_only(Tensor, lambda one: known[id(one)].real, (args, kwargs))
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if kwargs.get("pin_memory"):
+        kwargs = {**kwargs, "pin_memory": False}
+    with without_dispatch_modes(), torch.no_grad():
+        return func(*args, **kwargs)
+
+
+def _without_values(result: Any, inputs: list[Tensor]) -> Any:
+    """Return the real result of an operation on `inputs` as fake tensors, whose values are known."""
+    mode = detect_fake_mode(inputs)
+    assert mode is not None
+
+    def hide(real: Tensor) -> Tensor:
+        with without_dispatch_modes():
+            hidden = mode.from_tensor(real)
+        setattr(hidden, _VALUE, _Value(real, [True]))
+        return hidden
+
+    return tree_map_only(Tensor, hide, result)
+
+
+def _forget_written(func: Any, args: Any, kwargs: Any) -> None:
+    """Forget the values of the tensors that an operation writes to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for tensor in tree_leaves(named.get(argument.name)):
+                value = getattr(tensor, _VALUE, None)
+                if value is not None:
+                    value.known[0] = False
+
+
+__all__ = ["KnownValues", "known_values"]
