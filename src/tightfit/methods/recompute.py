@@ -41,6 +41,7 @@ from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.batches import Batch, map_tensors
+from tightfit.models.replaced_forward import replace_forward
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
 from tightfit.runtime.attention_core import Found, no_attention, recompute_attention
@@ -110,7 +111,7 @@ def apply(run: Run, plan: Plan) -> Run:
         return replace(run, loss_sum=loss_sum)
     for number in recomputed_blocks(plan, len(blocks)):
         block = blocks[number]
-        block.forward = recomputed(block.forward, [block], _selective(plan), generators)
+        replace_forward(block, recomputed(block.forward, [block], _selective(plan), generators))
     return run
 
 
@@ -131,7 +132,7 @@ def _recompute_attention(run: Run, plan: Plan, modules: list[nn.Module]) -> Run:
     recomputed. Its loss function raises InputError if the modules compute no attention."""
     found = Found()
     for module in modules:
-        module.forward = recompute_attention(module.forward, found)
+        replace_forward(module, recompute_attention(module.forward, found))
     if plan.pp > 1:  # a rank's blocks may have none; the trace of the whole model looks for attention
         return run
 

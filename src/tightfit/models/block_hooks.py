@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tightfit._torch.modules import forward_hooks, forward_pre_hooks
+from tightfit.models.replaced_forward import replace_forward
 
 Hook = tuple[Callable[..., Any], bool]  # the hook, and whether it takes keyword arguments
 
@@ -69,7 +70,7 @@ def run_hooks_on_direct_calls(module: nn.Module, running: Callable[[], bool]) ->
     def forward_with_hooks(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs) if running() else module(*args, **kwargs)
 
-    module.forward = forward_with_hooks
+    replace_forward(module, forward_with_hooks)
 
 
 __all__ = ["Hooks", "hooks_of", "run_hooks_on_direct_calls"]

@@ -17,6 +17,7 @@ from tightfit._torch.modules import own_buffers
 from tightfit.errors import InputError
 from tightfit.models.batches import Batch
 from tightfit.models.objective import Objective
+from tightfit.models.replaced_forward import replace_forward
 
 LOGITS_BIAS = "final_logits_bias"  # a buffer that BART and similar models add to the logits
 # backwards of operations that give the numbers of one tensor as they are, in another shape or type
@@ -85,7 +86,7 @@ class OutputHead:
             self.hidden_states = hidden
             return hidden
 
-        self.layer.forward = forward  # type: ignore[method-assign, assignment]
+        replace_forward(self.layer, forward)
 
     @property
     def logits_bias(self) -> Tensor | None:

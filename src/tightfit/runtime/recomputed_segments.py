@@ -26,6 +26,7 @@ from tightfit._torch.modules import plain_attributes
 from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError
 from tightfit.models.fake_forward import WatchedWrites
+from tightfit.models.replaced_forward import replace_forward
 from tightfit.models.tensors import tensors_in
 from tightfit.models.tracing import restoring_state
 from tightfit.runtime.recomputation import Forward, recomputed
@@ -95,9 +96,9 @@ def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | No
         if not torch.compiler.is_compiling() and last_call:
             raise _not_sequential()
 
-    blocks[0].forward = run_segment
+    replace_forward(blocks[0], run_segment)
     for position, block in enumerate(blocks[1:], start=1):
-        block.forward = partial(pass_through, position)
+        replace_forward(block, partial(pass_through, position))
     return end
 
 

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from tightfit._torch.tensors import storage_id
 from tightfit.distributed.collectives import all_gather, reduce_scatter
 from tightfit.errors import InputError
+from tightfit.models.replaced_forward import refuse_copies
 from tightfit.plan import Plan
 
 _ATTRIBUTE = "sequences_divided_by"
@@ -82,6 +83,7 @@ class SequenceParallel:
                 return product(input)
 
         module.forward = forward  # type: ignore[method-assign]
+        refuse_copies(module)
 
     def reduce_scatter(self, product: Tensor) -> Tensor:
         """Sum the outputs of a row-parallel module over the tp devices, and return this device's

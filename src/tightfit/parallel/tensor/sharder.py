@@ -30,6 +30,7 @@ from tightfit.errors import InputError
 from tightfit.models.batches import IGNORED, Batch
 from tightfit.models.blocks import is_conv1d
 from tightfit.models.objective import Objective
+from tightfit.models.replaced_forward import refuse_copies
 from tightfit.parallel.tensor.sequence_parallel import SUMS_OUTPUT, SequenceParallel, transform_input
 from tightfit.parallel.tensor.vocab_cross_entropy import in_range, vocab_parallel_cross_entropy
 
@@ -309,6 +310,7 @@ class Sharder:
             return summed + held.to(summed.dtype)
 
         module.forward = forward
+        refuse_copies(module)
 
     def _reduce(self, product: Tensor) -> Tensor:
         """Return the sum of `product` over the tp devices. With sequence parallelism, return this
@@ -376,6 +378,7 @@ class Sharder:
             return _ReduceFromRegion.apply(found * in_shard.unsqueeze(-1).to(found.dtype), self.group)
 
         embedding.forward = forward  # type: ignore[method-assign]
+        refuse_copies(embedding)
 
     def shardings(self) -> dict[str, ParameterSharding]:
         """Return parameter name -> how the parameter is sharded, for each sharded parameter of the
