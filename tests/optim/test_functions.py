@@ -217,6 +217,52 @@ def test_torch_s_schedulers_give_their_own_rates(make_scheduler: Any) -> None:
     assert [rate(step) for step in (7, *range(7))] == pytest.approx([expected[7], *expected[:7]])
 
 
+def _own_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Groups with rates of their own; the optimizer's default, 1e-3, is the rate of none."""
+    matrices, vectors = ([one for one in parameters if (one.dim() > 1) == large] for large in (True, False))
+    return torch.optim.AdamW([{"params": matrices, "lr": 1e-2}, {"params": vectors, "lr": 0.1}])
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4, eta_min=5e-3),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.3], 4, cycle_momentum=False),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (step + 1), lambda step: 1.0]),
+    ],
+)
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_schedulers_get_the_groups_of_an_own_optimizer(make_scheduler: Any, own_loop: bool) -> None:
+    reference = nn.Linear(4, 3)
+    optimizer = _own_groups(list(reference.parameters()))
+    scheduler, expected = make_scheduler(optimizer), []
+    for _ in range(4):
+        expected.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    train = Train(optimizer=_own_groups, schedule=make_scheduler, batch=2, steps=4)
+    rates = []
+    if own_loop:
+        net = tightfit.prepare(lambda: nn.Linear(4, 3), train)
+        for _ in range(4):
+            net.backward(net(torch.randn(2, 4)).square().mean())
+            net.step()
+            rates.append([group["lr"] for group in net.optimizer.param_groups])
+    else:
+        data = [(torch.randn(4), number % 3) for number in range(8)]
+        run = tightfit.build(tightfit.Job(model=lambda: nn.Linear(4, 3), data=data, train=train))
+        rates = [[group["lr"] for group in run.optimizer.param_groups] for _ in tightfit.train(run)]
+    assert [rate for step in rates for rate in step] == pytest.approx([rate for step in expected for rate in step])
+
+
+def test_a_schedule_that_fails_says_how() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step=3)  # type: ignore[call-arg]
+
+    with pytest.raises(InputError, match=r"returns a scheduler \(TypeError: .*'step'"):
+        learning_rate(Train(schedule=schedule), None)
+
+
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [

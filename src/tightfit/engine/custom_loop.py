@@ -212,7 +212,8 @@ class Prepared:
         refuse_unfrozen(run)
         self._reduce()
         if self._scheduled:
-            set_learning_rates(run.optimizer, run.learning_rate(self._steps))
+            of_groups = run.group_rates and run.group_rates(self._steps)
+            set_learning_rates(run.optimizer, run.learning_rate(self._steps), of_groups)
         norm, _ = update(run, clip)
         wait_for_weights(run)
         self._steps += 1

@@ -93,7 +93,7 @@ def take_step(run: Run, micro_batches: list[Batch], step: int) -> Step:
     counts = [sum(map(count, real)) for count in (run.objective.count, sample_count, processed_count)]
     sums = CountSums(run, counts)
     scheduled = run.learning_rate(step)
-    set_learning_rates(run.optimizer, scheduled)
+    set_learning_rates(run.optimizer, scheduled, run.group_rates and run.group_rates(step))
     learning_rate = main_learning_rate(run.optimizer, scheduled)
     with naming_failures(run.plan):
         losses = accumulate(run, micro_batches, lambda: sums.wait()[0])

@@ -44,7 +44,7 @@ from tightfit.job import Job, Train
 from tightfit.machine import Machine
 from tightfit.models import has_complex_parameters
 from tightfit.optim import make_optimizer
-from tightfit.optim.functions import kind_of_update, nested_state, subclassed_state
+from tightfit.optim.functions import SchedulerRates, full_rate_of, kind_of_update, nested_state, subclassed_state
 from tightfit.optim.groups import names_of_parameters
 from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
 from tightfit.optim.norms import mark_shard
@@ -367,9 +367,12 @@ def apply(run: Run, plan: Plan) -> Run:
         assert isinstance(optimizer, PerParameter)
         optimizer.attach()
     samples = run.data.samples if train.steps is None else None
-    full = float(optimizer.defaults["lr"]) if kind else None
-    rate = learning_rate(train, total_steps(train, samples), full)
-    return replace(run, optimizer=optimizer, learning_rate=rate)
+    full = full_rate_of(optimizer) if kind else None
+    # groups that the user's function makes; those of train.groups follow the schedule in proportion
+    own = [float(group["base_lr"]) for group in optimizer.param_groups] if kind and not train.groups else []
+    rate = learning_rate(train, total_steps(train, samples), full, own)
+    of_groups = rate.of_groups if own and isinstance(rate, SchedulerRates) else None
+    return replace(run, optimizer=optimizer, learning_rate=rate, group_rates=of_groups)
 
 
 def _check_undivided(train: Train, plan: Plan) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tightfit.errors import InputError
 from tightfit.job import Train
-from tightfit.optim.functions import ExistingOptimizer, optimizer_by_function
+from tightfit.optim.functions import ExistingOptimizer, full_rate_of, optimizer_by_function
 from tightfit.optim.groups import begin_schedule, function_groups, parameter_groups
 from tightfit.optim.lamb import LAMB
 from tightfit.optim.lars import LARS
@@ -89,7 +89,7 @@ def _by_function(
         others = {}
     optimizer = optimizer_by_function(train.optimizer, parameters)
     _replace_parameters(optimizer, others)
-    begin_schedule(optimizer, float(optimizer.defaults["lr"]))
+    begin_schedule(optimizer, full_rate_of(optimizer))
     optimizer.register_load_state_dict_pre_hook(load_plain)
     return optimizer
 

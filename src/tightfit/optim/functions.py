@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -98,7 +98,7 @@ def optimizer_by_function(given: Any, parameters: list[nn.Parameter] | list[dict
         raise InputError(
             OPTIMIZER, f"{name} has no lr, which the schedule sets", "use an optimizer with a learning rate"
         )
-    if not float(optimizer.defaults["lr"]) > 0:
+    if not full_rate_of(optimizer) > 0:
         raise InputError(OPTIMIZER, f"{name} has lr={optimizer.defaults['lr']}", "set lr to more than 0")
     step = inspect.signature(optimizer.step).parameters.get("closure")
     if step is not None and step.default is inspect.Parameter.empty:
@@ -114,6 +114,13 @@ def optimizer_by_function(given: Any, parameters: list[nn.Parameter] | list[dict
             "give it all of them; freeze the others with requires_grad_(False)",
         )
     return optimizer
+
+
+def full_rate_of(optimizer: Optimizer) -> float:
+    """Return the learning rate to which the user's schedule of an optimizer refers: its default, or, if that is
+    not above 0, the largest of its parameter groups."""
+    default = float(optimizer.defaults["lr"])
+    return default if default > 0 else max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def kind_of_update(given: Any) -> Kind:
@@ -234,7 +241,7 @@ def _check_options(optimizer: Optimizer, before: list[dict[str, Any]]) -> None:
         )
 
 
-def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
+def rate_by_function(given: Any, full: float, groups: Sequence[float] = ()) -> Callable[[int], float]:
     """Return a function from the step (counted from 0) to the learning rate, made from the user's
     own schedule.
 
@@ -242,6 +249,10 @@ def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
            multiplied; or a function of an optimizer that returns one of torch's learning-rate
            schedulers; or a PythonSpec that names one of these functions in a file
     full   the full learning rate
+    groups  the full learning rates of the optimizer's parameter groups, with which a scheduler of torch
+           computes; empty: one group with `full`
+
+    A scheduler makes a `SchedulerRates`, which also returns the rate of each group.
 
     Raises InputError if `given` is neither kind of function, if the scheduler needs a metric
     (ReduceLROnPlateau), or if it changes more than the learning rate, as OneCycleLR does with the
@@ -249,13 +260,14 @@ def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
     step or returns a factor that is negative or not finite.
     """
     function = function_of(given)
-    weight = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=full)
-    before = _options(optimizer)[0]
+    members = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in groups or (full,)]
+    optimizer = torch.optim.SGD(members, lr=full)
+    before = _options(optimizer)
+    failure: Exception | None = None
     try:
         made = function(optimizer)
-    except Exception:  # it is a function of the step, or wrong: the call below tells
-        made = None
+    except Exception as error:  # it is a function of the step, or wrong: the call below tells
+        made, failure = None, error
     if isinstance(made, ReduceLROnPlateau):
         raise InputError(
             SCHEDULE,
@@ -263,7 +275,7 @@ def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
             "use schedule: constant, and change lr of run.optimizer.param_groups in your loop",
         )
     if isinstance(made, LRScheduler):
-        return _SchedulerRates(optimizer, made, before)
+        return SchedulerRates(optimizer, made, before)
 
     def rate(step: int) -> float:
         return full * factor(step)
@@ -275,25 +287,41 @@ def rate_by_function(given: Any, full: float) -> Callable[[int], float]:
             raise InputError(f"{SCHEDULE} (step {step})", f"the factor is {found}", "return a factor of 0 or more")
         return found
 
-    factor(0)
+    try:
+        factor(0)
+    except InputError as error:
+        if failure is None:
+            raise
+        raise InputError(
+            SCHEDULE,
+            f"fails as a function of an optimizer, which returns a scheduler ({type(failure).__name__}: {failure}), and as a "
+            f"function of the step, which returns a factor ({error.found})",
+            "correct the schedule's function",
+        ) from failure
     return rate
 
 
-class _SchedulerRates:
-    """A function from the step (counted from 0) to the learning rate of a torch scheduler.
+class SchedulerRates:
+    """A function from the step (counted from 0) to the learning rate that a torch scheduler gives the first
+    parameter group.
 
     A call with step n runs the scheduler up to step n and remembers all rates. The scheduler acts
     on the given optimizer, which is a dummy and trains nothing. A resumed run therefore has no
     scheduler state to restore.
     """
 
-    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, before: dict[str, Any]) -> None:
+    def __init__(self, optimizer: Optimizer, scheduler: LRScheduler, before: list[dict[str, Any]]) -> None:
         self._optimizer, self._scheduler, self._before = optimizer, scheduler, before
-        self._rates = [self._rate()]
+        self._rates = [self._rates_now()]
 
-    def _rate(self) -> float:
-        group = self._optimizer.param_groups[0]
-        changed = [key for key, value in self._before.items() if key != "lr" and group[key] != value]
+    def _rates_now(self) -> list[float]:
+        groups = self._optimizer.param_groups
+        changed = [
+            key
+            for group, before in zip(groups, self._before, strict=True)
+            for key, value in before.items()
+            if key != "lr" and group[key] != value
+        ]
         if changed:
             raise InputError(
                 SCHEDULE,
@@ -302,20 +330,26 @@ class _SchedulerRates:
                 if changed[0] == "momentum"
                 else "use a scheduler of the learning rate alone",
             )
-        return float(group["lr"])
+        return [float(group["lr"]) for group in groups]
 
     def __call__(self, step: int) -> float:
+        return self.of_groups(step)[0]
+
+    def of_groups(self, step: int) -> list[float]:
+        """Return the learning rate of each parameter group."""
         while len(self._rates) <= step:
             self._optimizer.step()  # without a gradient; a scheduler warns if it is not called
             with as_input_error(f"{SCHEDULE} (step {step})", "let the scheduler cover all steps of the training"):
                 self._scheduler.step()
-            self._rates.append(self._rate())
+            self._rates.append(self._rates_now())
         return self._rates[step]
 
 
 __all__ = [
     "ExistingOptimizer",
     "Kind",
+    "SchedulerRates",
+    "full_rate_of",
     "function_of",
     "kind_of_update",
     "nested_state",

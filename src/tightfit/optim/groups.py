@@ -14,7 +14,7 @@ Source  transformers' Trainer: no weight decay for norms and biases. Others diff
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -209,18 +209,19 @@ def begin_schedule(optimizer: Optimizer, full: float) -> None:
         group.update(lr_ratio=rate / full, lr_factor=1.0, base_lr=rate)
 
 
-def set_learning_rates(optimizer: Optimizer, rate: float) -> None:
+def set_learning_rates(optimizer: Optimizer, rate: float, of_groups: Sequence[float] | None = None) -> None:
     """Set the learning rate of each group for the next update.
 
-    rate  the schedule's learning rate
+    rate       the schedule's learning rate, which the groups follow in proportion
+    of_groups  the learning rate of each group, of a scheduler that computes them itself; None: in proportion
 
     If the user has changed a group's `lr` since the last call, the change is kept: the schedule is
     multiplied by it from now on. Example: under a cosine schedule at 2e-4, a group's `lr` was set
     to 1e-4. Its learning rate is then half of the schedule's until the end of the training.
     """
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         _note_change(group)
-        _set_base(group, rate * group["lr_ratio"])
+        _set_base(group, rate * group["lr_ratio"] if of_groups is None else of_groups[number])
 
 
 def _set_base(group: dict[str, Any], base: float) -> None:

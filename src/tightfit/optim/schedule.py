@@ -4,7 +4,7 @@ restore."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tightfit.errors import InputError
 from tightfit.job import Train
@@ -23,12 +23,15 @@ def total_steps(train: Train, samples: int | None) -> int | None:
     return math.ceil((train.epochs or 1) * samples / train.batch)
 
 
-def learning_rate(train: Train, total_steps: int | None, full: float | None = None) -> Callable[[int], float]:
+def learning_rate(
+    train: Train, total_steps: int | None, full: float | None = None, groups: Sequence[float] = ()
+) -> Callable[[int], float]:
     """Return a function from the step (counted from 0) to the learning rate.
 
     total_steps  number of steps of the training; None if it is endless
     full         the full learning rate of an optimizer that the user's own function creates; None:
                  the job's `train.learning_rate`. Both are scaled by `scale_learning_rate`
+    groups       the full learning rates of the parameter groups that such a function makes, scaled, too
 
     The rate warms up linearly, then follows constant | linear | cosine | warmup-stable-decay. Step
     `warmup - 1` is the first at the full rate. The rate reaches `final_learning_rate` (a share of
@@ -44,7 +47,7 @@ def learning_rate(train: Train, total_steps: int | None, full: float | None = No
     """
     base, warmup = train.scaled_learning_rate if full is None else full * train.rate_scale, train.warmup
     if train.uses_function("schedule"):
-        return rate_by_function(train.schedule, base)
+        return rate_by_function(train.schedule, base, [rate * train.rate_scale for rate in groups])
     _check(train, total_steps)
 
     def rate(step: int) -> float:

@@ -243,6 +243,8 @@ class Run:
     data               set by `loader`
     optimizer          set by `optimizer_states`
     learning_rate      number of a step -> its learning rate
+    group_rates        number of a step -> the learning rate of each parameter group, for a scheduler of torch with
+                       the groups of an optimizer of the user's own; None: they follow learning_rate in proportion
     loss_scale         only in fp16, else None
     mesh               the devices of the run; None for a single device
     reduction          set by `data_parallel`, `zero` or `parameter_server`
@@ -282,6 +284,7 @@ class Run:
     data: Data
     optimizer: torch.optim.Optimizer
     learning_rate: Callable[[int], float]
+    group_rates: Callable[[int], list[float]] | None = None
     loss_scale: LossScale | None = None
     mesh: Mesh | None = None
     reduction: Reduction | None = None
