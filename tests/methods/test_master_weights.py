@@ -4,6 +4,7 @@ does, and take the bytes that the ledger says."""
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests import tiny
 from tests.contract import cases
 from tests.pool import together
 from tightfit.engine.checkpoint.save import newest
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.methods import master_weights, optimizer_states
 from tightfit.optim import make_optimizer
 from tightfit.optim.gradient_dtype import widen_gradients
@@ -346,3 +347,53 @@ def test_pinned_masters_imply_16_bit_weights() -> None:
     plan, reasons = complete(tiny.job(), tightfit.Machine.named("l4"), {"master_weights": True})
     assert (plan.precision, plan.rounding) == ("bf16-true", "nearest")
     assert "precision" in reasons
+
+
+def _line() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(6, 3)
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "clamp_", "data.clamp_"])
+@pytest.mark.parametrize("optimizer", ["sgd", "lamb"])
+def test_masters_follow_weights_that_the_loop_changes(change: str, optimizer: str) -> None:
+    """The losses are those of a loop in fp32, up to the rounding of the weights."""
+    inputs, targets = torch.randn(16, 6), torch.randn(16, 3)
+
+    def losses(fields: dict[str, Any]) -> list[float]:
+        train = tightfit.Train(optimizer=optimizer, learning_rate=0.1)
+        net = tightfit.prepare(_line, train, fields, allow=["bf16", "nearest-rounding"])
+        start = {name: value.clone() for name, value in net.model.state_dict().items()}
+        found = []
+        for step in range(8):
+            loss = (net(inputs) - targets).float().square().mean()
+            net.backward(loss)
+            net.step()
+            found.append(loss.item())
+            if change == "load_state_dict" and step == 3:
+                net.model.load_state_dict(start)
+            for weight in net.model.parameters() if change.endswith("clamp_") else ():
+                with torch.no_grad():
+                    (weight.data if change.startswith("data") else weight).clamp_(-0.125, 0.125)
+        return found
+
+    fields = {"precision": "bf16-true", "master_weights": True}
+    assert losses(fields) == pytest.approx(losses({}), rel=0.01)
+
+
+def test_masters_follow_the_norms_that_an_embedding_keeps() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Embedding(32, 16, max_norm=0.2), nn.Flatten(), nn.Linear(48, 32))
+
+    data = [(torch.randint(0, 32, (3,)), number % 32) for number in range(16)]
+    train = tightfit.Train(optimizer="adamw", learning_rate=3e-2, no_decay=[], batch=16, steps=60)
+    job = tightfit.Job(model=model, data=data, train=train, allow=["bf16"])
+    norms = []
+    for fields in ({}, {"precision": "bf16-true", "master_weights": True}):
+        with pytest.warns(TightfitWarning) if fields else nullcontext():
+            run = tightfit.build(job, tightfit.Plan(**fields))
+        list(tightfit.train(run))
+        (embedding,) = (one for one in run.model.modules() if isinstance(one, nn.Embedding))
+        norms.append(embedding.weight.detach().float().norm(dim=1).max().item())
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)

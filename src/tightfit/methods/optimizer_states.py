@@ -363,6 +363,8 @@ def apply(run: Run, plan: Plan) -> Run:
                 mark_shard(weight, partial(run.mesh.all_reduce, axes=axes))
         if train.optimizer in BY_MATRIX or kind == "by parameter":
             optimizer = UnshardingOptimizer(optimizer, partial(unshard, run), partial(shard, run))
+    if isinstance(optimizer, PerParameter):
+        optimizer.follows_data = run.own_loop
     if plan.update_in_backward:
         assert isinstance(optimizer, PerParameter)
         optimizer.attach()

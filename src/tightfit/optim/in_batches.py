@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tightfit._torch.operations import foreach_copy_
 from tightfit.optim.norms import copy_shard_mark
+from tightfit.optim.own_writes import note_own_write
 from tightfit.optim.per_parameter import MASTER, PerParameter, add_noise_, rounding_seed
 
 # A batch may have this many elements even if all parameters are smaller. Each fp32 copy of such a
@@ -102,6 +103,9 @@ class MultiTensor(PerParameter):
             on_device = [copy_shard_mark(self._weight_store.bring(parameter), parameter) for parameter in parameters]
         backups = [self._backup(*one) for one in zip(parameters, on_device, before, strict=True)]
         carried = [states.pop(self._carried, None) for states in before]
+        if self._masters:
+            for one, place, master in zip(parameters, on_device, carried, strict=True):
+                self._follow_changes(one, place, master)
         flat, weights = self._widen_weights(on_device, carried)
         states, wide = self._widen_states(before, weights)
         inner.param_groups = [{**group, "params": weights}]
@@ -122,6 +126,8 @@ class MultiTensor(PerParameter):
         if self._weight_store is not None:
             for parameter, one in zip(parameters, on_device, strict=True):
                 self._weight_store.take_back(parameter, one)
+        for parameter in parameters if self._masters else ():
+            note_own_write(parameter)
 
     def _widen_weights(self, on_device: list[Tensor], carried: list[Any]) -> tuple[Tensor | None, list[Tensor]]:
         """Return a flat fp32 copy of 16-bit weights, and views of this copy, one for each weight,

@@ -34,6 +34,7 @@ from tightfit.optim.gradient_hooks import on_gradient_ready
 from tightfit.optim.nested_states import is_nested
 from tightfit.optim.norms import copy_shard_mark
 from tightfit.optim.one_by_one import Closure, loss_of
+from tightfit.optim.own_writes import note_own_write, written_by_others
 
 States = Literal["fp32", "bf16", "8-bit", "4-bit"]
 Rounding = Literal["nearest", "kahan", "stochastic"]
@@ -125,6 +126,9 @@ class PerParameter(Optimizer):
     can_undo      whether `skip_step_if` may be called, which skips a step if a flag on the device is
                   true
 
+    follows_data  whether masters also follow changes of `weight.data`, of which torch keeps no count, so that each
+                  update has to compare all masters with their weights; False at first
+
     Learning rates and the other options are read from `param_groups` at each update. An update
     needs memory for the fp32 copy, the gradient and the fp32 states of one parameter, in addition
     to what stays between updates. With a `state_store`, saved states of three parameters are on the
@@ -168,6 +172,7 @@ class PerParameter(Optimizer):
         }
         if masters:
             widen_gradients(self._parameters())
+        self.follows_data = False
         # Parameters that backward has updated since the last step().
         self._updated: set[Tensor] = set()
         self.can_undo = can_undo
@@ -336,6 +341,8 @@ class PerParameter(Optimizer):
         )
         backup, inner = self._backup(parameter, on_device, saved), self._inner
         carried = saved.pop(self._carried, None)
+        if self._masters:
+            self._follow_changes(parameter, on_device, carried)
         weight = self._widen_weight(on_device, carried)
         states = {name: self._widen(name, value, weight) for name, value in saved.items()}
         inner.param_groups = [{**group, "params": [weight]}]
@@ -354,11 +361,25 @@ class PerParameter(Optimizer):
         self._restore_if_skipped(on_device.detach(), backup.get(""))
         if self._weight_store is not None:
             self._weight_store.take_back(parameter, on_device)
+        if self._masters:
+            note_own_write(parameter)
 
     def _is_widened(self, parameter: Tensor) -> bool:
         """Return whether the wrapped optimizer updates an fp32 copy of the parameter instead of the
         parameter itself."""
         return parameter.dtype.itemsize < 4 and self._fp32_updates
+
+    def _follow_changes(self, parameter: Tensor, on_device: Tensor, master: Tensor | None) -> None:
+        """Set the elements of a master to those of the weight that something else than the optimizer has
+        changed since the last update, such as load_state_dict or a clipping of weights.
+
+        on_device  the weight on the device
+        master     its master; None before the first update
+        """
+        if master is None or not (self.follows_data or written_by_others(parameter)):
+            return
+        weight = on_device.detach()
+        torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype), out=master)
 
     def _widen_weight(self, parameter: Tensor, carried: Any) -> Tensor:
         if not self._is_widened(parameter):

@@ -34,6 +34,7 @@ from tightfit._torch.pytree import tree_leaves
 from tightfit._torch.tensors import storage_id
 from tightfit.distributed.collectives import all_gather
 from tightfit.models.batches import Batch
+from tightfit.optim.own_writes import is_noted, note_own_write
 from tightfit.parallel.gradient_buckets import ReduceScatteredGradients, bucket_bytes, make_buckets
 
 # gloo takes longer to send a shard of this size than to begin a message.
@@ -259,6 +260,9 @@ class WeightGathers:
                 bucket.buffer = None
         # so that autograd raises an error in a backward that needs the weights before the update
         torch.autograd.graph.increment_version(bucket.parameters)
+        for share in (self.sharding.shards[parameter] for parameter in bucket.parameters):
+            if is_noted(share):
+                note_own_write(share)
 
     def _pack(self, bucket: _Bucket) -> Tensor:
         """Return a new buffer for a gather, with one row for each device. This device's row holds
