@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tightfit
@@ -238,3 +240,41 @@ def test_a_new_head_has_the_same_values_in_every_plan(fields: dict[str, Any], tm
     found = together(devices, place, folder, fields) if devices > 1 else [trained_head(folder, fields)]
     assert found[-1][0] == pytest.approx(losses, rel=1e-5)
     assert cases.distance(found[0][1], weights) <= 1e-5
+
+
+def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_folder_without_some_weights_is_refused(tmp_path: Path) -> None:
+    def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        del tensors["bert.encoder.layer.0.intermediate.dense.weight"]
+        return tensors
+
+    folder = _edit(save("BertForMaskedLM", tmp_path), without)
+    with pytest.raises(InputError, match=r"has no weights for bert\.encoder\.layer\.0\.intermediate\.dense\.weight"):
+        model_factory(spec(folder))()
+
+
+def test_a_folder_with_other_names_is_refused(tmp_path: Path) -> None:
+    folder = _edit(
+        save("LlamaForCausalLM", tmp_path), lambda tensors: {f"net.{name}": one for name, one in tensors.items()}
+    )
+    with pytest.raises(InputError, match=r"model\.embed_tokens\.weight, .* and \d+ more, but has net\.lm_head\.weight"):
+        model_factory(spec(folder))()
+
+
+def test_a_new_output_layer_is_named_in_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(TightfitWarning, match=r"no weights for lm_head\.weight, which start from random values"):
+        model_factory(spec(save("LlamaModel", tmp_path), task="causal-lm"))()
+
+
+def test_a_classifier_may_begin_with_a_masked_language_model(tmp_path: Path) -> None:
+    asked = spec(save("BertForMaskedLM", tmp_path), task="classification", config={"num_labels": 4})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model_factory(asked)()
+    with pytest.warns(TightfitWarning, match="classifier"):
+        model_factory(asked.replace(config={}))()

@@ -4,14 +4,18 @@ another number of classes.
 Keys of `model.config` may change the shapes of a pretrained model's tensors. Only the tensors of a
 classifier's last layer (its head) may differ from the weights in the folder, and only if the job
 sets `num_labels` or `id2label`: they get new, random values. Every other difference raises InputError.
+
+A folder may lack the weights of a head, such as those of a classifier that begins with a masked language
+model, or of a pooler. It may not lack others: they would be random.
 """
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import ModelSpec
 
 if TYPE_CHECKING:
@@ -55,7 +59,8 @@ def read_weights(spec: ModelSpec, kind: Any, config: Any, folder: Path) -> nn.Mo
     config  the model's config
 
     Raises InputError if a tensor of the folder has another shape than the config gives it, and is not
-    part of a classifier's head of which the job sets the number of classes.
+    part of a classifier's head of which the job sets the number of classes; and if the folder lacks weights
+    of the base model. Warns if it lacks those of a head that the job does not ask for.
     """
     import torch
 
@@ -78,7 +83,47 @@ def read_weights(spec: ModelSpec, kind: Any, config: Any, folder: Path) -> nn.Mo
             "correct its config.json, or name a folder that transformers' save_pretrained wrote; a classifier gets another "
             "number of classes by model.config: {num_labels: 10}",
         )
+    _check_missing(spec, model, sorted(facts["missing_keys"]), sorted(facts["unexpected_keys"]), folder)
     return model
+
+
+def _check_missing(spec: ModelSpec, model: Any, missing: list[str], unused: list[str], folder: Path) -> None:
+    """Raise InputError if `missing` names weights of the base model, and warn of others that start from random
+    values, unless they are the head for the classes that the job sets.
+
+    missing, unused  names of the model's tensors that the folder lacks, and of the folder's that the model lacks
+    """
+    if not missing:
+        return
+    inside = f"{model.base_model_prefix}."
+    has_base = hasattr(model, model.base_model_prefix)
+    outputs = model.get_output_embeddings()
+    of_output = {id(one) for one in outputs.parameters()} if outputs is not None else set()
+    head = {name for name, one in model.named_parameters() if id(one) in of_output}
+    wrong = [
+        name
+        for name in missing
+        if name not in head and (name.startswith(inside) or not has_base) and "pooler" not in name
+    ]
+    if wrong:
+        others = f", but has {_named(unused)}, which the model has not" if unused else ""
+        raise InputError(
+            f"job: model.from={folder}",
+            f"has no weights for {_named(wrong)}{others}",
+            "name a folder with all weights of the model that its config.json describes, such as save_pretrained writes",
+        )
+    if {"num_labels", "id2label"} & set(spec.config) and not head & set(missing):
+        return
+    warnings.warn(
+        f"model.from={folder}: has no weights for {_named(missing)}, which start from random values",
+        TightfitWarning,
+        stacklevel=2,
+    )
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
