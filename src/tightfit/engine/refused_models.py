@@ -29,12 +29,14 @@ def check_modules(run: Run) -> None:
     """Raise InputError if the plan cannot train a module of the model, or would train it otherwise:
 
     - it has to change modules, and one is scripted
+    - its adapters are those of AdaLoRA, which change their ranks between the steps
     - it accumulates gradients, and a parameter has a hook for accumulated gradients
     - it splits the batch or scales the loss, and a parameter has a hook on its gradient that is not linear
     - it uses several devices, and an embedding rescales the rows that it reads (max_norm)
     - it splits the batch, and an embedding counts how often the batch reads a row (scale_grad_by_freq)
     """
     _refuse_scripted(run)
+    _refuse_adalora(run)
     _refuse_accumulation_hooks(run)
     _refuse_nonlinear_hooks(run)
     _refuse_max_norm(run)
@@ -183,6 +185,17 @@ def _refuse_scripted(run: Run) -> None:
             f"plan: {f'pp={plan.pp}' if plan.pp > 1 else 'zero=3' if plan.zero == 3 else 'offload=parameters'}",
             f"{scripted or 'the model'} is scripted (torch.jit.script), and the parameters of such a module cannot be divided",
             "use the module without torch.jit.script, or use pp: 1 and zero: 2",
+        )
+
+
+def _refuse_adalora(run: Run) -> None:
+    configs = getattr(run.model, "peft_config", None) or {}
+    if not run.own_loop and any(getattr(one, "peft_type", None) == "ADALORA" for one in configs.values()):
+        raise InputError(
+            "job: model",
+            "has adapters of AdaLoRA, whose loss has a penalty of its own, and which change their ranks after each step",
+            "use another kind of adapters, such as model.lora; or prepare the model for a loop of your own, which adds the "
+            "penalty and calls update_and_allocate",
         )
 
 

@@ -15,15 +15,18 @@ Source  LoRA: Hu et al. 2021, arXiv:2106.09685. DoRA: Liu et al. 2024, arXiv:240
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import json
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tightfit.errors import InputError
 from tightfit.job import LoraSpec, ModelSpec
+from tightfit.models.python import as_input_error
 from tightfit.optional_packages import import_optional
 
 if TYPE_CHECKING:
@@ -32,6 +35,12 @@ if TYPE_CHECKING:
 ADAPTER = "default"  # peft's name of an adapter that has no other name
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of the names in peft's files
+# layers of architectures with a state space: peft refuses an adapter, or the model reads the layer's weight without
+# calling the layer, so that an adapter would have no effect
+_NOT_ADAPTED = {
+    "mamba": ("dt_proj", "out_proj"), "falcon_mamba": ("dt_proj", "out_proj"), "mamba2": ("out_proj",), "jamba": ("dt_proj",),
+    "falcon_h1": ("out_proj",), "nemotron_h": ("out_proj",),
+}  # fmt: skip
 _PEFT_TASKS = {"causal-lm": "CAUSAL_LM", "seq2seq-lm": "SEQ_2_SEQ_LM"}
 
 
@@ -78,7 +87,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
         base_model_name_or_path=spec.from_,
         task_type=_PEFT_TASKS.get(task or ""),
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), as_input_error("job: model.lora", "choose other targets"):
         # peft reads a name that transformers renamed, and says that it transposes GPT-2's layers
         warnings.simplefilter("ignore")
         adapted: nn.Module = peft.inject_adapter_in_model(config, model, ADAPTER)
@@ -94,24 +103,57 @@ def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
              name such as q_proj selects the layers whose full name ends with .q_proj; a pattern
              with *, such as "*.mlp.*", selects those whose full name it matches
 
-    Raises InputError for a target that matches no linear layer.
+    Raises InputError for a target that matches no linear layer, or one that gets no adapters: see `_cannot_adapt`.
     """
     linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
     if targets == "all-linear":
         output = _output_layer(model)
-        return [name for name, module in linear.items() if module is not output]
+        return [
+            name for name, module in linear.items() if module is not output and not _cannot_adapt(model, name)
+        ] or _refuse_target(targets, "matches no linear layer that can get an adapter", linear)
     names: list[str] = []
     for target in [targets] if isinstance(targets, str) else targets:
         matched = [name for name in linear if name == target or name.endswith(f".{target}") or _matches(name, target)]
         if not matched:
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            raise InputError(
-                f"job: model.lora.targets: {target}",
-                "matches no linear layer",
-                f"use all-linear, or some of: {', '.join(known)}",
-            )
+            _refuse_target(target, "matches no linear layer", linear)
+        if why := next((why for name in matched if (why := _cannot_adapt(model, name))), ""):
+            _refuse_target(target, why, [name for name in linear if not _cannot_adapt(model, name)])
         names += matched
     return list(dict.fromkeys(names))
+
+
+def _refuse_target(target: str, found: str, others: Iterable[str]) -> NoReturn:
+    known = sorted({name.rpartition(".")[2] for name in others})
+    raise InputError(f"job: model.lora.targets: {target}", found, f"use all-linear, or some of: {', '.join(known)}")
+
+
+def _cannot_adapt(model: nn.Module, name: str) -> str:
+    """Return why a linear layer gets no adapter, or "" if it gets one."""
+    last, architecture = name.rpartition(".")[2], getattr(getattr(model, "config", None), "model_type", "")
+    if last in _NOT_ADAPTED.get(architecture, ()):
+        return f"names layers of {architecture} whose weights the model reads without calling the layers"
+    if _is_moved_to_experts(model, name):
+        return f"names layers for which peft adapts the experts of {architecture} in their place"
+    return ""
+
+
+def _is_moved_to_experts(model: nn.Module, name: str) -> bool:
+    """Return whether peft takes the name of a layer for that of experts, whose weights transformers stacks.
+
+    It does so for every layer with the name of an expert's, such as gate_proj of a layer without experts, and
+    again where it loads the adapter."""
+    import peft
+
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    except ImportError:  # an older peft, which does not
+        return False
+    config = peft.LoraConfig(target_modules=[name])
+    try:
+        convert(config, model, None)
+    except ValueError:  # it wants the other layers of the experts, too
+        return True
+    return name not in (config.target_modules or ())
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -121,9 +163,11 @@ def _matches(name: str, pattern: str) -> bool:
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer: nn.Linear, or Conv1D as in GPT-2."""
     from torch import nn
+    from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
     from transformers.pytorch_utils import Conv1D
 
-    return type(module) in (nn.Linear, Conv1D)
+    # nn.MultiheadAttention reads the weight of its output layer without calling the layer
+    return isinstance(module, nn.Linear | Conv1D) and not isinstance(module, NonDynamicallyQuantizableLinear)
 
 
 def _output_layer(model: nn.Module) -> Any:
@@ -143,7 +187,11 @@ def _quantize_frozen_layers(model: nn.Module) -> None:
     layers = [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not output and uses[id(module.weight)] == 1 and can_quantize(module)
+        if type(module) is nn.Linear
+        and module is not output
+        and uses[id(module.weight)] == 1
+        and can_quantize(module)
+        and not _weight_is_read(model, name)
     ]
     if not layers:
         raise InputError(
@@ -155,6 +203,22 @@ def _quantize_frozen_layers(model: nn.Module) -> None:
         layer = model.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         model.set_submodule(name, Nf4Linear(layer))
+
+
+def _weight_is_read(model: nn.Module, name: str) -> bool:
+    """Return whether the code around a layer reads its weight or the weight's type, as T5's blocks do, rather than
+    only calling the layer. Such a layer has to keep its weight."""
+    parent, _, attribute = name.removesuffix(".base_layer").rpartition(".")
+    kind: Any = type(model.get_submodule(parent))
+    return f"self.{attribute}.weight" in _code_of(kind)
+
+
+@cache
+def _code_of(kind: Any) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -176,7 +240,11 @@ def plain_model(model: nn.Module) -> nn.Module:
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge each adapter into the weight that it adapts, so that the layer computes the same
     without the adapter, and remove the adapters, in place. Return the model, without the wrapper of
-    peft if it has one. Layers in 4 bits are dequantized to fp32 first."""
+    peft if it has one. Layers in 4 bits are dequantized to fp32 first.
+
+    Raises InputError for adapters that are no part of a layer, such as those of prefix tuning.
+    """
+    from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     from tightfit.models.nf4 import Nf4Linear
@@ -185,6 +253,16 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     for name, module in list(plain.named_modules()):
         if isinstance(module, Nf4Linear):
             plain.set_submodule(name, module.dequantized())
+    if isinstance(model, PeftModel):
+        if not hasattr(model.base_model, "merge_and_unload"):
+            kind = str(next(iter(model.peft_config.values())).peft_type).rpartition(".")[2]
+            raise InputError(
+                "--merge", f"adapters of the kind {kind} are no part of a layer's weights", "leave out --merge"
+            )
+        with warnings.catch_warnings(), as_input_error("--merge", "leave out --merge"):
+            warnings.simplefilter("ignore")  # embeddings that were tied are saved apart
+            merged: nn.Module = model.merge_and_unload()
+        return merged
     for name, module in list(plain.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()

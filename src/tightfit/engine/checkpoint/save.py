@@ -27,6 +27,7 @@ import copy
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -45,7 +46,7 @@ from tightfit.engine.checkpoint.contents import SavedTensors, model_of, states_o
 from tightfit.engine.checkpoint.extra_state import FILE, KIND, ExtraStates, extra_states_of
 from tightfit.engine.rng import random_states
 from tightfit.engine.step import drain
-from tightfit.errors import InputError, TightfitError
+from tightfit.errors import InputError, TightfitError, TightfitWarning
 from tightfit.models import is_transformers_model, model_factory
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.lora import has_adapters, save_adapters
@@ -309,7 +310,19 @@ def _write_adapters(run: Run, folder: Path) -> None:
         with isolated_model_caches(), FakeTensorMode(allow_non_fake_inputs=True):
             model = model_factory(run.job.model)()
     with Reader(folder, "model") as saved:
-        save_adapters(model, {name: saved.get(name) for name in saved.names}, folder / "adapter")
+        tensors = {name: saved.get(name) for name in saved.names}
+    # a tensor is saved once, and peft may ask for it by another of its names, as for VeRA's projections
+    states = model.state_dict(keep_vars=True)
+    by_tensor = {id(states[name]): value for name, value in tensors.items() if name in states}
+    tensors |= {name: by_tensor[id(one)] for name, one in states.items() if id(one) in by_tensor}
+    try:
+        save_adapters(model, tensors, folder / "adapter")
+    except Exception as error:  # the checkpoint has them, and must not be lost
+        warnings.warn(
+            f"{folder}: the adapters were not written in peft's format, too ({type(error).__name__}: {error})",
+            TightfitWarning,
+            stacklevel=2,
+        )
 
 
 def _plain_name(model: nn.Module) -> str:
