@@ -19,7 +19,7 @@ from tests.pool import together
 from tightfit.distributed.sharding import on_mesh_device
 from tightfit.job import Permission
 from tightfit.methods import compile as compile_method
-from tightfit.methods.microbatch import correct_batch_norm
+from tightfit.methods.microbatch import correct_running_norms
 from tightfit.models import model_factory
 
 BATCH, STEPS, SAMPLES = 8, 3, 40
@@ -202,7 +202,7 @@ def plain_training(
     change(model)
     share = settings.batch // replicas
     size = min(micro_batch or share, share)
-    correct_batch_norm(model, -(-share // size))
+    correct_running_norms(model, -(-share // size))
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -79,6 +79,37 @@ def test_ragged_data_is_compiled_once(regions: str, counter: CompileCounterWithB
 
 def test_blocks_of_one_kind_share_one_graph(counter: CompileCounterWithBackend) -> None:
     losses(job(steps=1), tightfit.Plan(compile="block"))
+    assert counter.frame_count == 1
+
+
+class Stacked(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Linear(16, 16), nn.ModuleList(blocks), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean(1))
+
+
+def _layers() -> nn.Module:
+    return Stacked(*(nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(3)))
+
+
+def _sequences() -> nn.Module:
+    return Stacked(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+
+
+@pytest.mark.parametrize("model", [_layers, _sequences])
+def test_blocks_that_are_modules_of_torch_are_compiled(
+    model: Callable[[], nn.Module], counter: CompileCounterWithBackend
+) -> None:
+    data = [(torch.randn(6, 16), index % 3) for index in range(8)]
+    own = tightfit.Job(model=model, data=data, train=tightfit.Train(batch=4, steps=2))
+    expected = losses(own, tightfit.Plan())
+    assert losses(own, tightfit.Plan(compile="block")) == pytest.approx(expected, rel=1e-5)
     assert counter.frame_count == 1
 
 

@@ -13,7 +13,7 @@ import tightfit
 from tests import tiny
 from tightfit.errors import TightfitWarning
 from tightfit.machine import Machine
-from tightfit.methods.microbatch import correct_batch_norm
+from tightfit.methods.microbatch import correct_running_norms
 from tightfit.models.batches import sample_count
 from tightfit.planner.estimator import Estimator
 
@@ -31,7 +31,7 @@ def test_the_batch_is_split_into_micro_batches(micro_batch: int | None, pieces: 
 def test_running_statistics_decay_as_with_one_batch(pieces: int) -> None:
     """A step of `pieces` equal micro-batches moves them as far as one step of the whole batch."""
     whole, split = nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4))
-    correct_batch_norm(split, pieces)
+    correct_running_norms(split, pieces)
     batch = torch.randn(16, 4) + 3
     for _ in range(3):
         whole(batch)
@@ -43,7 +43,7 @@ def test_running_statistics_decay_as_with_one_batch(pieces: int) -> None:
 
 def test_a_cumulative_average_needs_no_correction() -> None:
     norm = nn.BatchNorm1d(4, momentum=None)
-    correct_batch_norm(norm, 4)
+    correct_running_norms(norm, 4)
     assert norm.momentum is None
 
 
@@ -60,6 +60,21 @@ def test_momentum_is_corrected_by_the_number_of_micro_batches() -> None:
     assert momenta[10] == pytest.approx(0.1)
     assert 1 - (1 - momenta[5]) ** 2 == pytest.approx(0.1)
     assert 1 - (1 - momenta[4]) ** 3 == pytest.approx(0.1)
+
+
+def test_instance_norms_keep_the_statistics_of_whole_batches() -> None:
+    job = tightfit.Job(
+        model=lambda: nn.Sequential(nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten(), nn.Linear(24, 2)),
+        data=[(torch.randn(4, 6) + 3, index % 2) for index in range(8)],
+        train=tightfit.Train(batch=8, steps=4),
+    )
+    means = []
+    for size in (None, 4, 1):
+        run = tightfit.build(job, tightfit.Plan(micro_batch=size))
+        list(tightfit.train(run))
+        means.append(run.model[0].running_mean)  # type: ignore[index]
+    torch.testing.assert_close(means[1], means[0], rtol=0.05, atol=0)
+    torch.testing.assert_close(means[2], means[0], rtol=0.05, atol=0)
 
 
 @pytest.mark.sweep(12)

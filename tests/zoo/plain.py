@@ -13,7 +13,7 @@ from tests.zoo import ALLOW, find
 from tests.zoo.entry import Entry
 from tightfit.engine.rng import seed_all
 from tightfit.errors import InputError
-from tightfit.methods.microbatch import correct_batch_norm
+from tightfit.methods.microbatch import correct_running_norms
 from tightfit.optim import make_optimizer
 
 BATCH, STEPS = 8, 2
@@ -95,7 +95,7 @@ def _train(
         model.double()
     share = settings.batch // replicas
     size = min(micro_batch or share, share)
-    correct_batch_norm(model, -(-share // size))
+    correct_running_norms(model, -(-share // size))
     optimizer = make_optimizer(model, settings)
     mixed = torch.float16 if precision == "half-mixed" else torch.bfloat16
     seed_all(settings.seed + 1)

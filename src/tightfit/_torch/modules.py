@@ -90,6 +90,11 @@ def call_of(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, but without the function that `replace_call` has set."""
+    return module._call_impl(*args, **kwargs)
+
+
 def replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Make `call` run whenever `module` is called. Copies of the module are not affected."""
     module._compiled_call_impl = call
@@ -116,6 +121,7 @@ __all__ = [
     "Loss",
     "RunningNorm",
     "call_of",
+    "call_uncompiled",
     "compiled_in_place",
     "forward_attribute",
     "forward_hooks",

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 from tightfit._torch.compiler import guard_hooks, is_compiler_error, is_compiler_file, operation_error
 from tightfit._torch.fake import active_fake_mode
-from tightfit._torch.modules import RunningNorm, has_hooks, own_buffers
+from tightfit._torch.modules import RunningNorm, call_uncompiled, has_hooks, own_buffers, replace_call
 from tightfit.capabilities import missing_for_compile
 from tightfit.cost.entries import EVERYWHERE, Parameter
 from tightfit.cost.ledger import Ledger
@@ -143,7 +144,7 @@ def apply(run: Run, plan: Plan) -> Run:
                 "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
             )
         for _, block in blocks:
-            block.compile(dynamic=dynamic, backend=backend, mode=mode)
+            _compile_block(block, dynamic=dynamic, backend=backend, mode=mode)
         compiled = run.loss_sum
     else:
         forward_parameters(run.model)
@@ -152,6 +153,18 @@ def apply(run: Run, plan: Plan) -> Run:
     if plan.recompute != "none" and active_fake_mode() is None:
         compiled = refusing_buffer_changes(compiled, run.model, run.job.blocks_name)
     return replace(run, loss_sum=only_full_batches(compiled, run.loss_sum, full))
+
+
+def _compile_block(block: nn.Module, **options: Any) -> None:
+    """Compile a block in place. options: those of torch.compile.
+
+    torch's compiler skips functions of torch.nn unless another function calls them. So a block that is a
+    Sequential or a layer of torch.nn is called by one.
+    """
+    if "forward" in vars(block) or not type(block).forward.__module__.startswith("torch.nn."):
+        block.compile(**options)
+        return
+    replace_call(block, partial(torch.compile(call_uncompiled, **options), block))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from tightfit._torch.modules import BatchNorm
+from tightfit._torch.modules import RunningNorm
 from tightfit.cost.ledger import Ledger
 from tightfit.cost.recorded_step import WEIGHT_PRODUCTS
 from tightfit.errors import TightfitWarning
@@ -67,10 +67,10 @@ def leanest(start: Plan, job: Job, facts: SearchFacts) -> dict[str, list[Any]]:
 
 
 def apply(run: Run, plan: Plan) -> Run:
-    """Correct the momentum of BatchNorm layers for the number of micro-batches in a step, and
+    """Correct the momentum of norms with running statistics for the number of micro-batches in a step, and
     return the run."""
     pieces = math.ceil(plan.share_of(run.job.train.batch) / plan.micro_batch_of(run.job.train.batch))
-    correct_batch_norm(run.model, pieces)
+    correct_running_norms(run.model, pieces)
     return run
 
 
@@ -85,15 +85,15 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     return replace(ledger, micro_batch=piece, micro_batches=math.ceil(batch / piece))
 
 
-def correct_batch_norm(model: nn.Module, pieces: int) -> None:
-    """Change BatchNorm's momentum so that `pieces` micro-batches change the running statistics as
-    much as one batch.
+def correct_running_norms(model: nn.Module, pieces: int) -> None:
+    """Change the momentum of norms with running statistics, such as BatchNorm, so that `pieces` micro-batches change
+    these as much as one batch.
 
     The momentum m becomes m' with (1 - m')^pieces = 1 - m. Example: 0.1 with 4 micro-batches
     becomes 0.026.
     """
     for module in model.modules():
-        if isinstance(module, BatchNorm) and module.momentum is not None:
+        if isinstance(module, RunningNorm) and module.momentum is not None:
             module.momentum = 1 - (1 - module.momentum) ** (1 / pieces)
 
 
