@@ -486,6 +486,41 @@ def test_a_block_that_differs_when_recomputed_is_refused(monkeypatch: pytest.Mon
         next(tightfit.train(run))
 
 
+class Remembering(nn.Module):
+    """Its blocks compute a table in their first forward, and keep it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("table", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is not None:
+                return self.linear(x * self.table[: x.shape[1]])
+            self.table = torch.arange(4.0).cos()
+            return self.linear(x * self.table)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_keeps_what_it_computed_first_may_be_recomputed() -> None:
+    samples = [(torch.randn(4), number % 4) for number in range(8)]
+    job = tightfit.Job(model=Remembering, data=samples, train=tightfit.Train(batch=4, steps=2))
+    expected = [step.loss for step in tightfit.train(tightfit.build(job))]
+    full = tightfit.build(job, tightfit.Plan(recompute="full"))
+    assert [step.loss for step in tightfit.train(full)] == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(InputError, match=r"recompute=selective: a block's recomputation differs from its forward"):
+        list(tightfit.train(tightfit.build(job, tightfit.Plan(recompute="selective"))))
+
+
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("recompute", ["full", "selective-2"])
 def test_compiled_blocks_are_compiled_in_both_forwards(recompute: str) -> None:

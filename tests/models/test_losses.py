@@ -222,6 +222,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"loss": tightfit.Objective(lambda model, batch: torch.zeros(()), len)},
         r"no graph",
     ),
+    (
+        "a complex loss",
+        {"loss": lambda output, batch: torch.fft.fft(output.flatten())[0]},
+        r"is a complex number(.|\n)*its real part",
+    ),
 ]
 
 
@@ -232,6 +237,30 @@ def test_losses_that_cannot_be_trained_are_refused_clearly(fields: dict[str, Any
             pass
     assert len(re.findall(r"\n", str(raised.value))) <= 2
     assert len(str(raised.value)) < 500
+
+
+@pytest.mark.filterwarnings("ignore:could not check whether blocks")
+@pytest.mark.parametrize("fields", [{"recompute": "full"}, {"offload": ["activations"], "offload_to": "disk"}], ids=str)
+def test_gradients_of_torch_func_in_a_loss_are_refused(fields: dict[str, Any]) -> None:
+    def total(model: nn.Module, batch: Any) -> Tensor:
+        jacobian = torch.func.vmap(torch.func.jacrev(lambda one: model(one[None])[0]))(batch[0])
+        return (model(batch[0]) - batch[1]).square().sum() + jacobian.square().sum()
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    data = [(torch.ones(4), torch.ones(4))] * 8
+    loss = tightfit.Objective(total, lambda batch: len(batch[0]))
+    job = tightfit.Job(model=Stack, data=data, loss=loss, train=tightfit.Train(batch=4, steps=1), allow=["offload"])
+    with pytest.raises(tightfit.InputError, match=r"loss computes gradients with torch\.func"):
+        list(tightfit.train(tightfit.build(job, tightfit.Plan(**fields))))
 
 
 def losses_of(plan: dict[str, Any], **fields: Any) -> list[float]:

@@ -295,10 +295,12 @@ def _compiled_indices_named(run: Run) -> Iterator[None]:
 def _recomputation_named(run: Run) -> Iterator[None]:
     """Context manager that turns torch's CheckpointError into an InputError about the plan or the
     model. torch raises CheckpointError if the recomputation of a block in backward differs from its
-    original forward."""
+    original forward, and a RuntimeError if a selective one runs other operations."""
     try:
         yield
-    except CheckpointError as error:
+    except RuntimeError as error:
+        if not isinstance(error, CheckpointError) and "encountered during backward but not found" not in str(error):
+            raise
         raise InputError(
             f"plan: recompute={run.plan.recompute}" if run.plan.recompute != "none" else "job: model",
             "a block's recomputation differs from its forward: the block keeps state from its first forward, or changes its "

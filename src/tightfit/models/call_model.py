@@ -118,6 +118,19 @@ def run_model(model: nn.Module, *inputs: Any, **fields: Any) -> Any:
         raise explained from error
 
 
+def refused_by_hooks(error: RuntimeError, what: str) -> InputError | None:
+    """Return an InputError for an error of torch.func in code that runs with recomputed or offloaded activations, or
+    None for any other error. what: the code, for the message."""
+    message = str(error).partition("\n")[0]
+    if "saved tensor hooks" not in message:
+        return None
+    return InputError(
+        "plan: recompute or offload",
+        f"the {what} computes gradients with torch.func, which does not work with either ({message})",
+        "use recompute: none, and leave activations out of offload; or call torch.autograd.grad instead",
+    )
+
+
 def _explained(error: RuntimeError, inputs: list[Tensor], parameters: list[nn.Parameter]) -> InputError | None:
     """Return an InputError for some errors of a model's forward, or None for any other error.
 
@@ -125,12 +138,8 @@ def _explained(error: RuntimeError, inputs: list[Tensor], parameters: list[nn.Pa
     parameters  the model's parameters
     """
     message = str(error).partition("\n")[0]
-    if "saved tensor hooks" in message:
-        return InputError(
-            "plan: recompute or offload",
-            f"the model's forward computes gradients with torch.func, which does not work with either ({message})",
-            "use recompute: none, and leave activations out of offload; or call torch.autograd.grad in forward",
-        )
+    if refused := refused_by_hooks(error, "model's forward"):
+        return refused
     if "not implemented for" in message and any(kind in message for kind in _HALF):
         return InputError(
             "plan: precision",

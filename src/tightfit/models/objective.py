@@ -27,7 +27,7 @@ from tightfit.errors import InputError
 from tightfit.job import Job, LossSpec
 from tightfit.job_sections.model import Task
 from tightfit.models.batches import IGNORED, Batch, describe_batch, sample_count
-from tightfit.models.call_model import TARGETS, call_model, is_of_transformers
+from tightfit.models.call_model import TARGETS, call_model, is_of_transformers, refused_by_hooks
 from tightfit.models.loss_state import note_loss
 from tightfit.models.losses import TorchLoss, class_numbers, explain_errors, torch_loss
 from tightfit.models.python import load_python
@@ -217,9 +217,20 @@ def _kind_of(value: Any) -> str:
 
 
 def _require_graph(total: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss, total(model, batch). Raises InputError if gradients are enabled, but the
-    loss has no autograd graph, so that backward is not possible."""
-    value = total(model, batch)
+    """Return the loss, total(model, batch). Raises InputError if it is a complex number; if gradients are enabled,
+    but the loss has no autograd graph, so that backward is not possible; or if it computes gradients of its own that
+    recomputed or offloaded activations do not allow."""
+    if torch.compiler.is_compiling():
+        value = total(model, batch)
+    else:
+        try:
+            value = total(model, batch)
+        except RuntimeError as error:
+            if (explained := refused_by_hooks(error, "loss")) is None:
+                raise
+            raise explained from error
+    if isinstance(value, Tensor) and value.is_complex():
+        raise InputError("job: loss", "is a complex number", "return its real part, its absolute value or its square")
     if torch.is_grad_enabled() and isinstance(value, Tensor) and not value.requires_grad:
         raise InputError(
             "job: loss",

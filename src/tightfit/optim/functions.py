@@ -110,7 +110,7 @@ def optimizer_by_function(given: Any, parameters: list[nn.Parameter] | list[dict
     if {id(one) for one in owned} != {id(one) for one in asked}:
         raise InputError(
             OPTIMIZER,
-            f"the function gives {name} {len(owned)} of {len(asked)} trainable parameters",
+            f"the function gives {name} other parameters than the trainable ones, or not all of them",
             "give it all of them; freeze the others with requires_grad_(False)",
         )
     return optimizer
