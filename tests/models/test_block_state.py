@@ -52,6 +52,34 @@ class Net(nn.Module):
         return self.head(self.run(x))
 
 
+class Averaged(Net):
+    """Its norms count their calls, and average over all of them."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH, momentum=None)])
+
+
+class Drifting(Net):
+    """The model changes a buffer of its blocks after they have read it."""
+
+    class block(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.get_buffer("center").cos().numpy().sum())
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.head(self.run(x))
+        with torch.no_grad():
+            for block in self.blocks:
+                block.get_buffer("center").add_(1)
+        return output
+
+
 class Domains(Net):
     """Two passes, each with norms of its own, chosen by an attribute."""
 
@@ -174,13 +202,13 @@ def said(model: Any) -> str:
     return changed_after_forward(model, lambda made, batch: loss(made(batch[0]), batch), batch, None).changed
 
 
-@pytest.mark.parametrize("model", [Domains, Substituted, Shifted, Counting, Globals])
+@pytest.mark.parametrize("model", [Domains, Substituted, Shifted, Counting, Globals, Drifting])
 def test_state_that_changes_is_found(model: Any) -> None:
     assert "blocks.0 computes something else" in said(model)
     assert "test_block_state.py, line" in said(model)
 
 
-@pytest.mark.parametrize("model", [Net, Tables, Cast, Clamped, Checkpointed])
+@pytest.mark.parametrize("model", [Net, Tables, Cast, Clamped, Checkpointed, Averaged])
 def test_blocks_without_such_state_are_not_named(model: Any) -> None:
     assert said(model) == ""
 

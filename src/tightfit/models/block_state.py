@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import FakeTensor
 from tightfit._torch.pytree import tree_flatten
-from tightfit._torch.tensors import storage_id
+from tightfit._torch.tensors import storage_id, version_of
 from tightfit.models.batches import Batch
 from tightfit.models.blocks import find_blocks
 from tightfit.models.dataflow import describe_line, model_line
@@ -98,6 +98,8 @@ class _Call:
     operations  what the call did
     kept        the tensors that the operations got, so that no other storage takes their place
     is_fake     whether tensors have no values
+    buffers     the block's buffers that the call changes, with copies of their values before it, which a recomputation
+                restores
     updates     the line that writes to a tensor which it has read, and which is neither made in the call nor
                 an argument, a parameter or a buffer; "" if there is none
     """
@@ -109,6 +111,7 @@ class _Call:
     kwargs: dict[str, Any]
     modes: _Modes
     is_fake: bool
+    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     updates: str = ""
@@ -117,13 +120,26 @@ class _Call:
         """Run the forward again. Return the line of the first operation that differs; "" if none does."""
         again = _Operations([], _names_of(self.block), self.is_fake, self.operations)
         try:
-            with self.modes.restored(), again:
+            with self.modes.restored(), _with_values(self.buffers), again:
                 self.forward(*self.args, **self.kwargs)
         except _DiffersError as error:
             return str(error)
         except Exception:
             return ""  # it cannot run again on its own: a recomputation says so
         return "" if len(again.found) == len(self.operations) else "it ends earlier"
+
+
+@contextmanager
+def _with_values(buffers: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """A context in which buffers have the given values."""
+    now = [one.clone() for one, _ in buffers]
+    try:
+        for one, value in buffers:
+            one.copy_(value)
+        yield
+    finally:
+        for (one, _), value in zip(buffers, now, strict=True):
+            one.copy_(value)
 
 
 class _Modes:
@@ -250,6 +266,7 @@ def _noting(name: str, block: nn.Module, calls: list[_Call], is_fake: bool) -> C
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         call = _Call(name, block, forward, args, kwargs, _Modes(), is_fake)
+        before = [(one, version_of(one), one.clone()) for one in block.buffers() if not one.requires_grad]
         names = _names_of(block)
         call.kept += [*block.parameters(), *block.buffers()]
         mode = _Operations(call.kept, names, is_fake)
@@ -257,6 +274,11 @@ def _noting(name: str, block: nn.Module, calls: list[_Call], is_fake: bool) -> C
         with mode:
             output = forward(*args, **kwargs)
         call.operations, call.updates = mode.found, mode.updates
+        call.buffers = [  # batch_norm changes its buffers without counting a version
+            (one, value)
+            for one, version, value in before
+            if version != version_of(one) or not (is_fake or torch.equal(one, value))
+        ]
         calls.append(call)
         return output
 
