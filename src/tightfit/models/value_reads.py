@@ -26,6 +26,11 @@ class ValueReads:
         self._counts: Counter[tuple[str, int] | None] = Counter()
         self._most = most
 
+    @property
+    def any_read(self) -> bool:
+        """Whether the model has read a value that is unknown and no guard."""
+        return bool(self._counts)
+
     def value(self, default: bool) -> bool:
         """Return the value that is taken for the unknown bool that the model reads now: `default`, but
         the opposite where a `while` reads it for the second time, and the value without an error where it

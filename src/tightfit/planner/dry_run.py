@@ -9,6 +9,7 @@ In this package, only this module and `loop_dry_run.py` use the engine.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -176,7 +177,7 @@ def dry_run(
             enable_foreach(run.optimizer)
         steps = run.data.steps(0, None)
         with untraceable_errors(), iterations_chosen_by(representative_iterations):
-            _first_step(run, next(steps)[:1])
+            _first_step(run, next(steps)[:1], values)
             micro_batches = next(steps)
             several = range(2 * run.executor.loss_delay if run.executor is not None else 0)
 
@@ -217,26 +218,31 @@ def dry_run_bytes(
     return int(find() if shared_work is None else shared_work.once(file_name(key), True, find))
 
 
-def _first_step(run: Run, micro_batches: list[Batch]) -> None:
+def _first_step(run: Run, micro_batches: list[Batch], values: FakeValues) -> None:
     """Take the first step of a dry run. It creates the optimizer states and compiles the model if
     the plan says so.
 
     If possible, only three blocks of each kind of repeated block run, to save time. Parameters of
-    the skipped blocks get empty tensors as gradients.
+    the skipped blocks get empty tensors as gradients. So do all parameters without gradients, if the model has read
+    unknown or random values, with which it may choose the parameters that it uses.
     """
     if run.reduction is not None or run.executor is not None or run.plan.update_in_backward:
         take_step(run, micro_batches, 0)
         if run.executor is not None:
             drain(run)
         return
+    blocks = planning.model_blocks(run)
     apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block is called on its own
+    drawn = random.getstate()
     try:
-        with untraceable_errors(), skip_repeated_blocks(planning.model_blocks(run) if apart else []):
+        with untraceable_errors(), skip_repeated_blocks(blocks if apart else []):
             accumulate(run, micro_batches, lambda: 1)
     except InputError:  # perhaps the model uses something that a skipped block would have set
         accumulate(run, micro_batches, lambda: 1)
+    chooses = values.reads.any_read or random.getstate() != drawn  # other parameters in other steps
+    skipped = {weight for block in blocks for weight in block.parameters()}
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
-        if weight.grad is None:
+        if weight.grad is None and (chooses or weight in skipped):
             weight.grad = empty_gradient(weight)
     update(run)
 

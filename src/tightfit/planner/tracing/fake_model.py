@@ -4,7 +4,8 @@ optimizer's updates, its dataflow graph."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -239,13 +240,16 @@ class FakeModel:
                 self._parameters[key] = describe_parameters(model, self.job.blocks_name, block_map)
         return self._parameters[key]
 
-    def updates(self, plan: Plan) -> dict[str, Update]:
+    def updates(self, plan: Plan, unused: tuple[str, ...] = ()) -> dict[str, Update]:
         """Return parameter name -> the optimizer's update of this parameter (its optimizer states,
         temporary bytes and operations), with the plan's kernels and dtypes of states. Raises
-        InputError if a name pattern of the job's parameter groups matches no parameter."""
-        key = self._key_of_updates(plan)
+        InputError if a name pattern of the job's parameter groups matches no parameter.
+
+        unused  names of parameters that get no gradient, so that they are not updated
+        """
+        key = self._key_of_updates(plan), unused
         if key not in self._updates:
-            self._updates[key] = self._trace_optimizer(plan, trace_updates)
+            self._updates[key] = self._trace_optimizer(plan, trace_updates, unused)
         return self._updates[key]
 
     def state_bytes(self, plan: Plan) -> int:
@@ -253,7 +257,7 @@ class FakeModel:
         without recording the updates: a search compares many plans by these bytes alone."""
         key = self._key_of_updates(plan)
         if key not in self._state_bytes:
-            known = self._updates.get(key) or self._trace_optimizer(plan, trace_states)
+            known = self._updates.get((key, ())) or self._trace_optimizer(plan, trace_states)
             self._state_bytes[key] = sum(update.state_bytes for update in known.values())
         return self._state_bytes[key]
 
@@ -273,14 +277,18 @@ class FakeModel:
         return (plan.has_16_bit_weights, plan.precision == "fp16-true", together, batched, can_undo, *fields)
 
     def _trace_optimizer(
-        self, plan: Plan, trace: Callable[[nn.Module, Optimizer, bool, bool], dict[str, Update]]
+        self,
+        plan: Plan,
+        trace: Callable[[nn.Module, Optimizer, bool, bool], dict[str, Update]],
+        unused: tuple[str, ...] = (),
     ) -> dict[str, Update]:
-        """Return parameter name -> update, as `trace` finds it (`optimizer_trace.py`)."""
+        """Return parameter name -> update, as `trace` finds it (`optimizer_trace.py`). unused: see `updates`."""
         with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
             model, block_map = self.sharded(plan)
             widen_gradients(model.parameters(), plan.master_weights)
             head = head_of(model, self.job.blocks_name) if self.job.train.optimizer == "muon" else None
-            optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
+            with _frozen(model, unused):
+                optimizer = optimizer_states.optimizer_of(model, self.job.train, plan, device=self.device, head=head)
             foreach = optimizer_states.uses_foreach(plan, self.device)
             updates = trace(model, optimizer, foreach, plan.precision == "fp16-true")
             return self._in_groups(model, block_map, updates)
@@ -321,6 +329,19 @@ class FakeModel:
                 every = block_map.expand(trained, lambda weight, name, number: weight)
                 self._clippings[key] = trace_clipping(list(every.values()), scaled, clip)
         return self._clippings[key]
+
+
+@contextmanager
+def _frozen(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """A context in which the parameters with these names require no gradients."""
+    frozen = [one for name, one in model.named_parameters() if name in names]
+    for one in frozen:
+        one.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for one in frozen:
+            one.requires_grad_()
 
 
 def describe_parameters(model: nn.Module, blocks: str | None, block_map: BlockMap) -> tuple[Parameter, ...]:

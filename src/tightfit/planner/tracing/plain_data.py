@@ -37,12 +37,15 @@ class RecordedStep:
     blocks      number of the model's blocks; 0 if the whole model is one compiled region
     experts     for each kind of mixture of experts: (number of experts, number that a token
                 chooses)
+    unused      names of trainable parameters that get no gradient in a training micro-batch. Empty if the model
+                reads values that are unknown or random, with which it may choose the parameters
     """
 
     segments: tuple[Segment, ...]
     parameters: tuple[Parameter, ...]
     blocks: int
     experts: tuple[tuple[int, int], ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 def to_content(programs: RecordedStep) -> dict[str, Any]:
@@ -84,6 +87,7 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
         [one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in programs.segments
     ]
     return {
+        "unused": list(programs.unused),
         "timelines": [timeline(one) for one in timelines],
         "segments": segments,
         "buffers": [
@@ -198,7 +202,8 @@ def from_content(content: Any) -> RecordedStep:
     if not segments:
         raise ValueError("a recorded step without segments")
     experts = tuple((_read_count(count), _read_count(chosen)) for count, chosen in content["experts"])
-    return RecordedStep(segments, parameters, _read_count(content["blocks"]), experts)
+    unused = tuple(map(_read_text, content["unused"]))
+    return RecordedStep(segments, parameters, _read_count(content["blocks"]), experts, unused)
 
 
 def _pair(value: BatchLinear) -> list[float]:

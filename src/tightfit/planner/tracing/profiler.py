@@ -13,6 +13,7 @@ with each other, is traced at every micro-batch size.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from tightfit._torch.modules import Convolution
 from tightfit._torch.pytree import tree_map_only
-from tightfit.cost.entries import Parameter
+from tightfit.cost.entries import Parameter, Update
 from tightfit.cost.ledger import Ledger
 from tightfit.data import model_input
 from tightfit.data.streams import stream_bytes
@@ -188,7 +189,7 @@ class Profiler:
             blocks=programs.blocks,
             experts=programs.experts,
             fixed={"activations": retained} if retained else {},
-            updates=self.model.updates(plan),
+            updates=self._updates(plan, programs.unused),
             once_per_step=self.model.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
             sample_s=self.sample_s,
@@ -197,6 +198,11 @@ class Profiler:
             dataflow=partial(self.model.dataflow, self._example, self.padded),
             check_segments=partial(self.model.try_segments, self._example, self.padded),
         )
+
+    def _updates(self, plan: Plan, unused: tuple[str, ...]) -> dict[str, Update]:
+        """Return parameter name -> the optimizer's update of it. On one device, the optimizer skips parameters that
+        get no gradient, and keeps no states for them."""
+        return self.model.updates(plan, unused if plan.devices == 1 else ())
 
     def _evaluation(self, plan: Plan, micro_batch: int, sizes: tuple[int, int], may_save: bool) -> RecordedStep:
         """Return the recorded forward of an evaluation, which runs without torch.compile.
@@ -430,6 +436,7 @@ class Profiler:
                     batch = self._sized(plan, samples)
                     if run.count_labels is not None and self.labelled is not None:
                         batch = {**batch, LABEL_COUNT_KEY: self.labelled}
+                    drawn, without_gradient = random.getstate(), set[str]()
                     segments = record_step(
                         run.model,
                         run.loss_sum,
@@ -440,6 +447,7 @@ class Profiler:
                         gradients=gradients,
                         run_all=self.model.repeated == EXECUTED,
                         finds_retained=plan.compile == "none" and not self.job.of_transformers,
+                        without_gradient=without_gradient,
                     )
             except InputError as error:
                 if block_map.removed:
@@ -447,7 +455,9 @@ class Profiler:
                 if self.model.repeated != EXECUTED and representatives(blocks):
                     raise _RepeatedBlockFailure(EXECUTED) from error
                 raise
-            return RecordedStep(segments, parameters, count, tuple(sorted(values.routing.choices)))
+            chooses = not training or values.reads.any_read or random.getstate() != drawn
+            unused = () if chooses else tuple(sorted(without_gradient))
+            return RecordedStep(segments, parameters, count, tuple(sorted(values.routing.choices)), unused)
 
     def _sized(self, plan: Plan, samples: int) -> Batch:
         """Return a batch of zeros, shaped like a micro-batch of `samples` samples on one device.

@@ -356,6 +356,7 @@ def record_step(
     run_all: bool = False,
     gradients: bool = False,
     finds_retained: bool = False,
+    without_gradient: set[str] | None = None,
 ) -> tuple[Segment, ...]:
     """Record what one micro-batch of fake tensors does, and return it as segments, in the order in
     which they ran.
@@ -371,6 +372,8 @@ def record_step(
     gradients  whether autograd is on in the forward of an evaluation. What it saves then lives until
               the loss is computed; without autograd, nothing is saved
     finds_retained  whether to find the storages that the step leaves until the next one replaces them
+
+    without_gradient  gets the names of the trainable parameters outside of the blocks that get no gradient
 
     Afterwards all gradients are None, and the model is otherwise unchanged.
 
@@ -406,6 +409,11 @@ def record_step(
             recorder.end_backward()
         if finds_retained:
             recorder.mark_retained()
+    if without_gradient is not None:
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        without_gradient |= {
+            name for name, one in parameters.items() if one.requires_grad and one.grad is None and one not in inside
+        }
     for parameter in parameters.values():
         parameter.grad = None
     return recorded_segments(recorder)
