@@ -48,7 +48,6 @@ TEXTS: dict[str, dict[str, Any]] = {
 # those that do not classify images alone, or cannot be created on fake tensors, with the default config
 OTHERS = {
     "dinat": "natten",  # a package
-    "hiera": "list index out of range",  # reads a sum of its depths from a tensor while it is created
     "imagegpt": "input_ids",  # reads colours as tokens
     "pp_lcnet": "no logits",
     "shieldgemma2": "input_ids",  # reads text, too

@@ -35,6 +35,7 @@ from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import describe_line, innermost_model_line, model_line
 from tightfit.models.fake_kernels import without_fake_tensor_logs
 from tightfit.models.guessed_values import GuessedValues
+from tightfit.models.known_values import UNKNOWN, compute_known
 from tightfit.models.tensors import tensors_in, written_tensors
 from tightfit.models.value_reads import passing_value
 
@@ -267,6 +268,8 @@ class _PassedChecks(TorchDispatchMode):
     """A mode in which the model's checks of values pass: see `passing_value`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (result := compute_known(func, args, kwargs or {})) is not UNKNOWN:
+            return result
         if func in (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default):
             value = passing_value(model_line())
             if value is not None and (func is torch.ops.aten.equal.default or args[0].dtype is torch.bool):

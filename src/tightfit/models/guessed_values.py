@@ -14,6 +14,7 @@ from torch import Tensor
 from tightfit._torch.dispatch import TorchDispatchMode
 from tightfit._torch.fake import FakeTensor, known_value
 from tightfit._torch.operations import INDEX_PUT, LOCAL_SCALAR_DENSE, UNIQUE
+from tightfit.models.known_values import UNKNOWN, compute_known
 from tightfit.models.value_reads import ValueReads
 
 _aten = torch.ops.aten
@@ -37,6 +38,8 @@ class GuessedValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if (result := compute_known(func, args, kwargs)) is not UNKNOWN:
+            return result
         if not (args and isinstance(args[0], FakeTensor)):
             return func(*args, **kwargs)
         if func is LOCAL_SCALAR_DENSE.default and known_value(args[0]) is None:

@@ -1,11 +1,12 @@
-"""Values of small tensors that a model computes while it is created on fake tensors.
+"""Values of small tensors that a model computes from numbers, while it is created or runs on fake tensors.
 
 Some constructors compute sizes with tensors, such as the widths of RegNet's stages, and read them:
 
     widths = torch.round(torch.arange(depth) * slope / 8) * 8
     stages = len(torch.unique(widths))
 
-A model that is created with other values has other layers, so a prediction would be of another model.
+A model that is created with other values has other layers, so a prediction would be of another model. In a
+forward, such values are numbers of steps, lists of dimensions, or the edges of a graph.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tightfit._torch.pytree import tree_leaves, tree_map_only
 
 MOST_ELEMENTS = 2**14  # a tensor with more is not computed: it is a table or a weight, not a size
 _VALUE = "_tightfit_value"  # attribute of a fake tensor: its _Value
+UNKNOWN = object()  # the result of an operation that is not computed
 _aten = torch.ops.aten
 _UNDEFINED = {
     _aten.empty,
@@ -51,26 +53,37 @@ class KnownValues(TorchDispatchMode):
     drawn at random. `.item()`, `.tolist()`, conditions and shapes that depend on values get these."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        values = [_value_of(one) for one in inputs]
-        if any(value is None for value in values) or not _is_computable(func):
-            _forget_written(func, args, kwargs)
-            return func(*args, **kwargs)
-        known: dict[int, _Value] = {
-            id(one): value for one, value in zip(inputs, values, strict=True) if value is not None
-        }
-        if inputs and _depends_on_values(func, args):
-            return _without_values(_compute(func, args, kwargs, known), inputs)
-        made = func(*args, **kwargs)
-        outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
-        if any(one.numel() > MOST_ELEMENTS or not isinstance(one, FakeTensor) for one in outputs):
-            _forget_written(func, args, kwargs)
-            return made
-        real = [one for one in tree_leaves(_compute(func, args, kwargs, known)) if isinstance(one, Tensor)]
-        for output, value in zip(outputs, real, strict=True):
-            _set_value(output, value, known)
+        result = compute_known(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if result is UNKNOWN else result
+
+
+def compute_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operation whose inputs are numbers, real tensors or fake tensors with known values: a
+    fake tensor with known values, or what `.item()` returns. Return UNKNOWN, without running it, if an input is not
+    known, if the operation draws at random, or if its input is too large.
+
+    After an operation writes unknown values to a tensor with known values, they are not known any more.
+    """
+    first = args[0] if args else None
+    if isinstance(first, FakeTensor) and not hasattr(first, _VALUE):
+        return UNKNOWN  # most operations of a model end here
+    inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    values = [_value_of(one) for one in inputs]
+    if any(value is None for value in values) or not _is_computable(func):
+        _forget_written(func, args, kwargs)
+        return UNKNOWN
+    known: dict[int, _Value] = {id(one): value for one, value in zip(inputs, values, strict=True) if value is not None}
+    if inputs and _depends_on_values(func, args):
+        return _without_values(_compute(func, args, kwargs, known), inputs)
+    made = func(*args, **kwargs)
+    outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+    if any(one.numel() > MOST_ELEMENTS or not isinstance(one, FakeTensor) for one in outputs):
+        _forget_written(func, args, kwargs)
         return made
+    real = [one for one in tree_leaves(_compute(func, args, kwargs, known)) if isinstance(one, Tensor)]
+    for output, value in zip(outputs, real, strict=True):
+        _set_value(output, value, known)
+    return made
 
 
 def _value_of(tensor: Tensor) -> _Value | None:
@@ -152,4 +165,4 @@ def _forget_written(func: Any, args: Any, kwargs: Any) -> None:
                     value.known[0] = False
 
 
-__all__ = ["KnownValues", "known_values"]
+__all__ = ["UNKNOWN", "KnownValues", "compute_known", "known_values"]

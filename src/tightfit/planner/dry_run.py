@@ -176,8 +176,10 @@ def dry_run(
         if optimizer_states.uses_foreach(plan, device):
             enable_foreach(run.optimizer)
         steps = run.data.steps(0, None)
+        first_batches = next(steps)[:1]
         with untraceable_errors(), iterations_chosen_by(representative_iterations):
-            _first_step(run, next(steps)[:1], values)
+            with values.computing():
+                _first_step(run, first_batches, values)
             micro_batches = next(steps)
             several = range(2 * run.executor.loss_delay if run.executor is not None else 0)
 
@@ -186,7 +188,8 @@ def dry_run(
                     take_step(watched, micro_batches, step)
                 return take_step(watched, micro_batches, len(several))
 
-            peak = track_peak(run, micro_batches, take)[1]
+            with values.computing():
+                peak = track_peak(run, micro_batches, take)[1]
     return _with_other_batches(peak, shapes, device, ahead)
 
 

@@ -35,6 +35,7 @@ from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import innermost_model_line
 from tightfit.models.expert_routing import ExpertRouting, forget_values
 from tightfit.models.fake_kernels import group_norm_gradients, without_fake_tensor_logs
+from tightfit.models.known_values import UNKNOWN, compute_known
 from tightfit.models.value_reads import ValueReads
 from tightfit.planner.tracing.ctc import ctc_output
 from tightfit.planner.tracing.recurrent_layers import recurrent_output
@@ -54,8 +55,8 @@ class FakeValues(TorchDispatchMode):
     """A dispatch mode that gives a result to operations which read the values of fake tensors.
 
     An unknown value is 1 or True, so a whole step runs without values; a `while` on such a value runs
-    once, and checks of the data pass (`models/value_reads.py`). Two kinds of values are known: integers
-    that the model writes as constants, and torch.linspace on a CPU. Many image models compute the
+    once, and checks of the data pass (`models/value_reads.py`). Known are the values that a model computes from numbers
+    inside `computing`, and otherwise integers that it writes as constants, and torch.linspace on a CPU. Many image models compute the
     drop-path rate of each block with linspace, and a block whose rate is 0 is created without drop path.
 
     Two frequent operations return at once, because a deep model calls them thousands of times:
@@ -74,6 +75,17 @@ class FakeValues(TorchDispatchMode):
     def __init__(self, padded: bool = False, expert_imbalance: float = 1.0) -> None:
         super().__init__()
         self.padded, self.routing, self.reads = padded, ExpertRouting(expert_imbalance), ValueReads()
+        self._computes = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Return a context manager in which the values of small tensors that the model computes from numbers are
+        known (`models/known_values.py`). The zeros of a batch are made outside of it: they stand for any values."""
+        self._computes = True
+        try:
+            yield
+        finally:
+            self._computes = False
 
     def __enter__(self) -> Self:
         self._around = ExitStack()
@@ -98,6 +110,8 @@ class FakeValues(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._computes and (result := compute_known(func, args, kwargs or {})) is not UNKNOWN:
+            return result
         if func in _FILLS and isinstance(args[0], FakeTensor):
             set_known_value(args[0], None)
             return forget_values(args[0])

@@ -437,18 +437,19 @@ class Profiler:
                     if run.count_labels is not None and self.labelled is not None:
                         batch = {**batch, LABEL_COUNT_KEY: self.labelled}
                     drawn, without_gradient = random.getstate(), set[str]()
-                    segments = record_step(
-                        run.model,
-                        run.loss_sum,
-                        batch,
-                        blocks,
-                        training,
-                        block_map.removed,
-                        gradients=gradients,
-                        run_all=self.model.repeated == EXECUTED,
-                        finds_retained=plan.compile == "none" and not self.job.of_transformers,
-                        without_gradient=without_gradient,
-                    )
+                    with values.computing():
+                        segments = record_step(
+                            run.model,
+                            run.loss_sum,
+                            batch,
+                            blocks,
+                            training,
+                            block_map.removed,
+                            gradients=gradients,
+                            run_all=self.model.repeated == EXECUTED,
+                            finds_retained=plan.compile == "none" and not self.job.of_transformers,
+                            without_gradient=without_gradient,
+                        )
             except InputError as error:
                 if block_map.removed:
                     raise _RepeatedBlockFailure(SKIPPED) from error
