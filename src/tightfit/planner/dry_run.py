@@ -238,12 +238,13 @@ def _first_step(run: Run, micro_batches: list[Batch], values: FakeValues) -> Non
     apart = run.plan.compile != "model" and run.plan.recompute != "sqrt"  # whether each block is called on its own
     drawn = random.getstate()
     try:
-        with untraceable_errors(), skip_repeated_blocks(blocks if apart else []):
+        with untraceable_errors(), skip_repeated_blocks(blocks if apart else []) as called:
             accumulate(run, micro_batches, lambda: 1)
     except InputError:  # perhaps the model uses something that a skipped block would have set
+        called = set()
         accumulate(run, micro_batches, lambda: 1)
     chooses = values.reads.any_read or random.getstate() != drawn  # other parameters in other steps
-    skipped = {weight for block in blocks for weight in block.parameters()}
+    skipped = {weight for block in called for weight in block.parameters()}
     for weight in (weight for group in run.optimizer.param_groups for weight in group["params"]):
         if weight.grad is None and (chooses or weight in skipped):
             weight.grad = empty_gradient(weight)

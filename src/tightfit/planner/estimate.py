@@ -200,8 +200,8 @@ class Estimate:
     @property
     def changes_math(self) -> list[str]:
         """The permissions (words of the job's `allow`, such as "bf16") that the plan needs because
-        it changes the job's mathematics. They are sorted."""
-        return sorted(needed_permissions(self.plan))
+        it changes the job's mathematics. They are sorted. Offloading changes nothing."""
+        return sorted(needed_permissions(self.plan) - {"offload"})
 
     @cached_property
     def phases(self) -> dict[str, float]:

@@ -373,7 +373,8 @@ def record_step(
               the loss is computed; without autograd, nothing is saved
     finds_retained  whether to find the storages that the step leaves until the next one replaces them
 
-    without_gradient  gets the names of the trainable parameters outside of the blocks that get no gradient
+    without_gradient  gets the names of the trainable parameters that get no gradient, outside of the blocks that are
+              called
 
     Afterwards all gradients are None, and the model is otherwise unchanged.
 
@@ -388,7 +389,7 @@ def record_step(
     with (
         torch.set_grad_enabled(training or gradients),
         recorder,
-        record_blocks(blocks, recorder, removed, run_all),
+        record_blocks(blocks, recorder, removed, run_all) as called,
         iterations_chosen_by(recorder.deduplicate_loop),
         ExitStack() as stack,
     ):
@@ -410,7 +411,7 @@ def record_step(
         if finds_retained:
             recorder.mark_retained()
     if without_gradient is not None:
-        inside = {parameter for block in blocks for parameter in block.parameters()}
+        inside = {parameter for block in called for parameter in block.parameters()}
         without_gradient |= {
             name for name, one in parameters.items() if one.requires_grad and one.grad is None and one not in inside
         }

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -223,7 +224,7 @@ class _NoRecorder:
 @contextmanager
 def record_blocks(
     blocks: list[nn.Module], recorder: SegmentRecorder, removed: Mapping[int, int] | None = None, run_all: bool = False
-) -> Iterator[None]:
+) -> Iterator[set[nn.Module]]:
     """Return a context manager. Inside it, each call of a block is recorded as a segment of its
     own, and repeated blocks are skipped: they return their input.
 
@@ -232,7 +233,10 @@ def record_blocks(
     removed   number of each block that was removed from the model -> number of the block that it
               repeats; segments are recorded for removed blocks as well
     run_all   True: run repeated blocks as well, instead of skipping them
+
+    The context manager returns a set that gets the blocks that are called, whether they run or are skipped.
     """
+    called: set[nn.Module] = set()
     absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
     earlier = {
@@ -248,11 +252,19 @@ def record_blocks(
         setattr(
             block,
             name,
-            _RecordedForward(recorder, number, getattr(block, name), earlier.get(number, []), outputs, passed),
+            _RecordedForward(
+                recorder,
+                number,
+                getattr(block, name),
+                earlier.get(number, []),
+                outputs,
+                passed,
+                partial(called.add, block),
+            ),
         )
         reached = number + 1
     try:
-        yield
+        yield called
     finally:
         for block, name, call in zip(blocks, names, before, strict=True):
             if call is None:
@@ -262,14 +274,14 @@ def record_blocks(
 
 
 @contextmanager
-def skip_repeated_blocks(blocks: list[nn.Module]) -> Iterator[None]:
+def skip_repeated_blocks(blocks: list[nn.Module]) -> Iterator[set[nn.Module]]:
     """Return a context manager. Inside it, repeated blocks return their input without computing.
-    Nothing is recorded.
+    Nothing is recorded. It returns a set that gets the blocks that are called.
 
     blocks  the model's blocks, in order
     """
-    with record_blocks(blocks, _NoRecorder()):
-        yield
+    with record_blocks(blocks, _NoRecorder()) as called:
+        yield called
 
 
 class _RecordedForward:
@@ -287,11 +299,14 @@ class _RecordedForward:
         earlier: list[int],
         known: dict[int, Any],
         before: list[tuple[int, int]],
+        note_call: Callable[[], None],
     ) -> None:
+        self.note_call = note_call
         self.recorder, self.number, self.forward, self.earlier, self.known = recorder, number, forward, earlier, known
         self.before = before  # (removed block, the block that it repeats), directly before this one
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.note_call()
         for number, copy_of in self.before:
             self._copy_segments(number, copy_of)
         inputs = tree_leaves((args, kwargs)) if self.earlier else []
