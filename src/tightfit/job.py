@@ -55,6 +55,9 @@ class Limits(Value):
     disk: Bytes | None = None
 
 
+HELD_OUT = 0.01  # default share of the samples that evaluations of the training data use
+
+
 class Job(Value):
     """What is trained: model, data, loss, optimizer and schedule, batch, steps, seed, and what
     `allow` permits.
@@ -183,6 +186,17 @@ class Job(Value):
         """The number of steps between evaluations; None if the job never evaluates."""
         own = self.evaluate.every if self.evaluate else None
         return own if own is not None else self.train.evaluate_every
+
+    @property
+    def held_out(self) -> float:
+        """The share of the data's samples that is kept for evaluation and not trained: `data.held_out`. Its default
+        is 0.01 if the job evaluates without data of their own, and otherwise 0. A program's own data is all trained."""
+        if not isinstance(self.data, DataSpec):
+            return 0.0
+        if self.data.held_out is not None:
+            return self.data.held_out
+        has_own = self.evaluate is not None and self.evaluate.data is not None
+        return 0.0 if self.evaluate_every is None or has_own else HELD_OUT
 
     @property
     def evaluate_samples(self) -> int | None:

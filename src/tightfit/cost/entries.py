@@ -28,6 +28,17 @@ NOTHING = BatchLinear()
 EVERYWHERE = (-1, 10**9)
 
 
+def passes_of(trained: float, elements: float) -> float:
+    """Return the FLOPs of a forward and a backward, divided by those of the forward. Backward computes a product for
+    the gradient of each input, and another one for that of each trained weight: 3 if all weights are trained, little
+    more than 2 for adapters.
+
+    trained   number of weights that are trained
+    elements  number of all weights
+    """
+    return 2 + (trained / elements if elements else 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """Describes one parameter or buffer of the model, in the dtype in which it is stored.

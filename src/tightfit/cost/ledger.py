@@ -32,6 +32,7 @@ from tightfit.cost.entries import (
     RankProgram,
     ShardedParameters,
     Update,
+    passes_of,
 )
 from tightfit.cost.overlays import BucketOverlay, Instant, Overlay, ShardOverlay, StepMemory, add_rows
 from tightfit.cost.pipeline_schedule import FORWARD, WEIGHTS
@@ -269,7 +270,7 @@ class Ledger:
         arXiv:2204.02311, appendix B). In a pipeline, it is the mean over its ranks.
 
         A forward of all samples counts, with attention over all pairs even under a causal mask, and
-        backward counts twice as much. Recomputation does not count.
+        backward counts twice as much, or less if weights are frozen (`passes_of`). Recomputation does not count.
         """
         forward = sum(
             operation.flops.at(self.micro_batch) * operation.count.at(self.micro_batch)
@@ -277,7 +278,9 @@ class Ledger:
             for operation in segment.timeline.operations
         )
         ranks = len(self.rank_program.schedule) if self.rank_program is not None else 1
-        return 3 * forward * self.micro_batches / ranks
+        weights = [(one.count, one.trainable) for one in self.parameters if not one.buffer]
+        passes = passes_of(sum(count for count, trained in weights if trained), sum(count for count, _ in weights))
+        return passes * forward * self.micro_batches / ranks
 
     def micro_batch_runs(self) -> Iterator[MicroBatchRun]:
         """Yield a `MicroBatchRun` for each micro-batch of a step, in order: the segments that it

@@ -68,7 +68,7 @@ def open_samples(job: Job) -> Samples | SampleStream:
         and not job.data.synthetic
         and not isinstance(samples, SampleStream | MixedSamples)
     ):
-        _warn_of_repeated_samples(job.train, order_of(samples, job.data.held_out, job.train.seed).training_count)
+        _warn_of_repeated_samples(job.train, order_of(samples, job.held_out, job.train.seed).training_count)
     return samples
 
 

@@ -78,12 +78,22 @@ def import_file(path: Path, tool: str | None = None, devices: int | None = None)
     tool     the name of a tool, such as axolotl; None: recognize the tool by the file's keys
     devices  the number of devices that train together, if the file does not say it
 
-    Raises InputError if the file cannot be read, if its tool is not recognized, or if it has a
-    value that the tool itself would not accept.
+    Raises InputError if the file cannot be read, if its tool is not recognized, or has only few of its keys,
+    or if it has a value that the tool itself would not accept.
     """
     content = read_settings(path)
     importer = _named(tool) if tool is not None else detect(content, str(path))
-    return import_content(importer, importer.prepare(content, path.resolve().parent), str(path), devices)
+    imported = import_content(importer, importer.prepare(content, path.resolve().parent), str(path), devices)
+    given = [row for row in imported.rows if row.outcome != "default"]
+    unknown = [row.key for row in given if row.outcome == "unknown"]
+    if tool is None and len(unknown) > len(given) / 2:
+        raise InputError(
+            str(path),
+            f"looks like a file of {importer.title}, which does not have {len(unknown)} of its {len(given)} keys "
+            f"({', '.join(unknown[:4])}, ...)",
+            f"name the tool: --from {' | '.join(sorted(one.name for one in IMPORTERS))}",
+        )
+    return imported
 
 
 def import_content(importer: Importer, content: dict[str, Any], where: str, devices: int | None = None) -> Imported:
@@ -198,6 +208,8 @@ def _convert(draft: Draft, key: Key, row: Row, where: str, is_default: bool = Fa
             "train it with the tool that the file is for; for supervised fine-tuning, import a file without this key",
         )
     if isinstance(made, Lacks):
+        if made.is_lost:
+            draft.lost.add(key.field)
         row.outcome, row.note = ("no counterpart" if made.is_lost else "not needed"), made.reason
     else:
         row.field, row.outcome = key.field, "default" if is_default else "mapped"
@@ -311,9 +323,16 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
     elif (name := job.get("data", {}).get("dataset")) and not (is_hub_id(name) or Path(name).is_dir()):
         draft.to_do.insert(1, f"data.dataset is {name}: name an existing folder, or a data set of the Hub")
     name_json_arrays(draft)
+    for field, default in _REPLACED.items():
+        if field in draft.lost and field not in draft.fields:
+            draft.to_do.append(f"set {field}: tightfit has not what the file names, and its own default is {default}")
     if "train.learning_rate" not in draft.fields:
         missing = [field for field in ("train.optimizer", "train.learning_rate") if field not in draft.fields]
         draft.to_do.append(f"add {' and '.join(missing)}, which the file does not have")
+
+
+# fields whose default takes the place of a value that has no counterpart
+_REPLACED = {"train.schedule": "constant", "train.optimizer": "adamw"}
 
 
 def _with_examples(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,7 @@ class Draft:
     contradictions  one sentence for each contradiction in the file
     to_do           one sentence for each thing that the user must add or decide
     files           files that are written beside the job, such as a chat template: name -> text
+    lost            fields of tightfit for which the file has a value without a counterpart
     """
 
     fields: dict[str, Any] = field(default_factory=dict)
@@ -143,6 +144,7 @@ class Draft:
     contradictions: list[str] = field(default_factory=list)
     to_do: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
     _givers: dict[str, str] = field(default_factory=dict, repr=False)  # by field or part: the key that gave it
     _dropped: set[str] = field(default_factory=set, repr=False)
     _contested: set[str] = field(default_factory=set, repr=False)  # fields and parts that two keys disagree about

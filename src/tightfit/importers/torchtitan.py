@@ -382,6 +382,9 @@ def _model(draft: Draft) -> None:
         draft.settle("initial", "no counterpart", "name the weights' folder in model.from, in transformers' form")
     if parts.get("dataset_path"):
         draft.fields["data.dataset"] = parts["dataset_path"]
+    elif draft.fields.get("data.dataset") == "allenai/c4":
+        draft.fields |= {"data.subset": "en", "data.streaming": True}
+        draft.remark("data.dataset", "torchtitan streams its subset en: data.subset and data.streaming")
 
 
 def _split_batch(draft: Draft) -> None:

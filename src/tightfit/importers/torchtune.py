@@ -500,6 +500,10 @@ def _adapters(draft: Draft) -> None:
 def _combine(draft: Draft) -> None:
     parts, fields = draft.parts, draft.fields
     _data(draft)
+    if any(row.key == "tokenizer.max_seq_len" and row.value is None for row in draft.rows):
+        draft.to_do.append(
+            "set data.sequence_length: torchtune cuts no sample without max_seq_len, tightfit to 256 tokens"
+        )
     _adapters(draft)
     if parts.get("steps_per_epoch") and parts.get("epochs"):
         parts["steps"] = int(parts["steps_per_epoch"] * parts["epochs"])

@@ -354,10 +354,16 @@ OWN_KEYS: tuple[Key, ...] = (
         "gradient_sync",
         "true is micro-batch, false is step",
     ),
+    Key(
+        "dataloader_drop_last",
+        "",
+        lambda v: Lacks("tightfit trains the last, shorter batch of the data, too", is_lost=flag(v)),
+        "",
+        "tightfit trains the last, shorter batch of the data, too",
+    ),
     *needless(
         "tightfit's data loader always keeps its workers and its order of samples",
         "dataloader_persistent_workers",
-        "dataloader_drop_last",
         "dataloader_multiprocessing_context",
         "dataloader_in_order",
         "remove_unused_columns",

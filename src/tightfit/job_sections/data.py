@@ -112,7 +112,12 @@ class DataSpec(Value):
     mask_probability: float = Field(0.15, gt=0, lt=1)
     image_size: int | None = Field(None, gt=0)
     samples: int = Field(4096, gt=0, description="how many synthetic samples")
-    held_out: float = Field(0.01, ge=0, lt=1, description="share of the samples kept for evaluation")
+    held_out: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of the samples kept for evaluation; null: 0.01 if the job evaluates on them, else 0",
+    )
     skip_damaged: bool = False
     streaming: bool = Field(
         False, description="tokenize text while training reads it, in the order of the source, with a shuffle buffer"

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from tightfit.cost.entries import passes_of
 from tightfit.data import describe_tokenizer
 from tightfit.engine.step import Step, take_step
 from tightfit.machine import Machine
@@ -64,7 +65,9 @@ class Observer:
             flops = None if isinstance(micro_batches[0], DummyMicroBatch) else forward_flops(run, micro_batches[0])
         self.attention = calls.kernel(run)
         if flops is not None:
-            self.flops_per_step = 3 * flops * run.job.train.batch / sample_count(micro_batches[0])
+            weights = [(one.numel(), one.requires_grad) for one in run.model.parameters()]
+            passes = passes_of(sum(count for count, trained in weights if trained), sum(count for count, _ in weights))
+            self.flops_per_step = passes * flops * run.job.train.batch / sample_count(micro_batches[0])
         return result
 
     def add(self, step: Step) -> None:

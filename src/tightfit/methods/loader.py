@@ -181,7 +181,7 @@ def _ordered_data(
     source: Samples, evaluation: Samples | None, job: Job, plan: Plan, part: tuple[int, int]
 ) -> OrderedData:
     # no samples are held out from a dataset that the user passes as an object
-    share = job.data.held_out if isinstance(job.data, DataSpec) else 0.0
+    share = job.held_out
     order = order_of(source, share, job.train.seed)
     if job.evaluate_every and evaluation is None and not order.evaluation_count:
         raise InputError(

@@ -60,30 +60,62 @@ class KnownValues(TorchDispatchMode):
 def compute_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the result of an operation whose inputs are numbers, real tensors or fake tensors with known values: a
     fake tensor with known values, or what `.item()` returns. Return UNKNOWN, without running it, if an input is not
-    known, if the operation draws at random, or if its input is too large.
+    known, if the operation draws at random, or if its input is too large."""
+    known = _known_inputs(func, args, kwargs)
+    if known is None:
+        return UNKNOWN
+    if _depends_on_values(func, args):
+        return _without_values(_compute(func, args, kwargs, known), args)
+    made = func(*args, **kwargs)
+    _note(func, args, kwargs, known, made)
+    return made
 
-    After an operation writes unknown values to a tensor with known values, they are not known any more.
-    """
+
+def read_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return the result of an operation whose type or shape depends on values, such as `.item()`, if they are known.
+    Return UNKNOWN, without running it, for any other operation."""
+    if not isinstance(func, torch._ops.OpOverload) or not _depends_on_values(func, args):
+        return UNKNOWN
+    known = _known_inputs(func, args, kwargs)
+    return UNKNOWN if known is None else _without_values(_compute(func, args, kwargs, known), args)
+
+
+def note_known(func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+    """Note the values of `made`, the result of an operation, if they are known. If it has written unknown values to a
+    tensor with known ones, they are not known any more."""
+    known = _known_inputs(func, args, kwargs)
+    if known is not None:
+        _note(func, args, kwargs, known, made)
+
+
+def _known_inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[int, _Value] | None:
+    """Return id of a tensor -> its values, for all inputs of an operation. Return None if some are not known, or the
+    operation is none whose result they determine; what it writes to is then not known any more."""
     first = args[0] if args else None
     if isinstance(first, FakeTensor) and not hasattr(first, _VALUE):
-        return UNKNOWN  # most operations of a model end here
+        return None  # most operations of a model end here
     inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    values = [_value_of(one) for one in inputs]
-    if any(value is None for value in values) or not _is_computable(func):
-        _forget_written(func, args, kwargs)
-        return UNKNOWN
-    known: dict[int, _Value] = {id(one): value for one, value in zip(inputs, values, strict=True) if value is not None}
-    if inputs and _depends_on_values(func, args):
-        return _without_values(_compute(func, args, kwargs, known), inputs)
-    made = func(*args, **kwargs)
+    known: dict[int, _Value] = {}
+    for one in inputs:
+        value = _value_of(one)
+        if value is None:
+            break
+        known[id(one)] = value
+    else:
+        if _is_computable(func):
+            return known
+    _forget_written(func, args, kwargs)
+    return None
+
+
+def _note(func: Any, args: Any, kwargs: dict[str, Any], known: dict[int, _Value], made: Any) -> None:
     outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
     if any(one.numel() > MOST_ELEMENTS or not isinstance(one, FakeTensor) for one in outputs):
         _forget_written(func, args, kwargs)
-        return made
+        return
     real = [one for one in tree_leaves(_compute(func, args, kwargs, known)) if isinstance(one, Tensor)]
     for output, value in zip(outputs, real, strict=True):
         _set_value(output, value, known)
-    return made
 
 
 def _value_of(tensor: Tensor) -> _Value | None:
@@ -119,7 +151,7 @@ def _is_computable(func: Any) -> bool:
 
 
 def _depends_on_values(func: Any, args: Any) -> bool:
-    """Return whether the type or shape of an operation's result depends on values."""
+    """Return whether the type or shape of an operation's result depends on the values of its inputs."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         indices = args[1] if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_) else None
         return indices is None or any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
@@ -137,10 +169,11 @@ def _compute(func: Any, args: Any, kwargs: Any, known: dict[int, _Value]) -> Any
         return func(*args, **kwargs)
 
 
-def _without_values(result: Any, inputs: list[Tensor]) -> Any:
-    """Return the real result of an operation on `inputs` as fake tensors, whose values are known."""
-    mode = detect_fake_mode(inputs)
-    assert mode is not None
+def _without_values(result: Any, args: Any) -> Any:
+    """Return the real result of an operation on `args` as fake tensors, whose values are known."""
+    mode = detect_fake_mode([one for one in tree_leaves(args) if isinstance(one, Tensor)])
+    if mode is None:  # all inputs are real
+        return result
 
     def hide(real: Tensor) -> Tensor:
         with without_dispatch_modes():
@@ -165,4 +198,4 @@ def _forget_written(func: Any, args: Any, kwargs: Any) -> None:
                     value.known[0] = False
 
 
-__all__ = ["UNKNOWN", "KnownValues", "compute_known", "known_values"]
+__all__ = ["UNKNOWN", "KnownValues", "compute_known", "known_values", "note_known", "read_known"]

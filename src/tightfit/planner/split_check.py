@@ -92,7 +92,7 @@ def _first_batches(estimator: Estimator) -> tuple[Batch, Batch, Batch] | None:
             source = open_samples(job)
             if isinstance(source, SampleStream):
                 return with_halves(lambda begin, end: next(source.batches([(begin, end)])), most)
-            order = order_of(source, job.data.held_out if isinstance(job.data, DataSpec) else 0.0, job.train.seed)
+            order = order_of(source, job.held_out, job.train.seed)
             return with_halves(
                 lambda begin, end: source.batch(*order.training_samples(begin, end)), min(most, len(source))
             )

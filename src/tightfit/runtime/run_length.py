@@ -68,7 +68,7 @@ def _samples_of_an_epoch(job: Job) -> tuple[int, str] | None:
     samples"). Return None if the data is empty or not on this machine, or if it would have to be
     read completely."""
     spec, about = job.data, ""
-    share = spec.held_out if isinstance(spec, DataSpec) else 0.0
+    share = job.held_out
     try:
         if isinstance(spec, DataSpec) and spec.synthetic is not None:
             count = spec.samples

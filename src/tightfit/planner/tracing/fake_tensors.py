@@ -35,7 +35,7 @@ from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import innermost_model_line
 from tightfit.models.expert_routing import ExpertRouting, forget_values
 from tightfit.models.fake_kernels import group_norm_gradients, without_fake_tensor_logs
-from tightfit.models.known_values import UNKNOWN, compute_known
+from tightfit.models.known_values import UNKNOWN, note_known, read_known
 from tightfit.models.value_reads import ValueReads
 from tightfit.planner.tracing.ctc import ctc_output
 from tightfit.planner.tracing.recurrent_layers import recurrent_output
@@ -110,8 +110,16 @@ class FakeValues(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._computes and (result := compute_known(func, args, kwargs or {})) is not UNKNOWN:
+        if not self._computes:
+            return self._run(func, args, kwargs)
+        result = read_known(func, args, kwargs or {})
+        if result is not UNKNOWN:
             return result
+        made = self._run(func, args, kwargs)
+        note_known(func, args, kwargs or {}, made)
+        return made
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _FILLS and isinstance(args[0], FakeTensor):
             set_known_value(args[0], None)
             return forget_values(args[0])
