@@ -37,7 +37,17 @@ Permission = Literal[
     "asynchronous",
     "offload",
 ]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+def _memory(text: Any) -> int:
+    """Return a size in bytes. A number without a unit that is less than 1 MiB is probably meant in GiB."""
+    size = parse_bytes(text)
+    if 0 < size < 2**20:
+        raise InputError(f"size {text!r}", f"is {size} bytes", f"write the unit: {str(text).strip()}GiB")
+    return size
+
+
+Bytes = Annotated[int, BeforeValidator(_memory), Field(gt=0)]
 
 
 class LossSpec(PythonSpec):

@@ -19,7 +19,7 @@ from tightfit.models import fake_forward
 from tightfit.models.block_state import changed_after_forward
 from tightfit.models.fake_forward import uses_of_parameters
 from tightfit.planner.estimator import Estimator
-from tightfit.planner.search import _without_16_bit_weights
+from tightfit.planner.search import _with_wide_weights
 
 WIDTH = 8
 
@@ -199,12 +199,12 @@ def test_weights_that_a_forward_averages_stay_in_fp32() -> None:
         tightfit.build(asked, narrow)
     estimator = Estimator(asked, Machine.named("l4"))
     found = [estimator.estimate(narrow)]
-    assert _without_16_bit_weights(estimator, {"precision": "bf16-true"}, found) is found
-    first, *_ = _without_16_bit_weights(estimator, {}, found)
+    assert _with_wide_weights(estimator, {"precision": "bf16-true"}, found) is found
+    first, *_ = _with_wide_weights(estimator, {}, found)
     assert first.plan.precision == "bf16-mixed"
     assert "So this plan has 32-bit weights" in first.notes[-1]
     plain = Estimator(job(lambda: Two(asserts, scales=False, averages=False)), Machine.named("l4"))
-    assert _without_16_bit_weights(plain, {}, found) is found
+    assert _with_wide_weights(plain, {}, found) is found
 
 
 class Counting(nn.Module):

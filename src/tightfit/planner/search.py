@@ -8,6 +8,8 @@ The commands `tightfit explain` and `tightfit train` call `search`, which works 
 4. Rank the estimates by the time to finish the job.
 5. Dry-run the plans, the fastest first, with the engine that would train them, until a plan fits
    (`finalists.py` and `certainty.py`).
+6. Run a user's own model. If the chosen plan would train it otherwise than plain PyTorch, search again among
+   fewer plans: without micro-batches, recomputation or 16-bit weights (`split_check.py`).
 """
 
 from __future__ import annotations
@@ -104,18 +106,18 @@ def search(
     machine = estimator.machine
     with tracing_ahead(estimator, pins):
         try:
-            found = _without_splits(estimator, pins, _search(estimator, job, machine, pins, choices))
+            found = _with_whole_batch(estimator, pins, _search(estimator, job, machine, pins, choices))
         except DoesNotFit:
             if "recompute" in pins or not (why := changed_state(estimator)):
                 raise
             found = _search_without_recomputation(estimator, pins, why)  # so that no remedy recomputes blocks
-        found = _without_recomputation(estimator, pins, found)
-        return _without_16_bit_weights(estimator, pins, found)
+        found = _with_equal_blocks(estimator, pins, found)
+        return _with_wide_weights(estimator, pins, found)
 
 
-def _without_splits(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
+def _with_whole_batch(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
     """Return the `estimates` of a search, or, if their first plan has micro-batches that change
-    the job, those of a search without micro-batches. The loss of a job may depend on how a batch is
+    the job, those of another search, without micro-batches. The loss of a job may depend on how a batch is
     split, or a model may change in each forward (see `split_check.py`). The first estimate then says so
     in its notes.
 
@@ -136,55 +138,48 @@ def _without_splits(estimator: Estimator, pins: dict[str, Any], estimates: list[
             accumulates,
         )
     elif uses.hooked:
-        note = f"the hook of {uses.hooked[0]} gets the gradient of each part of a batch, not that of the whole batch"
-        return [replace(estimates[0], notes=(*estimates[0].notes, note)), *estimates[1:]]
+        return _noted(
+            estimates,
+            f"the hook of {uses.hooked[0]} gets the gradient of each part of a batch, not that of the whole batch",
+        )
     if not why:
         return estimates
     if chosen.micro_batch is not None and "micro_batch" not in pins:
-        try:
+        tried = "only plans without micro-batches were tried; pin micro_batch to split it all the same"
+        with _says_what_was_tried(why, tried):
             estimates = _search(estimator, estimator.job, estimator.machine, {**pins, "micro_batch": None}, None)
-        except DoesNotFit as error:
-            message = (
-                f"{error}\n{why}. So only plans without micro-batches were tried; "
-                "pin micro_batch to split it all the same"
-            )
-            raise DoesNotFit(message, error.content) from error
     if is_split(estimator, estimates[0].plan):
-        note = f"{why}. This plan splits the batch, so it trains another loss than one device with the whole batch"
-    else:
-        note = f"{why}. So this plan has no micro-batches"
-    return [replace(estimates[0], notes=(*estimates[0].notes, note)), *estimates[1:]]
+        return _noted(
+            estimates,
+            f"{why}. This plan splits the batch, so it trains another loss than one device with the whole batch",
+        )
+    return _noted(estimates, f"{why}. So this plan has no micro-batches")
 
 
-def _without_recomputation(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
+def _with_equal_blocks(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
     """Return the `estimates` of a search, or, if their first plan recomputes blocks that would compute
-    something else the second time, those of a search without recomputation. Its first estimate says so in
-    its notes. If the user pinned `recompute`, `build` refuses the plan.
+    something else the second time, those of another search, without recomputation. Its first estimate says so
+    in its notes. If the user pinned `recompute`, `build` refuses the plan.
 
     Raises DoesNotFit if no plan without recomputation fits.
     """
     if not estimates[0].plan.recomputes_blocks or "recompute" in pins or not (why := changed_state(estimator)):
         return estimates
     estimates = _search_without_recomputation(estimator, pins, why)
-    return [
-        replace(estimates[0], notes=(*estimates[0].notes, f"{why}. So this plan recomputes no blocks")),
-        *estimates[1:],
-    ]
+    return _noted(estimates, f"{why}. So this plan recomputes no blocks")
 
 
 def _search_without_recomputation(estimator: Estimator, pins: dict[str, Any], why: str) -> list[Estimate]:
     """Search among plans that recompute no blocks. Raises DoesNotFit, with the reason `why` there are no others,
     if none fits."""
     pins = {**pins, "recompute": "none"}
-    try:
-        return _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
-    except DoesNotFit as error:
-        raise DoesNotFit(f"{error}\n{why}. So only plans without recompute were tried", error.content) from error
+    with _says_what_was_tried(why, "only plans without recompute were tried"):
+        return _with_whole_batch(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
 
 
-def _without_16_bit_weights(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
+def _with_wide_weights(estimator: Estimator, pins: dict[str, Any], estimates: list[Estimate]) -> list[Estimate]:
     """Return the `estimates` of a search, or, if their first plan stores weights in 16 bits and the model's
-    forward itself changes some, such as those of a teacher that it averages, those of a search with 32-bit
+    forward itself changes some, such as those of a teacher that it averages, those of another search, with 32-bit
     weights: in 16 bits, small changes are lost. Its first estimate says so in its notes. If the user pinned
     `precision`, `build` warns.
 
@@ -195,15 +190,24 @@ def _without_16_bit_weights(estimator: Estimator, pins: dict[str, Any], estimate
     why = f"the forward changes {names[0]}, and in 16 bits small changes would be lost"
     mixed = "bf16" in estimator.job.allowed and has_fast_bf16(estimator.machine)
     pins = {**pins, "precision": "bf16-mixed" if mixed else "fp32"}
+    with _says_what_was_tried(why, "only plans with 32-bit weights were tried"):
+        estimates = _with_whole_batch(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
+        estimates = _with_equal_blocks(estimator, pins, estimates)
+    return _noted(estimates, f"{why}. So this plan has 32-bit weights")
+
+
+@contextmanager
+def _says_what_was_tried(why: str, tried: str) -> Iterator[None]:
+    """Return a context manager that adds to a DoesNotFit which plans were tried, and why no others."""
     try:
-        estimates = _without_splits(estimator, pins, _search(estimator, estimator.job, estimator.machine, pins, None))
-        estimates = _without_recomputation(estimator, pins, estimates)
+        yield
     except DoesNotFit as error:
-        raise DoesNotFit(f"{error}\n{why}. So only plans with 32-bit weights were tried", error.content) from error
-    return [
-        replace(estimates[0], notes=(*estimates[0].notes, f"{why}. So this plan has 32-bit weights")),
-        *estimates[1:],
-    ]
+        raise DoesNotFit(f"{error}\n{why}. So {tried}", error.content) from error
+
+
+def _noted(estimates: list[Estimate], note: str) -> list[Estimate]:
+    """Return the estimates, of which the first has one more note."""
+    return [replace(estimates[0], notes=(*estimates[0].notes, note)), *estimates[1:]]
 
 
 def _search(

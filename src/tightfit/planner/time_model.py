@@ -48,9 +48,9 @@ from tightfit.planner.operation_kinds import (
     kind_of,
 )
 
-# How often the kernels of a GPU read and write the tensors of a normalization over more numbers than a
-# processor holds, divided by once: a forward reads its input for the moments and again to normalize it,
-# and a backward reads the input and the output's gradient for two sums and again for the gradient
+# Memory traffic of a GPU's normalization kernels, divided by that of reading and writing each tensor once. A row
+# does not fit into a processor, so a forward reads its input for the moments and again to normalize it, and a
+# backward reads the input and the output's gradient for two sums and again for the gradient
 # (ATen/native/cuda: Normalization.cuh, group_norm_kernel.cu; cuDNN does the same)
 PASSES = {
     **dict.fromkeys((*BATCH_NORMS, "aten.native_group_norm"), 3 / 2),

@@ -289,12 +289,19 @@ def _signed_bytes(size: float) -> str:
     return ("+" if size > 0 else "-") + format_bytes(abs(size))
 
 
+LEAST_DIFFERENCE = 0.01  # share of the peak by which a dry run has to differ to be shown
+
+
 def rows_table(estimate: Estimate) -> Table:
     """Return a table with the bytes of each row of the ledger (parameters, gradients, ...) at the
-    peak and, beside them, the largest times of a step."""
+    peak and, beside them, the largest times of a step. If the plan's dry run found another peak, a last
+    row has the difference."""
     peak, time = estimate.peak, estimate.time
     table = _table(f"at the peak ({peak.phase}, {peak.part})", "bytes", "in a step", "time")
     bytes_rows = [(row, format_bytes(peak.rows[row])) for row in ROWS if peak.rows.get(row)]
+    more = (estimate.dry_run_bytes or peak.total) - peak.total
+    if abs(more) > LEAST_DIFFERENCE * peak.total:
+        bytes_rows.append(("found by the dry run", _signed_bytes(more)))
     times = [
         (f"{phase} {kind}", format_seconds(seconds)) for phase, kind, seconds, _ in time.rows[: max(len(bytes_rows), 6)]
     ]
