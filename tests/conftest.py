@@ -30,7 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: tests 
 
 _SEVERAL = re.compile(
     r"engine/test_(several_devices|divided_check|evaluation_several|limits|hosts|freed|missing_gradients|unused_modules|processes|sample|every_value)"
-    r"|optim/test_nested_states|methods/test_(pipeline|tensor_parallel|parameter_server|data_parallel)|distributed/test_collectives|parallel/"
+    r"|optim/test_(nested_states|own_groups)|methods/test_(pipeline|tensor_parallel|parameter_server|data_parallel)|distributed/test_collectives|parallel/"
     r"|methods/test_(context_parallel|offload|gradcheck|gathers|float8|tiny_gradients)"
     r"|zoo/test_zoo.*several|measure/test_verify_several"
     r"|models/test_block_state.py::test_substituted"

@@ -109,7 +109,8 @@ def test_labels_of_other_tasks_name_the_way(label: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("batch", "times"), [(6, "3 times"), (5, "2 or 3 times"), (2, None)])
 def test_a_batch_larger_than_the_data_gives_a_warning(batch: int, times: str | None, tmp_path: Path) -> None:
     job = text_job(write(tmp_path / "a.jsonl", 0, 1, 2))
-    job = job.replace(train=job.train.replace(batch=batch))  # one of three samples is held out
+    held_out = job.data.replace(held_out=0.3)  # type: ignore[union-attr]  # one of three samples
+    job = job.replace(data=held_out, train=job.train.replace(batch=batch))
     if times is None:
         open_samples(job)
         return

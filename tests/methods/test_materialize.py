@@ -295,6 +295,7 @@ def test_a_pretrained_folder_is_never_in_memory_in_fp32(tmp_path, monkeypatch):
     assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
 
 
+@pytest.mark.filterwarnings("ignore:model.from=.*has no weights for cls.predictions")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
 def test_both_ways_load_a_folder_and_fill_gaps_the_same(tmp_path, stored, dtype):

@@ -30,6 +30,7 @@ from tightfit.models.masks import without_mask_checks
 from tightfit.models.objective import Objective, objective_of_job
 from tightfit.optim.groups import check_matches, names_of_parameters
 from tightfit.optim.muon import head_of
+from tightfit.optim.own_groups import own_groups
 from tightfit.parallel.pipeline import boundaries
 from tightfit.plan import Plan, plan_of
 from tightfit.rules import check
@@ -151,6 +152,8 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
             check_matches(run.job.train, names_of_parameters(run.model).values())
             if run.job.train.optimizer == "muon":
                 run = replace(run, head=head_of(run.model, run.job.blocks_name))
+            if run.job.train.uses_function("optimizer") and plan.devices > 1:
+                run = replace(run, own_groups=own_groups(run.model, run.job.train))
         if method is loader and not keeps_data:
             loader.check_packing(run.model, run.job)
         if method is loader and plan.pp > 1:  # before any method changes the model

@@ -73,8 +73,9 @@ def wants_check(run: Run, steps: int) -> bool:
     """Return whether `check_split` should run before the first training step.
 
     run    the run. Its job's `check_split` is "always", "never" or "auto". With "auto", the check
-           runs if it takes at most 2 % of the run's time and of a device's memory. A run without
-           a pipeline is never checked
+           runs if it takes at most 2 % of a device's memory and, for a model of transformers, of the run's
+           time: a model of the user's own is always compared, for it may branch on its data. A run
+           without a pipeline is never checked
     steps  number of training steps that the run still takes
     """
     asked = run.job.train.check_split
@@ -88,7 +89,8 @@ def wants_check(run: Run, steps: int) -> bool:
     memory = memory_of(run)
     # The unit of time is one stage on one micro-batch. The undivided model takes as long as all
     # stages one after another, and so does a pipeline with one micro-batch: 2 * stages together.
-    return 2 * plan.stages <= AUTO_CHECK_SHARE * steps * micro_batches and 3 * 4 * whole <= AUTO_CHECK_SHARE * memory
+    is_short = run.job.of_transformers and 2 * plan.stages > AUTO_CHECK_SHARE * steps * micro_batches
+    return not is_short and 3 * 4 * whole <= AUTO_CHECK_SHARE * memory
 
 
 def memory_of(run: Run) -> int:

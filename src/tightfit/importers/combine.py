@@ -127,10 +127,11 @@ def _batch(draft: Draft) -> None:
                 f"train.batch is that of one device ({micro} x {accumulation}): the file does not say how many devices "
                 "train together; import it again with --devices N if there are more"
             )
-    elif micro is not None or accumulation is not None:
+    else:
         if accumulation is not None:
             draft.settle("accumulation", "left open", "a factor of train.batch; the file does not have the micro-batch")
-        draft.to_do.append(_SET_BATCH)
+        if "train.batch" not in draft.fields:
+            draft.to_do.append(_SET_BATCH)
 
 
 _SET_BATCH = "set train.batch, all samples of one optimizer step on all devices: the file does not decide it"

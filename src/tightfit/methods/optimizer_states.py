@@ -48,6 +48,7 @@ from tightfit.optim.functions import SchedulerRates, full_rate_of, kind_of_updat
 from tightfit.optim.groups import names_of_parameters
 from tightfit.optim.in_batches import ELEMENTWISE, MultiTensor, update_batches
 from tightfit.optim.norms import mark_shard
+from tightfit.optim.own_groups import OwnGroups
 from tightfit.optim.per_parameter import PerParameter
 from tightfit.optim.schedule import learning_rate, total_steps
 from tightfit.optim.whole_parameters import UnshardingOptimizer
@@ -252,6 +253,7 @@ def optimizer_of(
     store: Store | None = None,
     device: str = "cpu",
     head: frozenset[str] | None = None,
+    groups: OwnGroups | None = None,
 ) -> Optimizer:
     """Return the job's optimizer with the plan's kernels, format of states and rounding.
 
@@ -260,13 +262,14 @@ def optimizer_of(
     store    the memory for offloaded data; None: nothing is offloaded
     device   the kind of device that updates: "cpu" or "cuda"
     head     names of the output head's parameters, for Muon; None: `model` is whole
+    groups   the parameter groups that the user's own function makes of the whole model; None: `model` is whole
 
     Raises InputError if the optimizer does not support a parameter (complex numbers, sparse
     gradients), or if it has no fused kernel although the plan asks for one. Also raises it for the
     other reasons that `make_optimizer` lists.
     """
     check_complex(model, train, plan)
-    optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights, head)
+    optimizer: Optimizer = make_optimizer(model, train, plan.fused_optimizer, weights, head, groups)
     # squares of gradients underflow in fp16, so its states are fp32
     wide = plan.precision == "fp16-true"
     if _updates_separately(plan, device):
@@ -353,7 +356,9 @@ def apply(run: Run, plan: Plan) -> Run:
         kind = kind_of_update(train.optimizer)
     if kind == "together":
         _check_undivided(train, plan)
-    optimizer = optimizer_of(run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device), run.head)
+    optimizer = optimizer_of(
+        run.model, train, plan, run.optimizer_weights, run.store, kind_of(run.device), run.head, run.own_groups
+    )
     if kind == "elementwise" and (plan.zero or run.tp_shards):
         _check_nested(train, plan)
     if plan.zero or run.tp_shards:

@@ -22,6 +22,7 @@ from tightfit.optim.lamb import LAMB
 from tightfit.optim.lars import LARS
 from tightfit.optim.lion import Lion
 from tightfit.optim.muon import MuonWithAdamW, head_of, hidden_matrices
+from tightfit.optim.own_groups import OwnGroups, regroup, replaced
 from tightfit.optim.per_parameter import load_plain
 
 FUSED = ("adamw", "sgd")  # the optimizers for which torch has a fused kernel
@@ -33,6 +34,7 @@ def make_optimizer(
     fused: bool = False,
     weights: dict[nn.Parameter, nn.Parameter] | None = None,
     head: frozenset[str] | None = None,
+    groups: OwnGroups | None = None,
 ) -> Optimizer:
     """Return a new optimizer for the model's trainable parameters, as the job's `train` section
     describes it. A parameter that several modules share is included once.
@@ -44,6 +46,8 @@ def make_optimizer(
              device's shard of the parameter. None: the optimizer updates the parameters themselves
     head     names of the parameters of the output head, for Muon; None: `model` is not divided, and the
              head is looked for
+    groups   the parameter groups that the user's own function makes of the whole model; None: `model` is not
+             divided
 
     `tightfit.optim.groups` sets the learning rate and weight decay of each parameter. The returned
     optimizer's `load_state_dict` also accepts a state dict that a PerParameter saved (the wrapper
@@ -59,7 +63,7 @@ def make_optimizer(
     if not trainable:
         raise InputError("job: model", "has no trainable parameter", "set requires_grad on the parameters to train")
     if train.uses_function("optimizer"):
-        return _by_function(model, train, trainable, weights)
+        return _by_function(model, train, trainable, weights, groups)
     if fused and train.optimizer not in FUSED:
         raise InputError(
             f"job: train.optimizer={train.optimizer}",
@@ -82,30 +86,19 @@ def _by_function(
     train: Train,
     trainable: list[nn.Parameter],
     weights: dict[nn.Parameter, nn.Parameter] | None,
+    groups: OwnGroups | None,
 ) -> Optimizer:
     parameters, others = function_groups(model, train, trainable), weights or {}
     if not isinstance(train.optimizer, ExistingOptimizer):  # it may create states for its parameters
-        parameters = _replaced(parameters, others)
+        parameters = replaced(parameters, others)
         others = {}
     optimizer = optimizer_by_function(train.optimizer, parameters)
     _replace_parameters(optimizer, others)
+    if groups is not None and not isinstance(train.optimizer, ExistingOptimizer):
+        regroup(model, optimizer, groups, weights or {})
     begin_schedule(optimizer, full_rate_of(optimizer))
     optimizer.register_load_state_dict_pre_hook(load_plain)
     return optimizer
-
-
-def _replaced(
-    parameters: list[nn.Parameter] | list[dict[str, Any]], weights: dict[nn.Parameter, nn.Parameter]
-) -> list[Any]:
-    """Return `parameters`, in which each parameter that is a key of `weights` is replaced by its
-    value.
-
-    parameters  a list of parameters, or of parameter groups (dicts with the key "params")
-    """
-    return [
-        {**one, "params": _replaced(one["params"], weights)} if isinstance(one, dict) else weights.get(one, one)
-        for one in parameters
-    ]
 
 
 def _check_dense(model: nn.Module) -> None:

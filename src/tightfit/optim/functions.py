@@ -133,19 +133,28 @@ def kind_of_update(given: Any) -> Kind:
 
     given  a function of the parameters that returns an optimizer, or a PythonSpec that names one
 
-    To find out, a small matrix and a small vector are updated together, then each alone. Then the matrix
+    To find out, a small matrix and a small vector (or another matrix) are updated together, then each alone. Then the matrix
     is updated in four pieces, and so are larger ones as long as that makes no difference.
 
     Raises InputError if the optimizer fails, or if it keeps state in its parameter groups, which a
     checkpoint would lose.
     """
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        small, vector = (_trial((shape, _STEPS)) for shape in ((4, 6), (5,)))
+        small, vector = (_trial((shape, _STEPS)) for shape in ((4, 6), _vector_shape(given)))
         together = _ended(given, [small, vector])
         alone = [_ended(given, [one])[0] for one in (small, vector)]
         if not all(map(_are_close, alone, together)):
             return "together"
         return "elementwise" if all(_updates_pieces_alike(given, _trial(one)) for one in _MATRICES) else "by parameter"
+
+
+def _vector_shape(given: Any) -> tuple[int, ...]:
+    """Return the shape of a small vector, or of a small matrix if the user's optimizer takes no vectors, as Muon."""
+    try:
+        optimizer_by_function(given, [nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(5))])
+    except InputError:
+        return 5, 3
+    return (5,)
 
 
 def nested_state(given: Any) -> str:
@@ -171,7 +180,7 @@ def _first_states(given: Any) -> list[tuple[str, Any]]:
     """Return the names and values of the states of the user's optimizer after one update of two matrices and a
     vector. Small matrices may have other states than large ones."""
     with without_dispatch_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
-        weights = [nn.Parameter(torch.ones(shape)) for shape in ((4, 6), (5,), (64, 128))]
+        weights = [nn.Parameter(torch.ones(shape)) for shape in ((4, 6), _vector_shape(given), (64, 128))]
         optimizer = optimizer_by_function(given, weights)
         for weight in weights:
             weight.grad = torch.ones_like(weight)

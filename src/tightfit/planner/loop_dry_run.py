@@ -71,15 +71,16 @@ def explain_loop(
     plan = plan_of(plan)
     if isinstance(inputs, Tensor):
         raise InputError("explain_loop: inputs", "is a tensor", "give a list of the step's arguments, such as [tensor]")
+    values = FakeValues()
     with (
         fake_process_group(plan.devices),
         FakeTensorMode(allow_non_fake_inputs=True) as mode,
-        FakeValues(),
+        values,
         emulate_device(device),
     ):
         fakes = [mode.from_tensor(one) for one in inputs]
         try:
-            with untraceable_errors():
+            with untraceable_errors(), values.computing():
                 peak = _watched(setup, without_device_options(plan), fakes)
         except Untraceable as error:
             fix = "correct what it names, or run the loop and measure it (tightfit.measure_loop)"

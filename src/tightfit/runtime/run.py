@@ -25,6 +25,7 @@ from tightfit.job import Job
 from tightfit.models.batches import LABEL_COUNT_KEY, Batch, LabelCount, map_tensors
 from tightfit.models.dataflow import Dataflow
 from tightfit.models.objective import Objective
+from tightfit.optim.own_groups import OwnGroups
 from tightfit.plan import Plan
 from tightfit.runtime.copy_stream import BatchPrefetcher
 from tightfit.runtime.offload_store import Store
@@ -266,6 +267,8 @@ class Run:
                        preceding one is computed
     head               names of the output head's parameters in the whole model, which Muon does not
                        update; None for other optimizers
+    own_groups         the parameter groups that the user's own function makes of the whole model; None: the model
+                       is not divided
     own_loop           whether the user's code runs forward and backward (see
                        `engine/custom_loop.py`). It may then call `loss_sum` with any number of
                        samples
@@ -300,6 +303,7 @@ class Run:
     droppable_masks: tuple[str, ...] = ()
     frozen: tuple[tuple[str, nn.Parameter], ...] = ()
     head: frozenset[str] | None = None
+    own_groups: OwnGroups | None = None
     own_loop: bool = False
 
 

@@ -283,7 +283,8 @@ class FakeModel:
         unused: tuple[str, ...] = (),
     ) -> dict[str, Update]:
         """Return parameter name -> update, as `trace` finds it (`optimizer_trace.py`). unused: see `updates`."""
-        with fake_process_group(plan.tp), self.mode, FakeValues(), emulate_device(self.device):
+        values = FakeValues()  # NAdam divides by a number that it has counted
+        with fake_process_group(plan.tp), self.mode, values, values.computing(), emulate_device(self.device):
             model, block_map = self.sharded(plan)
             widen_gradients(model.parameters(), plan.master_weights)
             head = head_of(model, self.job.blocks_name) if self.job.train.optimizer == "muon" else None
