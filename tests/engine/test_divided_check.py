@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -284,3 +285,12 @@ def test_a_search_does_not_divide_unchecked_models(name: str, batch: int, degree
     estimator = Estimator(job(name, batch=batch), Machine.named("l4:4"))
     tried = by_lower_bound(estimator, tightfit.Plan(), {})
     assert {degree for _, sizes in tried for degree in sizes} == degrees
+
+
+def test_shapes_that_fit_only_in_the_undivided_model_are_explained() -> None:
+    run: Any = SimpleNamespace(plan=tightfit.Plan(tp=2))
+    with (
+        pytest.raises(InputError, match=r"plan: tp=2.*fails when it is divided, and not as a whole"),
+        divided_check._naming_divided_shapes(run),
+    ):
+        torch.ones(4) + torch.ones(2)

@@ -150,11 +150,30 @@ def _compare(run: Run) -> DividedComparison | None:
         with evaluating(divided.model):
             own = divided.data.cut(batch) if isinstance(divided.data, SequenceChunks) else batch
             parts = mesh.data_rank_and_size[1]
-            loss_sum = divided.loss_sum(to_device(own, run)) / (count * parts)
+            with _naming_divided_shapes(run):
+                loss_sum = divided.loss_sum(to_device(own, run)) / (count * parts)
             loss_sum.backward()  # type: ignore[no-untyped-call]
     gradients = _differences(divided, dict(whole.named_parameters()))
     total = mesh.all_reduce(loss_sum.detach().double(), DATA)
     return DividedComparison(float(total), float(expected.detach()), gradients)
+
+
+@contextmanager
+def _naming_divided_shapes(run: Run) -> Iterator[None]:
+    """Return a context manager that explains a divided model whose tensors do not fit together, although those of the
+    undivided model do."""
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error).partition("\n")[0]
+        if not any(words in message for words in ("must match", "shape", "size")):
+            raise
+        raise InputError(
+            f"plan: tp={run.plan.tp}, cp={run.plan.cp}",
+            f"the model fails when it is divided, and not as a whole ({message})",
+            "divide layers whose outputs are combined in the same way, such as gate and up: see model.tensor_parallel; or "
+            "use tp: 1 and cp: 1",
+        ) from error
 
 
 @contextmanager
