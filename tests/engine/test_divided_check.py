@@ -287,7 +287,7 @@ def test_a_search_does_not_divide_unchecked_models(name: str, batch: int, degree
     assert {degree for _, sizes in tried for degree in sizes} == degrees
 
 
-def test_shapes_that_fit_only_in_the_undivided_model_are_explained() -> None:
+def test_shapes_that_fit_only_undivided_are_explained() -> None:
     run: Any = SimpleNamespace(plan=tightfit.Plan(tp=2))
     with (
         pytest.raises(InputError, match=r"plan: tp=2.*fails when it is divided, and not as a whole"),

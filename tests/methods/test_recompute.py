@@ -511,7 +511,7 @@ class Remembering(nn.Module):
         return x
 
 
-def test_a_block_that_keeps_what_it_computed_first_may_be_recomputed() -> None:
+def test_a_block_that_keeps_what_it_computed_is_recomputed() -> None:
     samples = [(torch.randn(4), number % 4) for number in range(8)]
     job = tightfit.Job(model=Remembering, data=samples, train=tightfit.Train(batch=4, steps=2))
     expected = [step.loss for step in tightfit.train(tightfit.build(job))]

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tightfit._torch.dispatch import TorchDispatchMode, without_dispatch_modes
+from tightfit._torch.dispatch import OpOverload, TorchDispatchMode, without_dispatch_modes
 from tightfit._torch.fake import FakeTensor, detect_fake_mode
 from tightfit._torch.pytree import tree_leaves, tree_map_only
+from tightfit.models.tensors import written_tensors
 
 MOST_ELEMENTS = 2**14  # a tensor with more is not computed: it is a table or a weight, not a size
 _VALUE = "_tightfit_value"  # attribute of a fake tensor: its _Value
@@ -74,7 +75,7 @@ def compute_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def read_known(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the result of an operation whose type or shape depends on values, such as `.item()`, if they are known.
     Return UNKNOWN, without running it, for any other operation."""
-    if not isinstance(func, torch._ops.OpOverload) or not _depends_on_values(func, args):
+    if not isinstance(func, OpOverload) or not _depends_on_values(func, args):
         return UNKNOWN
     known = _known_inputs(func, args, kwargs)
     return UNKNOWN if known is None else _without_values(_compute(func, args, kwargs, known), args)
@@ -143,7 +144,7 @@ def _set_value(output: Tensor, real: Tensor, inputs: dict[int, _Value]) -> None:
 def _is_computable(func: Any) -> bool:
     """Return whether an operation gives the same result each time, and no new shape to its input."""
     tags = getattr(func, "tags", ())
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
         return False
     if torch.Tag.nondeterministic_seeded in tags or torch.Tag.inplace_view in tags:
         return False
@@ -186,16 +187,12 @@ def _without_values(result: Any, args: Any) -> Any:
 
 def _forget_written(func: Any, args: Any, kwargs: Any) -> None:
     """Forget the values of the tensors that an operation writes to."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if not isinstance(func, OpOverload):
         return
-    named = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-    for argument in schema.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for tensor in tree_leaves(named.get(argument.name)):
-                value = getattr(tensor, _VALUE, None)
-                if value is not None:
-                    value.known[0] = False
+    for tensor in tree_leaves(written_tensors(func, args, kwargs)):
+        value = getattr(tensor, _VALUE, None)
+        if value is not None:
+            value.known[0] = False
 
 
 __all__ = ["UNKNOWN", "KnownValues", "compute_known", "known_values", "note_known", "read_known"]
