@@ -73,6 +73,17 @@ def test_a_view_of_known_values_follows_its_base() -> None:
         assert value.tolist() == [2, 2, 2]
 
 
+def test_real_tensors_of_the_user_are_not_written() -> None:
+    numbers = torch.arange(4)
+    with FakeTensorMode(allow_non_fake_inputs=True), KnownValues():
+        row = numbers[1:]
+        row += 5
+        value = known_values(row)
+        assert value is not None
+        assert value.tolist() == [6, 7, 8]
+    assert numbers.tolist() == [0, 1, 2, 3]
+
+
 def test_large_tensors_are_not_computed() -> None:
     def outer(size: int) -> Tensor:
         line = torch.arange(size)

@@ -122,8 +122,10 @@ def _note(func: Any, args: Any, kwargs: dict[str, Any], known: dict[int, _Value]
 def _value_of(tensor: Tensor) -> _Value | None:
     """Return the known values of a tensor, or None if they are not known."""
     if not isinstance(tensor, FakeTensor):
-        is_small = type(tensor) is Tensor and tensor.device.type == "cpu" and tensor.numel() <= MOST_ELEMENTS
-        return _Value(tensor, [True]) if is_small else None
+        if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.numel() > MOST_ELEMENTS:
+            return None
+        with without_dispatch_modes():
+            return _Value(tensor.detach().clone(), [True])  # a copy: a trace must not write to the model's own
     value: _Value | None = getattr(tensor, _VALUE, None)
     return value if value is not None and value.known[0] else None
 
