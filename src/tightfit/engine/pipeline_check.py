@@ -30,6 +30,8 @@ from tightfit.engine.step import all_reduce_replicated
 from tightfit.errors import InputError
 from tightfit.methods import float8, precision
 from tightfit.methods.materialize import create_on_host, weights_dtype
+from tightfit.models import model_factory
+from tightfit.models.fake_forward import branch_on_values
 from tightfit.models.objective import objective_of_job
 from tightfit.parallel.context.sequence_chunks import SequenceChunks
 from tightfit.parallel.pipeline.executor import PipelineRank
@@ -73,9 +75,9 @@ def wants_check(run: Run, steps: int) -> bool:
     """Return whether `check_split` should run before the first training step.
 
     run    the run. Its job's `check_split` is "always", "never" or "auto". With "auto", the check
-           runs if it takes at most 2 % of a device's memory and, for a model of transformers, of the run's
-           time: a model of the user's own is always compared, for it may branch on its data. A run
-           without a pipeline is never checked
+           runs if it takes at most 2 % of a device's memory and of the run's time. The time does not
+           matter for a model of the user's own that branches on its data. A run without a pipeline is
+           never checked
     steps  number of training steps that the run still takes
     """
     asked = run.job.train.check_split
@@ -89,8 +91,18 @@ def wants_check(run: Run, steps: int) -> bool:
     memory = memory_of(run)
     # The unit of time is one stage on one micro-batch. The undivided model takes as long as all
     # stages one after another, and so does a pipeline with one micro-batch: 2 * stages together.
-    is_short = run.job.of_transformers and 2 * plan.stages > AUTO_CHECK_SHARE * steps * micro_batches
-    return not is_short and 3 * 4 * whole <= AUTO_CHECK_SHARE * memory
+    if 3 * 4 * whole > AUTO_CHECK_SHARE * memory:
+        return False
+    return 2 * plan.stages <= AUTO_CHECK_SHARE * steps * micro_batches or _branches_on_data(run)
+
+
+def _branches_on_data(run: Run) -> bool:
+    """Return whether a model of the user's own reads values of its data in Python, by which it may use other layers
+    than those that the stages were made for."""
+    job = run.job
+    if job.of_transformers:
+        return False
+    return bool(branch_on_values(model_factory(job.model), objective_of_job(job).total, run.data.example()))
 
 
 def memory_of(run: Run) -> int:

@@ -913,6 +913,35 @@ def wants(asked: str, steps: int) -> bool:
     return wants_check(tightfit.build(job_of(Plain, check_split=asked), tightfit.Plan(pp=2, micro_batch=2)), steps)
 
 
+class Branching(Plain):
+    """Uses a layer before the blocks only if its data are finite. On tensors without values, it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def before(self, x: Tensor) -> Tensor:
+        h = self.embed(x)
+        if x.isfinite().all():
+            h = self.extra(h)
+        return h
+
+
+def test_models_that_branch_on_data_are_checked_in_short_runs() -> None:
+    expected = [step.loss for step in tightfit.train(tightfit.build(job_of(Branching)))]
+    for losses, said in together(2, HERE + "refused_training", "Branching", {"pp": 2, "micro_batch": 2}):
+        assert "the stages compute something else" in said or losses == pytest.approx(expected, rel=1e-5)
+
+
+def refused_training(name: str, fields: dict[str, Any]) -> tuple[list[float], str]:
+    """Train a model, and return its losses and why it is refused."""
+    run = tightfit.build(job_of(globals()[name]), tightfit.Plan(**fields))
+    try:
+        return [step.loss for step in tightfit.train(run)], ""
+    except InputError as error:
+        return [], str(error)
+
+
 def test_wrong_stages_are_refused_before_the_first_update() -> None:
     for said in together(2, HERE + "checked_stage", "Owned", {"pp": 2, "micro_batch": 2}, {"check_split": "always"}):
         assert "the stages compute something else than the undivided model" in said
