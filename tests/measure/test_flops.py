@@ -16,6 +16,7 @@ from tightfit._torch.fake import FakeTensor
 from tightfit.machine import Figure, Machine
 from tightfit.measure.flops import forward_flops, matrix_utilization, mfu
 from tightfit.measure.observer import Observer
+from tightfit.planner.estimator import Estimator
 
 BATCH, LENGTH = 8, 16
 LAYERS, HIDDEN, INNER, HEADS, GROUPS, VOCABULARY = 4, 32, 128, 4, 2, 160
@@ -162,6 +163,28 @@ class Refusing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) * (2.0 if x.sum().item() > 0 else 1.0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_frozen_weights_take_no_products_for_their_gradients(frozen: bool) -> None:
+    """Two layers have as many weights each: with one frozen, forward and backward are 2.5 forwards."""
+
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        made[0].requires_grad_(not frozen)
+        return made
+
+    data = [(torch.randn(64), number) for number in range(8)]
+    job = tightfit.Job(model=model, data=data, train=tightfit.Train(optimizer="sgd", batch=8, steps=3))
+    forward = 2 * 8 * 2 * 64 * 64
+    assert (
+        Estimator(job, Machine.detect()).estimate(tightfit.Plan()).ledger.model_flops()
+        == (2.5 if frozen else 3) * forward
+    )
+    run = tightfit.build(job)
+    observer = Observer(run, 0)
+    list(tightfit.train(run, take=observer.take))
+    assert observer.flops_per_step == (2.5 if frozen else 3) * forward
 
 
 def test_a_model_that_reads_values_has_no_count() -> None:

@@ -99,6 +99,7 @@ def test_if_nothing_fits_the_exit_code_is_3_with_remedies(
         (["--picture", "memory.gif"], "memory.svg"),
         (["--picture", "missing/memory.svg"], "its folder does not exist"),
         (["--memory", "much"], "24GiB"),
+        (["--memory", "24"], "write the unit: 24GiB"),
     ],
 )
 def test_mistakes_name_their_remedy(

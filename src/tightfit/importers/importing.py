@@ -325,7 +325,7 @@ def _name_missing(job: dict[str, Any], draft: Draft) -> None:
     name_json_arrays(draft)
     for field, default in _REPLACED.items():
         if field in draft.lost and field not in draft.fields:
-            draft.to_do.append(f"set {field}: tightfit has not what the file names, and its own default is {default}")
+            draft.to_do.append(f"set {field}: the file's value has no counterpart, and tightfit's default is {default}")
     if "train.learning_rate" not in draft.fields:
         missing = [field for field in ("train.optimizer", "train.learning_rate") if field not in draft.fields]
         draft.to_do.append(f"add {' and '.join(missing)}, which the file does not have")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Train
 from tightfit.optim.functions import ExistingOptimizer, optimizer_by_function
 from tightfit.optim.groups import function_groups
@@ -30,7 +31,8 @@ class OwnGroups:
 
 def own_groups(model: nn.Module, train: Train) -> OwnGroups | None:
     """Return the groups that the user's function makes of the parameters of `model`, which is whole. The function gets
-    parameters of the same shapes without values. Return None if it fails on these, or if the optimizer exists."""
+    parameters of the same shapes without values. Return None if it fails on these, with a warning, or if the optimizer
+    exists."""
     if isinstance(train.optimizer, ExistingOptimizer):
         return None
     named = {one: name for name, one in model.named_parameters() if one.requires_grad}
@@ -40,7 +42,13 @@ def own_groups(model: nn.Module, train: Train) -> OwnGroups | None:
     names = {shapes[one]: name for one, name in named.items()}
     try:
         optimizer = optimizer_by_function(train.optimizer, replaced(function_groups(model, train, list(named)), shapes))
-    except InputError:
+    except InputError as error:
+        warnings.warn(
+            "train.optimizer: its groups are made of this device's part of the model, for the function fails on parameters "
+            f"without values ({error.found}). Groups by shape or position may differ from those of one device",
+            TightfitWarning,
+            stacklevel=2,
+        )
         return None
     numbers = {names[one]: number for number, group in enumerate(optimizer.param_groups) for one in group["params"]}
     return OwnGroups(numbers, tuple(_options_of(group) for group in optimizer.param_groups))

@@ -25,11 +25,9 @@ from tightfit._torch.fake import (
     device_of,
     known_value,
     set_known_value,
-    unset_fake_temporarily,
 )
 from tightfit._torch.operations import LOCAL_SCALAR_DENSE
 from tightfit._torch.patches import formatting_as_numbers
-from tightfit._torch.pytree import tree_leaves
 from tightfit.errors import InputError, Untraceable
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.dataflow import innermost_model_line
@@ -48,16 +46,14 @@ _FILLS = frozenset(  # initialisation: changes values only
         torch.ops.aten.zero_.default,
     }
 )
-_SPLITS = frozenset({torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.slice.Tensor})
 
 
 class FakeValues(TorchDispatchMode):
     """A dispatch mode that gives a result to operations which read the values of fake tensors.
 
     An unknown value is 1 or True, so a whole step runs without values; a `while` on such a value runs
-    once, and checks of the data pass (`models/value_reads.py`). Known are the values that a model computes from numbers
-    inside `computing`, and otherwise integers that it writes as constants, and torch.linspace on a CPU. Many image models compute the
-    drop-path rate of each block with linspace, and a block whose rate is 0 is created without drop path.
+    once, and checks of the data pass (`models/value_reads.py`). Known are integers that the model writes as
+    constants and, inside `computing`, the values that it computes from numbers.
 
     Two frequent operations return at once, because a deep model calls them thousands of times:
     initialisation does nothing, and the device of a tensor is read directly.
@@ -130,8 +126,6 @@ class FakeValues(TorchDispatchMode):
             if isinstance(made, FakeTensor) and made.is_floating_point():
                 set_known_value(made, None)  # torch would otherwise keep the constant's dtype after a cast
             return made
-        if func is torch.ops.aten.linspace.default or (func in _SPLITS and known_value(args[0]) is not None):
-            return _constant_result(func, args, kwargs or {})
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return device_of(args[0])
         if func is LOCAL_SCALAR_DENSE.default:
@@ -151,19 +145,6 @@ class FakeValues(TorchDispatchMode):
         if self.routing.knows(tensor):
             return value
         return self.reads.value(True) if value is True else self.reads.number(value)
-
-
-def _constant_result(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run the operation `func` on fake tensors whose values are known, and return its fake result.
-    On a CPU, the values of the result are computed and remembered as well."""
-    made = func(*args, **kwargs)
-    fakes = tree_leaves(made)
-    if all(fake.device.type == "cpu" for fake in fakes):
-        with unset_fake_temporarily():
-            real = tree_leaves(func(*(known_value(one) if isinstance(one, Tensor) else one for one in args), **kwargs))
-        for fake, value in zip(fakes, real, strict=True):
-            set_known_value(fake, value)
-    return made
 
 
 def _always_false(tensor: Any = None) -> bool:
