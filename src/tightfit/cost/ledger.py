@@ -71,7 +71,7 @@ class Ledger:
                              chooses)
     dataflow                 function that returns which tensors a forward computes from which
                              (`models/dataflow.py`), for the methods that cut the model
-    check_segments           function that raises InputError if the model's blocks cannot be recomputed
+    check_block_groups       function that raises InputError if the model's blocks cannot be recomputed
                              in groups
     updates                  parameter name -> the optimizer's update of this parameter
     once_per_step            operations that run once in a step and belong to no segment and no update,
@@ -122,7 +122,7 @@ class Ledger:
     blocks: int = 0
     experts: tuple[tuple[int, int], ...] = ()
     dataflow: Callable[[], Any] | None = None
-    check_segments: Callable[[], None] | None = None
+    check_block_groups: Callable[[], None] | None = None
     updates: dict[str, Update] = field(default_factory=dict)
     once_per_step: tuple[Operation, ...] = ()
     batch_bytes: float = 0.0

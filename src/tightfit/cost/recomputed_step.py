@@ -64,7 +64,7 @@ _PRODUCT_NAMES, _COUNTED_NAMES = (
 
 # The time that torch's checkpointing spends in Python in addition to the recomputation itself, in
 # units of the time to launch one operation:
-SEGMENT_LAUNCHES = 33  # for each recomputed group of blocks
+GROUP_LAUNCHES = 33  # for each recomputed group of blocks
 HOOK_LAUNCHES = 2.3  # for each operation whose tensors pass through saved-tensor hooks
 NOTE_LAUNCHES = 12.0  # attention: for each operation of a block's forward and the views of its tensors, to note them
 DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to decide whether its result is saved
@@ -74,7 +74,7 @@ DISPATCH_LAUNCHES = 2.3  # selective: for each operation, in both forwards, to d
 def with_recomputation(
     training: tuple[Segment, ...],
     inference: tuple[Segment, ...],
-    segments: tuple[range, ...],
+    groups: tuple[range, ...],
     selective: int,
     compiled: bool = False,
 ) -> tuple[Segment, ...]:
@@ -83,16 +83,16 @@ def with_recomputation(
 
     training   the recorded step without recomputation, as segments
     inference  the recorded forward of an evaluation, which saves nothing for backward
-    segments   the groups, each as a range of block numbers. All blocks of a group are recomputed
+    groups     the groups, each as a range of block numbers. All blocks of a group are recomputed
                together
     selective  0: recompute everything. 1: save the results of all products. 2: save those of every
                second product with weights, and of all other products. See methods/recompute.py
     compiled   whether blocks are compiled: then the first forward runs the kernels of training, as
                an evaluation is not compiled, and no time is spent in Python
     """
-    edit = _RecomputationEdit(training, inference, segments, selective, compiled)
-    for segment in segments:
-        for calls in zip(*(edit.calls.get(block, ()) for block in segment), strict=False):
+    edit = _RecomputationEdit(training, inference, groups, selective, compiled)
+    for group in groups:
+        for calls in zip(*(edit.calls.get(block, ()) for block in group), strict=False):
             edit.recompute(calls)
     return tuple(edit.training)
 
@@ -151,7 +151,7 @@ class _RecomputationEdit:
         self,
         training: tuple[Segment, ...],
         inference: tuple[Segment, ...],
-        segments: tuple[range, ...],
+        groups: tuple[range, ...],
         selective: int,
         compiled: bool,
     ) -> None:
@@ -170,7 +170,7 @@ class _RecomputationEdit:
         for call in self.forward:
             if call in self.backward:
                 self.calls.setdefault(call[0], []).append(call)
-        blocks = {block for segment in segments for block in segment}
+        blocks = {block for group in groups for block in group}
         for block in blocks:
             for call in self.calls.get(block, ()):
                 self._drop_retained(call)
@@ -194,14 +194,14 @@ class _RecomputationEdit:
             )
             self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(retained)))
 
-    def recompute(self, segment: tuple[Call, ...]) -> None:
+    def recompute(self, group: tuple[Call, ...]) -> None:
         """Edit the step so that a group of blocks saves only the first block's input, and all its
         blocks are recomputed before the last block's backward.
 
-        segment  the group: one call of each of its blocks, as (block, number of the call), in order
+        group  one call of each of its blocks, as (block, number of the call), in order
         """
-        again, last, asked = Timeline(), segment[-1], 0
-        for call in segment:
+        again, last, asked = Timeline(), group[-1], 0
+        for call in group:
             before = self.training[self.forward[call]].timeline
             asked += len(before.operations)
             saved = {buffer for index in self.backward[call] for buffer in self.training[index].timeline.freed}
@@ -210,10 +210,10 @@ class _RecomputationEdit:
             self._replace_timeline(self.backward[call][-1], self._backward_of(call).then(_freeing(anew)))
             again = again.then(Timeline(tuple((copy, 1) for copy in anew)))
             again = again.then(self._second_forward(before, saved, stops=call == last))
-            if call != segment[0]:
+            if call != group[0]:
                 again = again.then(_freeing([buffer for buffer in before.inputs if self._is_freed_after(call, buffer)]))
             handed_on = self._left_to_others(before, saved) if call == last else {}
-            self._forward(call, before, saved, handed_on, keep_input=call == segment[0])
+            self._forward(call, before, saved, handed_on, keep_input=call == group[0])
             again = _freeing(list(handed_on.values())).then(again)
         index = self.backward[last][0]
         if not self.compiled:
@@ -227,7 +227,7 @@ class _RecomputationEdit:
         again  number of operations that run again
         asked  number of operations for which `selective` decides whether the result is saved
         """
-        count = SEGMENT_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
+        count = GROUP_LAUNCHES + HOOK_LAUNCHES * again + (2 * DISPATCH_LAUNCHES * asked if self.selective else 0.0)
         return _in_python(count)
 
     def _replace_timeline(self, index: int, timeline: Timeline) -> None:

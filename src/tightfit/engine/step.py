@@ -322,37 +322,51 @@ def update(run: Run, limit: float | None = None) -> tuple[torch.Tensor | None, b
     fp16 checks. The second value is a scalar bool tensor on the device if the optimizer's kernels
     read it there, so that the host need not wait; otherwise it is a bool.
     """
-    finite: bool | torch.Tensor = True
-    norm, narrow_factor = None, None
     note_activity("update")
     all_reduce_replicated(run)
-    if run.loss_scale is not None:
-        finite, narrow_factor = run.loss_scale.unscale(optimizer_weights(run))
-        finite = all_ranks_true(run, finite)
-        on_device = (
-            isinstance(finite, torch.Tensor) and finite.device.type == run.device.type
-        )  # False if the gradients are offloaded
-        if isinstance(finite, torch.Tensor) and not (on_device and skips_on_found_inf(run.optimizer)):
-            finite = bool(finite)
-        run.loss_scale.update(finite)
+    finite, narrow_factor = _unscale(run)
     limit = run.job.train.clip if limit is None else limit
-    if limit is not None:
-        norm = clip(run, limit, narrow_factor)
+    norm = None if limit is None else clip(run, limit, narrow_factor)
     if narrow_factor is not None:
         assert isinstance(run.optimizer, PerParameter)  # which updates 16-bit weights in fp32
         run.optimizer.multiply_narrow_gradients(narrow_factor)
-    if isinstance(finite, torch.Tensor):
-        _skip_update_unless(run.optimizer, finite)
-    if isinstance(finite, torch.Tensor) or finite:
-        run.optimizer.step()
-    if isinstance(finite, torch.Tensor) and not isinstance(run.optimizer, PerParameter):
-        run.optimizer.found_inf = None  # type: ignore[attr-defined]
+    _step_if_finite(run.optimizer, finite)
     if run.store is not None:
         run.store.factor = None
     run.optimizer.zero_grad(set_to_none=True)
     if run.reduction is not None and (isinstance(finite, torch.Tensor) or finite):
         run.reduction.updated()  # after zero_grad, so that the gradients' memory is free
     return norm, finite
+
+
+def _unscale(run: Run) -> tuple[bool | torch.Tensor, float | torch.Tensor | None]:
+    """In fp16, divide the fp32 gradients by the loss scale, and choose the next step's loss scale.
+
+    Returns (whether all gradients on all devices are finite, the factor by which the 16-bit gradients
+    still have to be multiplied, or None). The first is a scalar tensor on the device if the optimizer
+    reads it there, otherwise a bool; True without fp16.
+    """
+    if run.loss_scale is None:
+        return True, None
+    finite, narrow_factor = run.loss_scale.unscale(optimizer_weights(run))
+    finite = all_ranks_true(run, finite)
+    if isinstance(finite, torch.Tensor):
+        on_device = finite.device.type == run.device.type  # False if the gradients are offloaded
+        finite = finite if on_device and skips_on_found_inf(run.optimizer) else bool(finite)
+    run.loss_scale.update(finite)
+    return finite, narrow_factor
+
+
+def _step_if_finite(optimizer: torch.optim.Optimizer, finite: bool | torch.Tensor) -> None:
+    """Update the weights, unless a gradient is not finite. finite: see `_unscale`."""
+    if isinstance(finite, bool):
+        if finite:
+            optimizer.step()
+        return
+    _skip_update_unless(optimizer, finite)
+    optimizer.step()
+    if not isinstance(optimizer, PerParameter):
+        optimizer.found_inf = None  # type: ignore[attr-defined]
 
 
 def _skip_update_unless(optimizer: torch.optim.Optimizer, finite: torch.Tensor) -> None:

@@ -45,10 +45,10 @@ from tightfit.models.replaced_forward import replace_forward
 from tightfit.parallel.pipeline.stages import stage_ranges
 from tightfit.plan import Plan
 from tightfit.runtime.attention_core import Found, no_attention, recompute_attention
+from tightfit.runtime.block_groups import ending_groups, recompute_group, refuse_other_uses
 from tightfit.runtime.method import SearchFacts
 from tightfit.runtime.recomputation import ChangingBuffers, recomputed, restore_buffers
 from tightfit.runtime.recomputed_draws import GlobalGenerators
-from tightfit.runtime.recomputed_segments import ending_segments, recompute_segment, refuse_other_uses
 from tightfit.runtime.run import Run, to_device
 
 FIELDS = ("recompute",)
@@ -100,13 +100,13 @@ def apply(run: Run, plan: Plan) -> Run:
         raise no_blocks(plan, type(run.model).__name__)
     generators = GlobalGenerators()
     if plan.recompute == "sqrt":
-        segments = make_segments(blocks)
+        groups = make_block_groups(blocks)
         if active_fake_mode() is None:
-            _refuse_other_uses(run, plan, segments)
-        ends = [recompute_segment(segment, generators) for segment in segments]
+            _refuse_other_uses(run, plan, groups)
+        ends = [recompute_group(group, generators) for group in groups]
 
         def loss_sum(batch: Batch) -> Tensor:
-            return ending_segments(ends, lambda: run.loss_sum(batch))
+            return ending_groups(ends, lambda: run.loss_sum(batch))
 
         return replace(run, loss_sum=loss_sum)
     for number in recomputed_blocks(plan, len(blocks)):
@@ -149,7 +149,7 @@ def _recompute_attention(run: Run, plan: Plan, modules: list[nn.Module]) -> Run:
     return replace(run, loss_sum=loss_sum)
 
 
-def _segments(blocks: int) -> list[range]:
+def _block_groups(blocks: int) -> list[range]:
     """Return the groups of blocks that recompute: sqrt recomputes together, each as a range of
     block numbers. There are about as many groups as blocks in a group.
 
@@ -161,10 +161,10 @@ def _segments(blocks: int) -> list[range]:
     return [range(start, min(start + length, blocks)) for start in range(0, blocks, length)]
 
 
-def make_segments(blocks: list[nn.Module]) -> list[list[nn.Module]]:
+def make_block_groups(blocks: list[nn.Module]) -> list[list[nn.Module]]:
     """Divide `blocks` into consecutive groups, which recompute: sqrt recomputes together, and
     return these groups."""
-    return [blocks[segment.start : segment.stop] for segment in _segments(len(blocks))]
+    return [blocks[group.start : group.stop] for group in _block_groups(len(blocks))]
 
 
 def recomputed_blocks(plan: Plan, blocks: int) -> list[int]:
@@ -228,23 +228,23 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """
     if plan.recompute == "attention":  # traced
         return ledger if plan.compile != "none" else replace(ledger, training=with_noted_operations(ledger.training))
-    if plan.recompute == "sqrt" and ledger.check_segments is not None:
-        ledger.check_segments()
+    if plan.recompute == "sqrt" and ledger.check_block_groups is not None:
+        ledger.check_block_groups()
     each = [range(block, block + 1) for block in recomputed_blocks(plan, ledger.blocks)]
-    segments = _segments(ledger.blocks) if plan.recompute == "sqrt" else each
+    groups = _block_groups(ledger.blocks) if plan.recompute == "sqrt" else each
     compiled = plan.compile != "none"
-    training = with_recomputation(ledger.training, ledger.inference(), tuple(segments), _selective(plan), compiled)
+    training = with_recomputation(ledger.training, ledger.inference(), tuple(groups), _selective(plan), compiled)
     return replace(ledger, training=training)
 
 
-def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) -> None:
+def _refuse_other_uses(run: Run, plan: Plan, groups: list[list[nn.Module]]) -> None:
     """Run the model on one example batch without gradients, and raise InputError if the blocks of a
     group cannot be recomputed together.
 
     In a group, each block's output must be used only as the input of the next block, because only
     the output of the group's last block exists after the group's forward.
 
-    segments  the groups of blocks
+    groups  the groups of blocks
     """
     buffers = ChangingBuffers([run.model])
     before = buffers.values()
@@ -255,6 +255,6 @@ def _refuse_other_uses(run: Run, plan: Plan, segments: list[list[nn.Module]]) ->
             narrow = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
             batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)
         try:
-            refuse_other_uses(run.model, segments, lambda: run.loss_sum(batch))
+            refuse_other_uses(run.model, groups, lambda: run.loss_sum(batch))
         finally:
             restore_buffers(before)

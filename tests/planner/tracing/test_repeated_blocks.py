@@ -137,7 +137,7 @@ def test_a_ledger_of_few_blocks_equals_a_shallow_model_s(name: str, fields: dict
 
 
 @pytest.mark.slow
-def test_recomputed_segments_of_a_deep_model_are_dry_run() -> None:
+def test_recomputed_groups_of_a_deep_model_are_dry_run() -> None:
     """Their blocks do not run alone, so no block can be skipped."""
     whole, plan = job("llama").replace(train=job("llama").train.replace(clip=None)), tightfit.Plan(recompute="sqrt")
     found = Estimator(whole, Machine.named("a100-80gb")).estimate(plan).peak

@@ -47,11 +47,11 @@ from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
 from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_states, trace_updates
 from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks
 from tightfit.planner.tracing.storages import tensor_bytes
+from tightfit.runtime.block_groups import check_groups
 from tightfit.runtime.method import traced_fields
-from tightfit.runtime.recomputed_segments import check_segments
 from tightfit.runtime.run import Run
 
-ALL_BLOCKS_UP_TO = 16  # `try_segments` runs all blocks of a model that has at most this number
+ALL_BLOCKS_UP_TO = 16  # `try_block_groups` runs all blocks of a model that has at most this number
 REMOVED, SKIPPED, EXECUTED = range(3)  # what a trace does with blocks that repeat an earlier block
 
 
@@ -77,8 +77,8 @@ class FakeModel:
         self._state_bytes: dict[Any, int] = {}
         self._parameters: dict[Any, tuple[Parameter, ...]] = {}
         self._dataflow: Dataflow | None = None
-        self._segments_tried = False
-        self._segments_refused: InputError | None = None
+        self._block_groups_tried = False
+        self._block_groups_refused: InputError | None = None
         self._clippings: dict[Any, tuple[Operation, ...]] = {}
 
     def build_traced(self, plan: Plan) -> tuple[Run, BlockMap]:
@@ -194,24 +194,24 @@ class FakeModel:
                 self._dataflow = trace_dataflow(model, total, batch(), blocks, numbers)
         return self._dataflow
 
-    def try_segments(self, batch: Callable[[], Batch], padded: bool) -> None:
+    def try_block_groups(self, batch: Callable[[], Batch], padded: bool) -> None:
         """Raise InputError if this model's blocks cannot be recomputed in groups, so that training
         with `recompute: sqrt` would be refused. Later calls reuse the result of the first.
 
         batch, padded  see `dataflow`
         """
-        if not self._segments_tried:
-            self._segments_tried = True
+        if not self._block_groups_tried:
+            self._block_groups_tried = True
             try:
-                self._try_segments(batch, padded)
+                self._try_block_groups(batch, padded)
             except Untraceable:  # the dry run reports this error
                 pass
             except InputError as error:
-                self._segments_refused = error
-        if self._segments_refused is not None:
-            raise self._segments_refused
+                self._block_groups_refused = error
+        if self._block_groups_refused is not None:
+            raise self._block_groups_refused
 
-    def _try_segments(self, batch: Callable[[], Batch], padded: bool) -> None:
+    def _try_block_groups(self, batch: Callable[[], Batch], padded: bool) -> None:
         with self.mode, self.values(padded):
             model, block_map = self.create(torch.float32, False)
             if len(block_map.names) <= ALL_BLOCKS_UP_TO and block_map.removed:
@@ -219,9 +219,9 @@ class FakeModel:
             model.train()
             blocks = [block for _, block in find_blocks(model, self.job.blocks_name)]
             objective, sample = self.objective(), batch()
-            segments = [blocks] if block_map.removed else recompute.make_segments(blocks)
+            groups = [blocks] if block_map.removed else recompute.make_block_groups(blocks)
             with untraceable_errors():
-                check_segments(model, segments, lambda: objective.total(model, sample))
+                check_groups(model, groups, lambda: objective.total(model, sample))
 
     def values(self, padded: bool) -> FakeValues:
         """Return the dispatch mode that answers what the model asks of the values of fake tensors."""

@@ -196,7 +196,7 @@ class Profiler:
             stream_bytes=self.stream_bytes,
             host_batch=self.device == "cpu",
             dataflow=partial(self.model.dataflow, self._example, self.padded),
-            check_segments=partial(self.model.try_segments, self._example, self.padded),
+            check_block_groups=partial(self.model.try_block_groups, self._example, self.padded),
         )
 
     def _updates(self, plan: Plan, unused: tuple[str, ...]) -> dict[str, Update]:

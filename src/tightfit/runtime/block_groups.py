@@ -1,12 +1,12 @@
 """Recomputes groups of consecutive blocks (plan field recompute: sqrt), and refuses models for
-which this would be wrong. Such a group is called a segment.
+which this would be wrong..
 
-When the model calls the first block of a segment, all blocks of the segment run. When it calls the
-other blocks, they return their input unchanged. So only the segment's input is saved for backward.
+When the model calls the first block of a group, all blocks of the group run. When it calls the
+other blocks, they return their input unchanged. So only the group's input is saved for backward.
 The result is right only for a model that does nothing between its blocks but pass the output of one
 block to the next.
 
-Example: with blocks 0 to 3 as one segment, block 0 computes the output of block 3. The model then
+Example: with blocks 0 to 3 as one group, block 0 computes the output of block 3. The model then
 passes this output to blocks 1, 2 and 3, which return it unchanged.
 """
 
@@ -37,19 +37,19 @@ BLOCK_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupErr
 """Errors that a block may raise when it is called with another block's arguments."""
 
 
-def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | None = None) -> Callable[[], None]:
+def recompute_group(blocks: list[nn.Module], generators: GlobalGenerators | None = None) -> Callable[[], None]:
     """Replace the forwards of `blocks`, so that a call of the first block runs all of them as one
-    recomputed segment, and the other blocks return their input unchanged.
+    recomputed function, and the other blocks return their input unchanged.
 
     The model still calls its blocks one after another. Each block's output must be the first
     argument of the next block, and all blocks must get the same objects as their other arguments,
     such as a mask. Otherwise the result would be wrong, so the forward raises InputError.
 
-    blocks      the blocks of the segment, in order
+    blocks      the blocks of the group, in order
     generators  Python's and NumPy's random number generators, see `recomputed`
 
     Returns a function to call after each forward of the model. It raises InputError if the model
-    did not call all blocks of the segment.
+    did not call all blocks of the group.
     """
     forwards = [block.forward for block in blocks]
     is_sequential = len(forwards) == 1  # set by the first complete forward
@@ -65,9 +65,9 @@ def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | No
     run_chain = recomputed(chain, blocks, generators=generators)
     last_call: dict[str, Any] = {}
 
-    def run_segment(*args: Any, **kwargs: Any) -> Any:
+    def run_group(*args: Any, **kwargs: Any) -> Any:
         first, args, kwargs = _with_first(forwards[0], args, kwargs)
-        if last_call:  # the previous output of the segment did not reach its last block
+        if last_call:  # the previous output of the group did not reach its last block
             raise _not_sequential()
         output = run_chain(first, *args, **kwargs)
         if len(forwards) > 1:
@@ -81,7 +81,7 @@ def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | No
             raise _not_sequential()
         if first is not last_call["output"] or not _are_same(args, kwargs, last_call["args"], last_call["kwargs"]):
             raise _not_sequential()
-        if _modes() != last_call["modes"]:  # the whole segment has run in the modes of its first block
+        if _modes() != last_call["modes"]:  # the whole group has run in the modes of its first block
             raise InputError(
                 "plan: recompute=sqrt",
                 "the model runs some blocks of a group under torch.no_grad or another autocast than the others",
@@ -96,7 +96,7 @@ def recompute_segment(blocks: list[nn.Module], generators: GlobalGenerators | No
         if not torch.compiler.is_compiling() and last_call:
             raise _not_sequential()
 
-    replace_forward(blocks[0], run_segment)
+    replace_forward(blocks[0], run_group)
     for position, block in enumerate(blocks[1:], start=1):
         replace_forward(block, partial(pass_through, position))
     return end
@@ -136,9 +136,9 @@ def _with_first(
 
 class _OutputUses(TorchFunctionMode):
     """Finds out whether the model's own code, outside its blocks, uses the output of a block other
-    than the last of its segment.
+    than the last of its group.
 
-    If several blocks are recomputed as one segment, only the output of the last one exists. Code
+    If several blocks are recomputed together, only the output of the last one exists. Code
     may read metadata of the other outputs, such as a shape. `used` becomes True at the first use of
     their values. Passing an output to the next block does not count.
     """
@@ -160,7 +160,7 @@ class _OutputUses(TorchFunctionMode):
     def call(self, forward: Forward, is_last: bool, *args: Any, **kwargs: Any) -> Any:
         """Run a block's `forward`, remember its output, and return it.
 
-        is_last  whether the block is the last of its segment, so that the model may use its output
+        is_last  whether the block is the last of its group, so that the model may use its output
         """
         self.inside = True
         try:
@@ -193,54 +193,54 @@ def _undoing_writes(model: nn.Module) -> Iterator[None]:
                 tensor.copy_(copy)
 
 
-def refuse_other_uses(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
+def refuse_other_uses(model: nn.Module, groups: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
     """Run the model once without gradients. Raise InputError if the model's own code, outside its
-    blocks, uses the output of a block that is not the last of its segment. Passing this output on
+    blocks, uses the output of a block that is not the last of its group. Passing this output on
     to the next block is allowed.
 
-    segments  the blocks of each segment, in order
-    forward   a function that calls the model
+    groups   the blocks of each group, in order
+    forward  a function that calls the model
 
     The model is the same afterwards, also its parameters and the tensors that its modules hold as
     attributes, which the forward may write to. Buffers are left to the caller.
     """
     watch = _OutputUses()
     with restoring_state(model), torch.no_grad(), _undoing_writes(model), watch:
-        for segment in segments:
-            for block in segment:
-                block.forward = partial(watch.call, block.forward, block is segment[-1])
+        for group in groups:
+            for block in group:
+                block.forward = partial(watch.call, block.forward, block is group[-1])
         forward()
     if watch.used:
         raise _not_sequential()
 
 
-def check_segments(model: nn.Module, segments: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
-    """Raise InputError if a group of blocks cannot be recomputed as one segment. There are two
+def check_groups(model: nn.Module, groups: list[list[nn.Module]], forward: Callable[[], Any]) -> None:
+    """Raise InputError if the blocks of a group cannot be recomputed together. There are two
     reasons: a block does not feed the next one, or other code uses the outputs in between.
 
     The check runs the model twice on fake tensors. A real run checks the same before its first
     update.
 
-    segments  the groups of blocks
-    forward   a function that calls the model
+    groups   the groups of blocks
+    forward  a function that calls the model
     """
-    refuse_other_uses(model, segments, forward)
+    refuse_other_uses(model, groups, forward)
     with restoring_state(model), torch.no_grad():
-        ending_segments([recompute_segment(segment) for segment in segments], forward)
+        ending_groups([recompute_group(group) for group in groups], forward)
 
 
-def ending_segments(ends: list[Callable[[], None]], forward: Callable[[], Result]) -> Result:
+def ending_groups(ends: list[Callable[[], None]], forward: Callable[[], Result]) -> Result:
     """Run a model's forward and return its result. Raise InputError if the forward did not call all
-    blocks of its segments, or if it failed for this reason.
+    blocks of its groups, or if it failed for this reason.
 
-    ends     the functions that `recompute_segment` returned, one for each segment
+    ends     the functions that `recompute_group` returned, one for each group
     forward  a function that calls the model
     """
     try:
         result = forward()
     except BLOCK_FAILURES as error:
         if not _is_unrelated(error):
-            # the cause may be that the model got a segment's output in place of one block's output
+            # the cause may be that the model got a group's output in place of one block's output
             for end in ends:
                 end()
         raise
@@ -254,7 +254,7 @@ def _is_unrelated(error: Exception) -> bool:
 
 
 def _with_arguments_of_first(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """Run a block's forward with the arguments that its segment's first block got, such as the
+    """Run a block's forward with the arguments that its group's first block got, such as the
     mask. Raises InputError if the block fails with these arguments."""
     try:
         return forward(*args, **kwargs)
