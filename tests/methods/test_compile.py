@@ -132,6 +132,35 @@ def test_a_model_without_blocks_is_compiled_whole_or_refused(counter: CompileCou
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("chunk", [None, 8])
+@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
+def test_a_whole_model_is_one_graph_without_a_mask(
+    architecture: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under torch.compile, transformers cannot see that a batch is not packed, and would mask each pair of tokens."""
+    graphs: list[torch.fx.GraphModule] = []
+    monkeypatch.setattr(compile_method, "BACKEND", lambda graph, example: graphs.append(graph) or graph.forward)
+    torch.compiler.reset()
+    sizes = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": BLOCKS, "num_attention_heads": 2}
+    dropouts = ("attn_pdrop", "embd_pdrop", "resid_pdrop") if architecture == "gpt2" else ()
+    asked = job(steps=2).replace(model={"architecture": architecture, **sizes, **dict.fromkeys(dropouts, 0.0)})
+    expected = losses(asked, tightfit.Plan(chunked_loss=chunk))
+    assert losses(asked, tightfit.Plan(compile="model", chunked_loss=chunk)) == pytest.approx(expected, rel=1e-5)
+    (graph,) = graphs
+    products = [node for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert len(products) == BLOCKS
+    assert all(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] for node in products)
+
+
+def test_packed_sequences_stay_apart_in_a_compiled_model(counter: CompileCounterWithBackend) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 300, (8, 16))
+    starts = torch.tensor([[*range(10), *range(6)]]).expand(8, -1)
+    packed = [{"input_ids": one, "labels": one, "position_ids": at} for one, at in zip(tokens, starts, strict=True)]
+    expected = losses(job(packed, steps=2), tightfit.Plan())
+    assert losses(job(packed, steps=2), tightfit.Plan(compile="model")) == pytest.approx(expected, rel=1e-5)
+
+
 class Counting(nn.Module):
     """A block whose output depends on how often it ran."""
 

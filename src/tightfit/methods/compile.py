@@ -43,6 +43,7 @@ from tightfit.machine import Machine
 from tightfit.models import find_blocks
 from tightfit.models.batches import Batch, sample_count
 from tightfit.models.call_model import forward_parameters
+from tightfit.models.masks import without_needless_masks
 from tightfit.plan import Plan
 from tightfit.runtime.fake_compiler import fake_backend
 from tightfit.runtime.method import Default, SearchFacts
@@ -148,11 +149,23 @@ def apply(run: Run, plan: Plan) -> Run:
         compiled = run.loss_sum
     else:
         forward_parameters(run.model)
-        compiled = torch.compile(run.loss_sum, dynamic=dynamic, backend=backend, mode=mode)
+        compiled = without_needless_masks(_compile_loss(run, dynamic=dynamic, backend=backend, mode=mode), run.model)
     compiled = with_cuda_graph(compiled) if graphed else compiled
     if plan.recompute != "none" and active_fake_mode() is None:
         compiled = refusing_buffer_changes(compiled, run.model, run.job.blocks_name)
     return replace(run, loss_sum=only_full_batches(compiled, run.loss_sum, full))
+
+
+def _compile_loss(run: Run, **options: Any) -> Callable[[Batch], Tensor]:
+    """Return the compiled loss function of a run. options: those of torch.compile.
+
+    Of a loss that cannot be compiled as a whole, only the part is compiled that can be. The compiler would
+    find the same part by itself, but trace the model again at every function that contains another part.
+    """
+    if run.objective.compile is None:
+        return torch.compile(run.loss_sum, **options)
+    run.objective.compile(**options)
+    return run.loss_sum
 
 
 def _compile_block(block: nn.Module, **options: Any) -> None:

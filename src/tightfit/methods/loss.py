@@ -205,4 +205,4 @@ def chunked(
             labelled,
         )
 
-    return replace(objective, total=total)
+    return replace(objective, total=total, compile=head.compile)

@@ -1,4 +1,5 @@
-"""Skip two of transformers' checks for attention masks, which make the host wait for the device.
+"""Skip transformers' checks for attention masks, which make the host wait for the device, or a compiled model
+build masks that hide nothing.
 
 In each forward, transformers reads the results of both checks on the host, which waits until the
 device has finished all its work. Both results are known beforehand. So `engine/build.py` wraps the
@@ -14,6 +15,12 @@ host looks at each batch before it copies the batch to the device, and leaves ou
 nothing. A mask that is still in the batch therefore hides something, and the check is not needed.
 Example: of two rows with the masks 1 1 1 1 and 1 1 1 0, the second ends in padding, so the batch
 keeps its mask. If both were 1 1 1 1, the batch would have no mask.
+
+Compiled models: torch's compiler cannot read the results of the checks, so a model that is compiled as a
+whole, by anyone, builds the masks of packed and padded sequences for every batch, also for one that has
+neither. Attention with such a mask computes every pair of tokens, and does without the fastest kernels. A
+batch without a mask and without position ids needs none, so `methods/compile.py` wraps the compiled loss
+in `without_needless_masks`.
 
 With the package flash-attn, transformers unpads each batch on the host, with or without a mask.
 This module does not avoid that.
@@ -152,6 +159,37 @@ def without_mask_checks(
     return without_checks
 
 
+def without_needless_masks(loss_sum: Callable[[Batch], Tensor], model: nn.Module) -> Callable[[Batch], Tensor]:
+    """Return a function that computes the same as `loss_sum`, the loss of a model that is compiled as a
+    whole, without the masks of packed and padded sequences for batches that have neither.
+
+    loss_sum  batch -> the sum of the batch's losses
+    model     the model that `loss_sum` calls
+
+    Masks are left out only for batches without masks and position ids, and only if the model always numbers
+    the positions 0, 1, 2, ... Otherwise `loss_sum` itself is returned.
+    """
+    if not has_sequential_positions(model):
+        return loss_sum
+    masks = importlib.import_module(MASKING_MODULE)
+
+    def without_masks(batch: Batch) -> Tensor:
+        if not isinstance(batch, dict) or any(name in batch for name in (*PADDING, "position_ids")):
+            return loss_sum(batch)
+        with (
+            _replaced(masks, "find_packed_sequence_indices", _no_packed_sequences),
+            # torch before 2.14 answers True while it compiles, and transformers then builds each mask
+            _replaced(masks, "is_torchdynamo_exporting", _is_not_exporting),
+        ):
+            return loss_sum(batch)
+
+    return without_masks
+
+
+def _is_not_exporting() -> bool:
+    return False
+
+
 def _hides_nothing(check: Any, padding_mask: Tensor | None, *more: Any, **named: Any) -> Any:
     """Stand in for a function of transformers that checks whether a mask hides nothing.
 
@@ -182,4 +220,10 @@ def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[
         setattr(module, name, before)
 
 
-__all__ = ["PADDING", "check_separates_sequences", "has_sequential_positions", "without_mask_checks"]
+__all__ = [
+    "PADDING",
+    "check_separates_sequences",
+    "has_sequential_positions",
+    "without_mask_checks",
+    "without_needless_masks",
+]

@@ -58,6 +58,8 @@ class Objective:
              `logits` is None
     calls_model_itself  whether `total` may give the model any tensor of a batch; False: it calls the
              model as `call_model` does
+    compile  compiles the part of `total` that torch.compile can compile, in place; its arguments are
+             options of torch.compile. None: all of `total` can be compiled
 
     The method that computes the loss in chunks needs `logits` and `targets`; it does not use
     `total`.
@@ -69,6 +71,7 @@ class Objective:
     logits: Callable[[nn.Module, Batch], Tensor] | None = None
     targets: Callable[[Batch], Tensor] | None = None
     calls_model_itself: bool = True
+    compile: Callable[..., None] | None = None
 
 
 def cross_entropy_objective(

@@ -127,9 +127,14 @@ class OutputHead:
             self.skips_product = False
             if added is not None:
                 own_buffers(self.model)[LOGITS_BIAS] = added
-        self._check(returned)
+        if returned is not self.hidden_states:  # most models return it itself: a check would split their compiled code
+            self._check(returned)
         self.hidden_states = None
         return returned
+
+    def compile(self, **options: Any) -> None:
+        """Compile the computation of the hidden states. options: those of torch.compile."""
+        self.hidden = torch.compile(self.hidden, **options)  # type: ignore[method-assign]
 
     @torch.compiler.disable
     def _check(self, returned: Tensor) -> None:
@@ -139,7 +144,7 @@ class OutputHead:
         given = self.hidden_states
         if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
             raise _changed()
-        if self.checked or returned is given or is_fake(returned):
+        if self.checked or is_fake(returned):
             return
         self.checked = True
         if returned.requires_grad and self.logits_bias is None and not _is_copy_of(given, returned):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,7 +61,7 @@ class FakeValues(TorchDispatchMode):
 
     transformers does not read the values of an attention mask that is a fake tensor, and then
     builds masks that training would not build. Inside this mode transformers does read the mask,
-    unless `padded` is true.
+    unless `padded` is true, or code is compiled.
 
     The tokens of a mixture of experts are spread over its experts: see `models/expert_routing.py`.
 
@@ -92,7 +93,7 @@ class FakeValues(TorchDispatchMode):
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
             self._is_tracing = self._masks.is_tracing
-            self._masks.is_tracing = _always_false  # type: ignore[attr-defined, unused-ignore]
+            self._masks.is_tracing = partial(_is_compiling, self._is_tracing)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -147,8 +148,9 @@ class FakeValues(TorchDispatchMode):
         return self.reads.value(True) if value is True else self.reads.number(value)
 
 
-def _always_false(tensor: Any = None) -> bool:
-    return False
+def _is_compiling(is_tracing: Callable[[], bool], tensor: Any = None) -> bool:
+    """Stand in for transformers' `is_tracing`, which answers True for a fake tensor, too."""
+    return is_tracing()
 
 
 @contextmanager
