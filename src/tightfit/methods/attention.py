@@ -168,9 +168,18 @@ def attend(
 
 def kept_factor(dropout: float, dtype: torch.dtype) -> float:
     """Return the factor of the probabilities that dropout keeps, rounded to `dtype` as in the result
-    of `dropout_noise`."""
+    of `dropout_noise`. Computed without a tensor, because reading one would split compiled code."""
     kept = 1 - rounded(dropout)
-    return torch.tensor(1 / kept, dtype=torch.float64).to(dtype).item() if kept else 0.0
+    return _in_dtype(1 / kept, dtype) if kept else 0.0
+
+
+def _in_dtype(number: float, dtype: torch.dtype) -> float:
+    """Return a number of ordinary size rounded to `dtype`, as torch converts an fp64 number: to 16 bits by way of
+    fp32, each time to the nearest, of two to the even one."""
+    for eps in () if dtype == torch.float64 else (torch.finfo(torch.float32).eps, torch.finfo(dtype).eps):
+        digit = eps * 2.0 ** (math.frexp(number)[1] - 1)  # the distance of neighbouring numbers of the type
+        number = round(number / digit) * digit
+    return number
 
 
 def as_additive_mask(mask: Tensor, query: Tensor) -> Tensor:

@@ -204,6 +204,11 @@ def _selective(plan: Plan) -> int:
     return int(plan.recompute.removeprefix("selective").removeprefix("-") or 1)
 
 
+def treats_blocks_alike(plan: Plan) -> bool:
+    """Return whether all blocks are recomputed in the same way, or none."""
+    return plan.recompute in ("none", "full", "selective", "selective-2", "attention")
+
+
 def at_depth(plan: Plan, blocks: int, fewer: int) -> Plan:
     """Return the plan for a model of `fewer` blocks in place of `blocks`: first-K recomputes the same
     share of them, at least one and not all. Other plans are returned unchanged.

@@ -197,16 +197,16 @@ def begin_schedule(optimizer: Optimizer, full: float) -> None:
 
     full  the full learning rate of the job's schedule
 
-    Each parameter group gets three keys: `lr_ratio`, its learning rate divided by `full`;
-    `base_lr`, the learning rate that the schedule gives it; and `lr_factor`, the factor by which
-    the user has changed this rate, 1.0 at first. A group without the key `match` gets match=None,
-    and a group without `name` gets a name such as "group 0".
+    Each parameter group gets four keys: `lr_ratio`, its learning rate divided by `full`;
+    `base_lr`, the learning rate that the schedule gives it; `lr_factor`, the factor by which
+    the user has changed this rate, 1.0 at first; and `first_options`, its options as they are now. A
+    group without the key `match` gets match=None, and a group without `name` gets a name such as "group 0".
     """
     for number, group in enumerate(optimizer.param_groups):
         rate = float(group["lr"])
         group.setdefault("match", None)
         group.setdefault("name", f"group {number}")
-        group.update(lr_ratio=rate / full, lr_factor=1.0, base_lr=rate)
+        group.update(lr_ratio=rate / full, lr_factor=1.0, base_lr=rate, first_options=_options(group))
 
 
 def set_learning_rates(optimizer: Optimizer, rate: float, of_groups: Sequence[float] | None = None) -> None:
@@ -260,25 +260,41 @@ def restore_changed_rates(optimizer: Optimizer, factors: dict[str, float]) -> No
         _set_base(group, group["base_lr"])
 
 
-_NOT_OPTIONS = ("params", "name", "match", "base_lr", "lr_factor")  # keys of a group that are no option
+# keys of a group that are no option
+_NOT_OPTIONS = ("params", "name", "match", "base_lr", "lr_factor", "first_options")
 
 
 def group_options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Return the options of each parameter group that JSON can hold, such as lr, betas and weight_decay: name
     of the group -> option -> value."""
+    return {group["name"]: _options(group) for group in optimizer.param_groups}
+
+
+def changed_options(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Return the options that the user has changed since `begin_schedule`, such as weight_decay: name of the group
+    -> option -> value. A change of the learning rate is in `changed_rates`."""
+    found = {}
+    for group in optimizer.param_groups:
+        first = group["first_options"]
+        options = _options(group).items()
+        changed = {key: value for key, value in options if key not in ("lr", "lr_ratio") and first.get(key) != value}
+        if changed:
+            found[group["name"]] = changed
+    return found
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
     plain = (bool, int, float, str, type(None))
     return {
-        group["name"]: {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in group.items()
-            if key not in _NOT_OPTIONS and all(isinstance(one, plain) for one in _items(value))
-        }
-        for group in optimizer.param_groups
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in group.items()
+        if key not in _NOT_OPTIONS and all(isinstance(one, plain) for one in _items(value))
     }
 
 
 def restore_group_options(optimizer: Optimizer, saved: dict[str, dict[str, Any]]) -> None:
-    """Set the options that `group_options` returned, of those groups that the optimizer still has."""
+    """Set the options that `group_options` or `changed_options` returned, of those groups that the optimizer still
+    has."""
     for group in optimizer.param_groups:
         for key, value in saved.get(group["name"], {}).items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -317,6 +333,7 @@ def _rounded(rate: float, like: float | Tensor) -> float:
 __all__ = [
     "base_learning_rates",
     "begin_schedule",
+    "changed_options",
     "changed_rates",
     "check_matches",
     "first_match",

@@ -67,6 +67,7 @@ def resume(run: Run, folder: str | Path) -> int:
     if run.loss_scale is not None and state["loss_scale"] is not None:
         run.loss_scale.load_state_dict(state["loss_scale"])
     restore_changed_rates(run.optimizer, state.get("changed_rates", {}))
+    restore_group_options(run.optimizer, state.get("changed_options", {}))
     if run.job.train.uses_function("optimizer"):  # others follow the job's schedule
         restore_group_options(run.optimizer, state.get("group_options", {}))
     _set_random_states(run, state)

@@ -51,7 +51,7 @@ from tightfit.models import is_transformers_model, model_factory
 from tightfit.models.caches import isolated_model_caches
 from tightfit.models.lora import has_adapters, save_adapters
 from tightfit.models.pretrained import pretrained_folder
-from tightfit.optim.groups import changed_rates, group_options
+from tightfit.optim.groups import changed_options, changed_rates, group_options
 from tightfit.runtime.activity import note_activity
 from tightfit.runtime.run import Run, check_run
 from tightfit.tensor_files import (
@@ -400,6 +400,7 @@ def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
         "counts": counts,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
         "changed_rates": rates,
+        "changed_options": {name: one for part in _stages(run, changed_options(run.optimizer)) for name, one in part.items()},
         # a loop of the user's own may change any of them, as schedulers of torch do
         "group_options": group_options(run.optimizer) if run.own_loop else {},
         "random": all_gather_values(run, random_states()),

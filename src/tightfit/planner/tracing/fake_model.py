@@ -45,7 +45,7 @@ from tightfit.plan import Plan
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_tensors import FakeValues, untraceable_errors
 from tightfit.planner.tracing.optimizer_trace import trace_clipping, trace_states, trace_updates
-from tightfit.planner.tracing.repeated_blocks import BlockMap, create_without_repeated_blocks
+from tightfit.planner.tracing.repeated_blocks import BlockMap, create_few_blocks, create_without_repeated_blocks
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.block_groups import check_groups
 from tightfit.runtime.method import traced_fields
@@ -63,6 +63,8 @@ class FakeModel:
     mode      the fake tensor mode of all tensors: one for all traces, so that they can share the parameters
     repeated  what traces do with blocks that repeat an earlier block: REMOVED; SKIPPED or EXECUTED after the
               model failed without them
+    extends_compiled  whether the trace of a model that is compiled as a whole is made of one with few blocks;
+              False after it failed
     refused   value of `recompute` that the model does not support -> why
     """
 
@@ -70,8 +72,9 @@ class FakeModel:
         self.job, self.device = job, device
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.repeated = REMOVED
+        self.extends_compiled = True
         self.refused: dict[str, InputError] = {}
-        self._models: dict[tuple[torch.dtype, bool], tuple[nn.Module, BlockMap]] = {}
+        self._models: dict[tuple[torch.dtype, bool, bool], tuple[nn.Module, BlockMap]] = {}
         self._tensor_parallel_models: dict[Any, tuple[nn.Module, BlockMap]] = {}
         self._updates: dict[Any, dict[str, Update]] = {}
         self._state_bytes: dict[Any, int] = {}
@@ -108,7 +111,9 @@ class FakeModel:
         """
         objective = self.objective()
         unset, processor = cast(Any, None), torch.device("cpu")
-        model, block_map = self.create(materialize.weights_dtype(plan), plan.compile == "model")
+        compiled = plan.compile == "model"
+        whole = compiled and not (self.extends_compiled and recompute.treats_blocks_alike(plan))
+        model, block_map = self.create(materialize.weights_dtype(plan), whole, compiled)
         forward_parameters(model)  # before a method replaces the forward
         run = Run(
             self.job,
@@ -128,16 +133,18 @@ class FakeModel:
                 run = method.apply(run, plan)
         return run, block_map
 
-    def create(self, dtype: torch.dtype, whole: bool) -> tuple[nn.Module, BlockMap]:
+    def create(self, dtype: torch.dtype, whole: bool, compiled: bool = False) -> tuple[nn.Module, BlockMap]:
         """Return (model, BlockMap): the job's model on fake tensors, which a method may edit, and
         which of its blocks are left out.
 
         A transformers model is created once for each parameter dtype, because creating a deep model
         takes a second. Later calls copy its modules and share its tensors.
 
-        dtype  dtype of the parameters
-        whole  whether to keep all blocks; otherwise the repeated blocks of a transformers model are
-               removed
+        dtype     dtype of the parameters
+        whole     whether to keep all blocks; otherwise the repeated blocks of a transformers model are
+                  removed
+        compiled  whether to remove only as many that `compiled_depth.py` can extend a trace of the model,
+                  and none if it cannot
         """
 
         def make(model: Any) -> nn.Module:
@@ -152,9 +159,11 @@ class FakeModel:
             model = make(spec)
             return model, BlockMap(tuple(path for path, _ in find_blocks(model, self.job.blocks_name)))
         whole = whole or self.repeated != REMOVED
-        if (dtype, whole) not in self._models:
-            self._models[dtype, whole] = create_without_repeated_blocks(spec, make, whole)
-        model, block_map = self._models[dtype, whole]
+        key = dtype, whole, compiled
+        if key not in self._models:
+            few = create_few_blocks(spec, make) if compiled and not whole else None
+            self._models[key] = few or create_without_repeated_blocks(spec, make, whole or compiled)
+        model, block_map = self._models[key]
         held = [
             *model.parameters(),
             *model.buffers(),

@@ -93,7 +93,7 @@ class FakeValues(TorchDispatchMode):
         self._masks: Any = importlib.import_module("transformers.masking_utils") if used else None
         if self._masks is not None:
             self._is_tracing = self._masks.is_tracing
-            self._masks.is_tracing = partial(_is_compiling, self._is_tracing)
+            self._masks.is_tracing = partial(_is_compiling, self._is_tracing)  # type: ignore[attr-defined, unused-ignore]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

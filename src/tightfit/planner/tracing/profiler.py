@@ -45,6 +45,7 @@ from tightfit.parallel.tensor import sequence_parallel
 from tightfit.plan import Plan, plan_of
 from tightfit.planner.tracing.batch_scaling import SuperlinearGrowth, fit_batch_scaling
 from tightfit.planner.tracing.cache import cache_key, cached, file_name
+from tightfit.planner.tracing.compiled_depth import NothingRepeats, with_more_blocks
 from tightfit.planner.tracing.device_emulation import emulate_device, fake_process_group
 from tightfit.planner.tracing.fake_inputs import example_batch, is_padded, label_share, zeros_like_batch
 from tightfit.planner.tracing.fake_model import EXECUTED, SKIPPED, FakeModel, describe_parameters
@@ -406,6 +407,8 @@ class Profiler:
         while True:
             try:
                 return self._trace_once(plan, samples, training, gradients)
+            except NothingRepeats:
+                self.model.extends_compiled = False
             except _RepeatedBlockFailure as short:
                 (self.model.repeated,) = short.args
             except InputError:  # the repeated blocks were not the reason
@@ -415,7 +418,8 @@ class Profiler:
     def _trace_once(self, plan: Plan, samples: int, training: bool, gradients: bool) -> RecordedStep:
         """Trace one micro-batch of `samples` samples: forward and backward, or only the forward of
         an evaluation if not `training`, with autograd if `gradients`. Raises _RepeatedBlockFailure if
-        the model fails while repeated blocks are removed or skipped."""
+        the model fails while repeated blocks are removed or skipped, and NothingRepeats if the trace of
+        a compiled model with few blocks does not show what further blocks add."""
         values = self.model.values(self.padded)
         with fake_process_group(plan.tp * plan.cp), self.model.mode, values, emulate_device(self.device):
             run, block_map = self.model.build_traced(plan)
@@ -444,7 +448,7 @@ class Profiler:
                             batch,
                             blocks,
                             training,
-                            block_map.removed,
+                            block_map.removed if count else None,
                             gradients=gradients,
                             run_all=self.model.repeated == EXECUTED,
                             finds_retained=plan.compile == "none" and not self.job.of_transformers,
@@ -456,6 +460,8 @@ class Profiler:
                 if self.model.repeated != EXECUTED and representatives(blocks):
                     raise _RepeatedBlockFailure(EXECUTED) from error
                 raise
+            if plan.compile == "model" and block_map.removed:
+                segments = with_more_blocks(segments, len(block_map.removed), block_map.parameter_of)
             chooses = not training or values.reads.any_read or random.getstate() != drawn
             unused = () if chooses else tuple(sorted(without_gradient))
             return RecordedStep(segments, parameters, count, tuple(sorted(values.routing.choices)), unused)

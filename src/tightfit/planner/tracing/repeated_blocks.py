@@ -9,7 +9,8 @@ second, such as without gradients, is traced too, and represents those after it 
 A repeated block is left out in one of two ways:
 
 - It is removed from the model before the trace (`create_without_repeated_blocks`). This also saves
-  creating, copying, sharding and wrapping it.
+  creating, copying, sharding and wrapping it. Of a model that is compiled as a whole, four blocks remain
+  (`create_few_blocks`), because its trace has no blocks: see `compiled_depth.py`.
 - It is skipped during the trace (`record_blocks`): it returns its input. The user's own models are
   traced like this, because their code may count or index the blocks.
 
@@ -93,6 +94,18 @@ class BlockMap:
         """Numbers of the blocks that were not removed, in order."""
         return [number for number in range(len(self.names)) if number not in self.removed]
 
+    def parameter_of(self, name: str, number: int | None) -> str:
+        """Return the name of the parameter of a removed block that corresponds to the parameter `name`, which may be
+        of any block. A parameter that is in no block has its own name.
+
+        number  which of the removed blocks, from 0; None: a name that is the same for all blocks
+        """
+        for path in self.names:
+            if name.startswith(f"{path}."):
+                inner = name.removeprefix(path)
+                return f"*{inner}" if number is None else self.names[sorted(self.removed)[number]] + inner
+        return name
+
     def expand(self, named: dict[str, Value], another: Callable[[Value, str, int], Value]) -> dict[str, Value]:
         """Return values by name (of parameters or updates) for the user's entire model, in its
         order. The values of removed blocks are made from those of the blocks that they repeat.
@@ -138,36 +151,45 @@ def create_without_repeated_blocks(
     create  function that creates a model from such a description
     whole   whether to keep all blocks
     """
-    few = None if whole else with_fewer_blocks(spec, FEW_BLOCKS)
+    few = None if whole else create_few_blocks(spec, create, FEW_BLOCKS - 1)
     if few is not None:
-        model = create(few)
-        block_map = _stand_for_full_depth(model, spec.blocks, model_config(spec).num_hidden_layers)
-        if block_map is not None:
-            return model, block_map
+        return few
     model = create(spec)
     names = tuple(path for path, _ in find_blocks(model, spec.blocks))
     return model, BlockMap(names) if whole else remove_repeated_blocks(model, spec.blocks)
 
 
-def _stand_for_full_depth(model: nn.Module, name: str | None, count: int) -> BlockMap | None:
-    """Reduce a model that was created with only FEW_BLOCKS (4) blocks to three blocks: the first
-    two and the last of a model with `count` blocks. Return the BlockMap, which says that the second
-    one also represents all blocks in between.
+def create_few_blocks(
+    spec: ModelSpec, create: Callable[[ModelSpec], nn.Module], kept: int = FEW_BLOCKS
+) -> tuple[nn.Module, BlockMap] | None:
+    """Create a transformers model with only its first blocks and the last one. Return (model, BlockMap). The
+    BlockMap says that the second block represents all that the model lacks.
 
-    name  name of the list that contains the blocks; None to find it
+    spec    the job's description of the model
+    create  function that creates a model from such a description
+    kept    number of blocks that the model has: 3 or 4
 
-    Returns None if the model has further blocks, or if its blocks are not all of one kind.
+    Returns None if the configuration does not state the number of blocks, if the model has no more than 4, if it
+    has further blocks, or if its blocks are not all of one kind.
     """
-    few = remove_repeated_blocks(model, name)
-    lists = {path.rpartition(".")[0] for path in few.names}
-    if len(few.names) != FEW_BLOCKS or len(few.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
+    few = with_fewer_blocks(spec, FEW_BLOCKS)
+    if few is None:
+        return None
+    model, count = create(few), model_config(spec).num_hidden_layers
+    found = _removable_blocks(model, spec.blocks)
+    lists = {path.rpartition(".")[0] for path in found.names}
+    if len(found.names) != FEW_BLOCKS or len(found.removed) != FEW_BLOCKS - 3 or len(lists) != 1:
         return None
     (path,) = lists
     blocks = own_children(model.get_submodule(path))
-    blocks[str(count - 1)] = blocks.pop(str(FEW_BLOCKS - 1))
-    block_map = BlockMap(tuple(f"{path}.{number}" for number in range(count)), dict.fromkeys(range(2, count - 1), 1))
+    last = blocks.pop(str(FEW_BLOCKS - 1))
+    for number in range(kept - 1, FEW_BLOCKS - 1):
+        del blocks[str(number)]
+    blocks[str(count - 1)] = last
+    removed = dict.fromkeys(range(kept - 1, count - 1), 1)
+    block_map = BlockMap(tuple(f"{path}.{number}" for number in range(count)), removed)
     expected = [block_map.names[number] for number in block_map.numbers]
-    return block_map if [found for found, _ in find_blocks(model, name)] == expected else None
+    return (model, block_map) if [name for name, _ in find_blocks(model, spec.blocks)] == expected else None
 
 
 def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
@@ -179,30 +201,36 @@ def remove_repeated_blocks(model: nn.Module, name: str | None) -> BlockMap:
 
     name  name of the list that contains the blocks; None to find it
     """
-    blocks = find_blocks(model, name)
-    block_map = BlockMap(tuple(path for path, _ in blocks))
-    config = getattr(model, "config", None)
-    # sub-models have configs of their own
-    configs = (config, *vars(config).values()) if config is not None else ()
-    mixed = any(len(set(getattr(one, "layer_types", None) or ())) > 1 for one in configs)
-    owned = [id(parameter) for _, block in blocks for parameter in block.parameters()]
-    lists = [path.rpartition(".")[0] for path, _ in blocks]
-    parents = {path: model.get_submodule(path) for path in dict.fromkeys(lists)}
-    whole = all(isinstance(parent, nn.ModuleList) for parent in parents.values())
-    if mixed or len(set(owned)) < len(owned) or not whole:
-        return block_map
-    missing = representatives([block for _, block in blocks], lists)
+    thin = _removable_blocks(model, name)
+    if not thin.removed:
+        return thin
+    parents = {path: model.get_submodule(path) for path in dict.fromkeys(one.rpartition(".")[0] for one in thin.names)}
     before = {path: dict(own_children(parent)) for path, parent in parents.items()}
-    for number in missing:
-        path, _, key = block_map.names[number].rpartition(".")
+    for number in thin.removed:
+        path, _, key = thin.names[number].rpartition(".")
         del own_children(parents[path])[key]
-    thin = BlockMap(block_map.names, missing)
     if [path for path, _ in find_blocks(model, name)] == [thin.names[number] for number in thin.numbers]:
         return thin
     for path, parent in parents.items():  # find_blocks finds other blocks now: restore all
         own_children(parent).clear()
         own_children(parent).update(before[path])
-    return block_map
+    return BlockMap(thin.names)
+
+
+def _removable_blocks(model: nn.Module, name: str | None) -> BlockMap:
+    """Return which blocks `remove_repeated_blocks` may remove, as a BlockMap; the model is not changed."""
+    blocks = find_blocks(model, name)
+    names = tuple(path for path, _ in blocks)
+    config = getattr(model, "config", None)
+    # sub-models have configs of their own
+    configs = (config, *vars(config).values()) if config is not None else ()
+    mixed = any(len(set(getattr(one, "layer_types", None) or ())) > 1 for one in configs)
+    owned = [id(parameter) for _, block in blocks for parameter in block.parameters()]
+    lists = [path.rpartition(".")[0] for path in names]
+    whole = all(isinstance(model.get_submodule(path), nn.ModuleList) for path in dict.fromkeys(lists))
+    if mixed or len(set(owned)) < len(owned) or not whole:
+        return BlockMap(names)
+    return BlockMap(names, representatives([block for _, block in blocks], lists))
 
 
 class SegmentRecorder(Protocol):
@@ -397,6 +425,7 @@ def _output_without_running(known: Any, inputs: list[Any]) -> tuple[Any] | None:
 
 __all__ = [
     "BlockMap",
+    "create_few_blocks",
     "create_without_repeated_blocks",
     "record_blocks",
     "remove_repeated_blocks",
