@@ -247,10 +247,9 @@ def _is_view(node: fx.Node) -> bool:
     return getattr(target, "__name__", "") == "getitem"
 
 
-def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
-    """Decide for each node of `graph` whether its value has a buffer in memory, and find the node
-    that uses this buffer last."""
-    nodes = list(graph.nodes)
+def _plan_buffers(nodes: list[fx.Node]) -> _BufferPlan:
+    """Decide for each node of a graph whether its value has a buffer in memory, and find the node
+    that uses this buffer last. nodes: the graph's nodes, in the order in which they run."""
     calls = [node for node in nodes if node.op == "call_function"]
     fused = {node for node in calls if _is_fused(node) and not _is_view(node)}
     views = {node for node in calls if _is_view(node)}
@@ -269,6 +268,29 @@ def _plan_buffers(graph: fx.Graph) -> _BufferPlan:
         if source not in returned:
             plan.last[node].append(source)
     return plan
+
+
+def _with_early_outputs(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Return the nodes of a graph in the order in which they run: an output whose kernel is the last to read larger
+    buffers comes directly after the last of its inputs, because the compiler fuses this kernel with an earlier one
+    that reads them, too.
+
+    Example: at the end of the graph of a forward are the statistics of all layer norms, as backward needs them.
+    The kernel of each layer norm computes its own.
+    """
+    plan, position = _plan_buffers(nodes), {node: number for number, node in enumerate(nodes)}
+    early: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # node -> the outputs that come directly after it
+    for node, read_last in plan.last.items():
+        sources = plan.kernels.get(node, ())
+        freed = sum(_meta_bytes(source) for source in read_last if source.op == "call_function")
+        if sources and set(node.users) == {nodes[-1]} and freed > _meta_bytes(node):
+            early[max(sources, key=position.__getitem__)].append(node)
+    moved = {node for outputs in early.values() for node in outputs}  # none is an input of another: all are outputs
+    return [one for node in nodes if node not in moved for one in (node, *early.get(node, ()))]
+
+
+def _meta_bytes(node: fx.Node) -> int:
+    return sum(map(_bytes, tensors_in(node.meta.get("val"))))
 
 
 def _stored_nodes(nodes: list[fx.Node], fused: set[fx.Node], views: set[fx.Node]) -> set[fx.Node]:
@@ -339,8 +361,8 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
     that generated code would allocate. `example`, the example inputs that torch.compile passes to
     every backend, is not used."""
     _use_seeds(module.graph)
-    graph, plan = module.graph, _plan_buffers(module.graph)
-    nodes = list(graph.nodes)
+    nodes = _with_early_outputs(list(module.graph.nodes))
+    plan = _plan_buffers(nodes)
     views = {node for node in nodes if node.op == "call_function" and _is_view(node)}
     holders: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # buffer -> its views
     for node in nodes:

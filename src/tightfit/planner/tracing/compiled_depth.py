@@ -12,13 +12,15 @@ part "a b" repeats directly after itself, so two more are inserted: s a b a b a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tightfit.cost.recorded_step import Buffer, Segment, Timeline
 
 Event = tuple[Buffer, int]
+# bytes of a buffer, such as the seed of a dropout, of which it does not matter when backward frees it
+SMALL = 1024
 Item = TypeVar("Item")
 
 
@@ -43,8 +45,7 @@ def with_more_blocks(
         raise NothingRepeats
     extension = _Extension(more, numbered)
     extended = tuple(replace(segment, timeline=extension.timeline(segment.timeline)) for segment in segments)
-    extension.check(extended)
-    return extended
+    return extension.checked(extended)
 
 
 def _repeating_part(keys: Sequence[Hashable]) -> range:
@@ -92,18 +93,21 @@ class _Extension:
     def timeline(self, one: Timeline) -> Timeline:
         self.segment += 1
         self.born.update(dict.fromkeys(one.allocated, self.segment))
-        keys = [self._key(event) for event in one.events]
+        # gradients are complete when the compiled backward returns them all
+        uses = [event for event in one.events if event[1]]
+        keys = [self._key(event) for event in uses]
         part = _repeating_part(keys)
-        self._number(one.events, keys, part)
-        repeated = one.events[part.start : part.stop]
-        before = [(self._inserted(buffer, None), sign) for buffer, sign in one.events[: part.stop]]
-        inserted: list[Event] = []
-        for number in range(1, self.more + 1):
-            for buffer, sign in repeated:
-                if sign > 0:
-                    self.copies[buffer].append(self._copy(buffer, number))
-                inserted.append((self._inserted(buffer, number), sign))
-        after = [(self._inserted(buffer, self.more + 1), sign) for buffer, sign in one.events[part.stop :]]
+        self._number(uses, keys, part)
+        events: list[Event] = []
+        passed = 0  # allocations and frees
+        for buffer, sign in one.events:
+            if sign == 0:
+                events += [(each, 0) for each in (buffer, *self.copies.get(buffer, ()))]
+                continue
+            events.append((self._inserted(buffer, None if passed < part.stop else self.more + 1), sign))
+            passed += 1
+            if passed == part.stop:
+                events += self._repetitions(uses[part.start : part.stop])
         again = _repeating_part(one.operations)
         ends = [
             end + self.more * len(found) * (end >= found.stop)
@@ -111,11 +115,19 @@ class _Extension:
         ]
         return replace(
             one,
-            events=(*before, *inserted, *after),
+            events=tuple(events),
             operations=_inserting(one.operations, again, self.more),
             recompute_end=(ends[0], ends[1]),
             saved=one.saved.union(*(self.copies.get(buffer, ()) for buffer in one.saved)),
         )
+
+    def _repetitions(self, repeated: list[Event]) -> Iterator[Event]:
+        """Yield the events of the inserted parts. repeated: those of the part that they repeat"""
+        for number in range(1, self.more + 1):
+            for buffer, sign in repeated:
+                if sign > 0:
+                    self.copies[buffer].append(self._copy(buffer, number))
+                yield self._inserted(buffer, number), sign
 
     def _key(self, event: Event) -> Hashable:
         """Return what is equal for corresponding events of equal blocks."""
@@ -154,8 +166,9 @@ class _Extension:
         passed = min(number or 0, self.more)  # inserted parts that come before
         position += passed if self.born[buffer] == self.segment else self.more - passed
         if 1 <= position <= self.more:
-            return self.copies[start][position - 1]
-        found = self.traced[start].get(position if position <= 0 else position - self.more)
+            found = dict(enumerate(self.copies[start], start=1)).get(position)
+        else:
+            found = self.traced[start].get(position if position <= 0 else position - self.more)
         if found is None:
             raise NothingRepeats
         return found
@@ -170,22 +183,33 @@ class _Extension:
         parameter = buffer.parameter and self.numbered(buffer.parameter, number - 1)
         return replace(buffer, parameter=parameter, operands=operands, terms=terms)
 
-    def check(self, extended: tuple[Segment, ...]) -> None:
-        """Raise NothingRepeats if a buffer of the extended step is allocated or freed twice, or if a copy is freed
-        and what it copies is not, or the other way round."""
-        signs: dict[int, Counter[Buffer]] = {1: Counter(), -1: Counter(), 0: Counter()}
+    def checked(self, extended: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        """Return the extended step. Small buffers that nothing frees yet are freed at its end, as the traced ones are.
+
+        Raises NothingRepeats if a buffer of a block is allocated or freed twice in the extended step, if a larger one
+        is not freed and the corresponding ones are, or the other way round, or if two gradients are of one
+        parameter.
+        """
+        counts: dict[int, Counter[Buffer]] = {1: Counter(), -1: Counter(), 0: Counter()}
         for segment in extended:
             for buffer, sign in segment.timeline.events:
-                signs[sign][buffer] += 1
-        counts: list[Counter[Any]] = [*signs.values(), Counter(buffer.parameter for buffer in signs[0])]
-        alike = all(
-            (start in counted) == (copy in counted)
-            for start, copies in self.copies.items()
-            for copy in copies
-            for counted in signs.values()
-        )
-        if not alike or any(count > 1 for counted in counts for count in counted.values()):
+                counts[sign][buffer] += 1
+        all_of = {start: [*self.traced[start].values(), *copies] for start, copies in self.copies.items()}
+        left: list[Buffer] = []
+        for series in all_of.values():
+            for sign, counted in counts.items():
+                without = [buffer for buffer in series if not counted[buffer]]
+                if 0 < len(without) < len(series):
+                    if sign >= 0 or series[0].size.fixed > SMALL:
+                        raise NothingRepeats
+                    left += without
+                if any(counted[buffer] > 1 for buffer in series):
+                    raise NothingRepeats
+        if any(count > 1 for count in Counter(buffer.parameter for buffer in counts[0]).values()):
             raise NothingRepeats
+        last = extended[-1].timeline
+        freed = replace(last, events=(*last.events, *((buffer, -1) for buffer in left)))
+        return (*extended[:-1], replace(extended[-1], timeline=freed))
 
 
 def _inserting(items: tuple[Item, ...], part: range, more: int) -> tuple[Item, ...]:
