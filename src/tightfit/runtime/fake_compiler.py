@@ -399,7 +399,7 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
             elif node.op == "call_function" and node not in plan.inlined and _can_run(node, values):
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
                 with _compiled_operation():
-                    values[node] = node.target(*args, **kwargs)
+                    values[node] = cast(Any, node.target)(*args, **kwargs)
                 _release(node, plan, values, holders)
         raise AssertionError("a graph without output")
 

@@ -400,7 +400,9 @@ def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
         "counts": counts,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale else None,
         "changed_rates": rates,
-        "changed_options": {name: one for part in _stages(run, changed_options(run.optimizer)) for name, one in part.items()},
+        "changed_options": {
+            name: one for part in _stages(run, changed_options(run.optimizer)) for name, one in part.items()
+        },
         # a loop of the user's own may change any of them, as schedulers of torch do
         "group_options": group_options(run.optimizer) if run.own_loop else {},
         "random": all_gather_values(run, random_states()),

@@ -461,7 +461,9 @@ class Profiler:
                     raise _RepeatedBlockFailure(EXECUTED) from error
                 raise
             if plan.compile == "model" and block_map.removed:
-                segments = with_more_blocks(segments, len(block_map.removed), block_map.parameter_of)
+                more = len(block_map.removed)
+                segments = with_more_blocks(segments, more, block_map.parameter_of)
+                without_gradient |= {block_map.parameter_of(one, n) for one in without_gradient for n in range(more)}
             chooses = not training or values.reads.any_read or random.getstate() != drawn
             unused = () if chooses else tuple(sorted(without_gradient))
             return RecordedStep(segments, parameters, count, tuple(sorted(values.routing.choices)), unused)
