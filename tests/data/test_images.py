@@ -94,6 +94,14 @@ def test_broken_images_are_named_or_skipped(folder: Path) -> None:
         images(folder, skip_damaged=True)
 
 
+def test_images_of_32_bits_are_refused_at_once_or_skipped(folder: Path) -> None:
+    Image.fromarray(np.zeros((8, 8), np.float32)).save(folder / "dogs" / "deep.tif")
+    with pytest.raises(InputError, match=r"deep\.tif(.|\n)*32 bits"):
+        images(folder)
+    samples = images(folder, skip_damaged=True)
+    assert (len(samples), samples.damaged) == (6, 1)
+
+
 def test_wrong_folders_sizes_and_labels_are_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         images(tmp_path / "nowhere")

@@ -152,6 +152,14 @@ def test_a_whole_model_is_one_graph_without_a_mask(
     assert all(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] for node in products)
 
 
+@pytest.mark.parametrize("regions", ["block", "model"])
+@pytest.mark.parametrize("attention", ["sdpa", "blocked"])
+def test_dropout_does_not_split_compiled_code(regions: str, attention: str, counter: CompileCounterWithBackend) -> None:
+    dropping = job(steps=2).replace(model={**tiny.MODEL, "attention_dropout": 0.1})
+    losses(dropping, tightfit.Plan(compile=regions, attention=attention))
+    assert counter.frame_count == 1
+
+
 def test_packed_sequences_stay_apart_in_a_compiled_model(counter: CompileCounterWithBackend) -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, 300, (8, 16))

@@ -309,6 +309,17 @@ def test_a_forward_may_compute_gradients_itself() -> None:
         torch.testing.assert_close(one, other)
 
 
+class AlwaysSlopes(Slopes):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(Net.forward(self, x).sum(), x, create_graph=True)[0]
+
+
+def test_sqrt_refuses_a_forward_that_computes_gradients() -> None:
+    with pytest.raises(InputError, match=r"computes gradients in its forward(.|\n)*recompute: full"):
+        gradients(build("sqrt", AlwaysSlopes))
+
+
 class InPlace(Net):
     def __init__(self) -> None:
         super().__init__()

@@ -126,7 +126,7 @@ def test_allocator_overhead_decides_between_similar_lean_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The run is too short for compiling to pay, so the search starts from a plan without it."""
-    job = small(memory=1e6)
+    job = small(memory=1.1e6)
     estimator = Estimator(job, GPU)
     start, _ = complete(job, GPU, {"compile": "none"})
     settle = estimator.include_allocator

@@ -76,7 +76,8 @@ class ImageFiles:
         return str(self.files[index])
 
     def open(self, index: int) -> None:
-        Image.open(self.files[index]).close()
+        with Image.open(self.files[index]) as image:
+            _refuse_32_bits(image)
 
     def image(self, index: int, size: int) -> Image.Image:
         with Image.open(self.files[index]) as image:
@@ -369,7 +370,8 @@ def _damaged(images: ImageSource, skip: bool, identity: Any) -> Integers:
         (folder / "damaged.json").write_text(json.dumps(list(found)))
 
     return np.array(
-        json.loads((cached_folder("images", [identity, skip], make) / "damaged.json").read_text()), dtype=np.int64
+        json.loads((cached_folder("images", [identity, skip, "8 bits"], make) / "damaged.json").read_text()),
+        dtype=np.int64,
     )
 
 
@@ -382,7 +384,7 @@ def _decode_errors(images: ImageSource, indices: range, decode: bool) -> dict[in
     for index in indices:
         try:
             if decode:
-                images.image(index, _DEFAULT_SIZE)
+                _of_8_bits(images.image(index, _DEFAULT_SIZE)).convert(MODES[3])
             else:
                 images.open(index)
         except _BROKEN as error:
@@ -404,11 +406,15 @@ def _of_8_bits(image: Image.Image) -> Image.Image:
     Raises ValueError for numbers of 32 bits, whose range is not known."""
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    _refuse_32_bits(image)
+    return image
+
+
+def _refuse_32_bits(image: Image.Image) -> None:
     if image.mode in ("I", "F"):
         raise ValueError(
             f"its values have 32 bits (mode {image.mode}), of which the range is not known; write them in 8 bits"
         )
-    return image
 
 
 def _not_readable(location: str, error: Exception) -> InputError:

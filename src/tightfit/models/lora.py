@@ -75,7 +75,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
     if task == "classification":
         raise InputError(
             "job: model.lora",
-            "would freeze the new output layer of a classifier",
+            "would freeze the output layer of a classifier, which has to be trained",
             "leave model.lora out, or train a language model",
         )
     config = peft.LoraConfig(

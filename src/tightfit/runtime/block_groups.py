@@ -209,9 +209,26 @@ def refuse_other_uses(model: nn.Module, groups: list[list[nn.Module]], forward: 
         for group in groups:
             for block in group:
                 block.forward = partial(watch.call, block.forward, block is group[-1])
-        forward()
+        with _naming_gradients():
+            forward()
     if watch.used:
         raise _not_sequential()
+
+
+@contextmanager
+def _naming_gradients() -> Iterator[None]:
+    """Context manager that turns the RuntimeError of a model that computes gradients in its forward, which runs
+    without them here, into an InputError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" not in str(error):
+            raise
+        raise InputError(
+            "plan: recompute=sqrt",
+            "the model computes gradients in its forward (torch.autograd.grad), so its groups of blocks cannot be checked",
+            "use recompute: full, which recomputes each block alone",
+        ) from error
 
 
 def check_groups(model: nn.Module, groups: list[list[nn.Module]], forward: Callable[[], Any]) -> None:

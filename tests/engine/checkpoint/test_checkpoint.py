@@ -102,6 +102,26 @@ def test_resumes_mid_epoch_with_a_short_last_step(tmp_path: Path) -> None:
     assert after == [step.loss for step in steps[13:]]
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "option", "value"),
+    [("adamw", "weight_decay", 2.0), ("adamw", "betas", (0.3, 0.5)), ("sgd", "momentum", 0.1)],
+)
+def test_options_that_a_loop_changes_survive_a_resume(optimizer: str, option: str, value: Any, tmp_path: Path) -> None:
+    job, losses = tiny.job(optimizer=optimizer), []
+    run = tightfit.build(job)
+    for step in tightfit.train(run):
+        losses.append(step.loss)
+        if step.step == 2:
+            for group in run.optimizer.param_groups:
+                group[option] = value
+        if step.step == 3:
+            tightfit.save(run, tmp_path, 4)
+    again = tightfit.build(job)
+    assert [step.loss for step in tightfit.train(again, tightfit.resume(again, tmp_path))] == losses[4:]
+    assert all(group[option] == value for group in again.optimizer.param_groups)
+    assert losses[4:] != [step.loss for step in tightfit.train(tightfit.build(job))][4:]
+
+
 def test_old_checkpoints_are_deleted_and_partial_ones_ignored(tmp_path: Path) -> None:
     run = tightfit.build(tiny.job(keep_checkpoints=2))
     for step in (1, 2, 3):
