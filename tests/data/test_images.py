@@ -94,7 +94,7 @@ def test_broken_images_are_named_or_skipped(folder: Path) -> None:
         images(folder, skip_damaged=True)
 
 
-def test_images_of_32_bits_are_refused_at_once_or_skipped(folder: Path) -> None:
+def test_images_of_32_bits_are_refused_or_skipped(folder: Path) -> None:
     Image.fromarray(np.zeros((8, 8), np.float32)).save(folder / "dogs" / "deep.tif")
     with pytest.raises(InputError, match=r"deep\.tif(.|\n)*32 bits"):
         images(folder)

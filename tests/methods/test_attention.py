@@ -77,7 +77,7 @@ def test_a_query_that_sees_no_key_is_as_in_the_fused_kernel() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_factor_of_kept_probabilities_is_rounded_as_by_torch(dtype: torch.dtype) -> None:
+def test_the_factor_of_dropout_is_rounded_as_by_torch(dtype: torch.dtype) -> None:
     for dropout in (number / 997 for number in range(0, 997, 7)):
         kept = 1 - attention.rounded(dropout)
         expected = torch.tensor(1 / kept, dtype=torch.float64).to(dtype).item()
