@@ -112,7 +112,9 @@ class FakeModel:
         objective = self.objective()
         unset, processor = cast(Any, None), torch.device("cpu")
         compiled = plan.compile == "model"
-        whole = compiled and not (self.extends_compiled and recompute.treats_blocks_alike(plan))
+        # with master weights, the gradients of all blocks are widened after the compiled backward
+        alike = recompute.treats_blocks_alike(plan) and not plan.master_weights
+        whole = compiled and not (self.extends_compiled and alike)
         model, block_map = self.create(materialize.weights_dtype(plan), whole, compiled)
         forward_parameters(model)  # before a method replaces the forward
         run = Run(
