@@ -152,6 +152,32 @@ def test_a_whole_model_is_one_graph_without_a_mask(
     assert all(node.kwargs["attn_mask"] is None and node.kwargs["is_causal"] for node in products)
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"architecture": "mistral", "sliding_window": 4},
+        {"architecture": "bert", "task": "masked-lm"},
+        {
+            "architecture": "qwen3",
+            "use_sliding_window": True,
+            "head_dim": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 4,
+        },
+    ],
+    ids=["mistral", "bert", "qwen3"],
+)
+def test_other_masks_are_the_same_in_a_compiled_model(own: dict[str, Any], counter: CompileCounterWithBackend) -> None:
+    """A window hides more than a causal mask, and an encoder hides nothing."""
+    sizes = {key: tiny.MODEL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    more = dropouts if "task" in own else {"num_key_value_heads": 2}
+    asked = job(steps=2).replace(model={**sizes, "num_hidden_layers": BLOCKS, **more, **own})
+    expected = losses(asked, tightfit.Plan())
+    assert losses(asked, tightfit.Plan(compile="model")) == pytest.approx(expected, rel=1e-5)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("regions", ["block", "model"])
 @pytest.mark.parametrize("attention", ["sdpa", "blocked"])
 def test_dropout_does_not_split_compiled_code(regions: str, attention: str, counter: CompileCounterWithBackend) -> None:

@@ -16,11 +16,10 @@ nothing. A mask that is still in the batch therefore hides something, and the ch
 Example: of two rows with the masks 1 1 1 1 and 1 1 1 0, the second ends in padding, so the batch
 keeps its mask. If both were 1 1 1 1, the batch would have no mask.
 
-Compiled models: torch's compiler cannot read the results of the checks, so a model that is compiled as a
-whole, by anyone, builds the masks of packed and padded sequences for every batch, also for one that has
-neither. Attention with such a mask computes every pair of tokens, and does without the fastest kernels. A
-batch without a mask and without position ids needs none, so `methods/compile.py` wraps the compiled loss
-in `without_needless_masks`.
+Compiled models: torch's compiler cannot read the results of the checks. So a model that is compiled as a
+whole masks each pair of tokens in every batch, even if nothing is packed or padded. Attention then
+computes the pairs that a causal kernel would skip. A batch without a mask and without position ids
+needs no mask, so `methods/compile.py` wraps the compiled loss in `without_needless_masks`.
 
 With the package flash-attn, transformers unpads each batch on the host, with or without a mask.
 This module does not avoid that.
@@ -166,8 +165,8 @@ def without_needless_masks(loss_sum: Callable[[Batch], Tensor], model: nn.Module
     loss_sum  batch -> the sum of the batch's losses
     model     the model that `loss_sum` calls
 
-    Masks are left out only for batches without masks and position ids, and only if the model always numbers
-    the positions 0, 1, 2, ... Otherwise `loss_sum` itself is returned.
+    A batch with a mask or with position ids is computed as before. So is every batch if the model does not
+    always number the positions 0, 1, 2, ...
     """
     if not has_sequential_positions(model):
         return loss_sum

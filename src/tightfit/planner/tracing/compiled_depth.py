@@ -19,7 +19,7 @@ from typing import TypeVar
 from tightfit.cost.recorded_step import Buffer, Segment, Timeline
 
 Event = tuple[Buffer, int]
-# bytes of a buffer, such as the seed of a dropout, of which it does not matter when backward frees it
+# bytes. When backward frees a buffer up to this size, such as the seed of a dropout, does not matter
 SMALL = 1024
 Item = TypeVar("Item")
 
@@ -44,7 +44,7 @@ def with_more_blocks(
     if [segment.phase for segment in segments] != ["forward", "backward"]:
         raise NothingRepeats
     extension = _Extension(more, numbered)
-    extended = tuple(replace(segment, timeline=extension.timeline(segment.timeline)) for segment in segments)
+    extended = tuple(replace(segment, timeline=extension.extended(segment.timeline)) for segment in segments)
     return extension.checked(extended)
 
 
@@ -90,17 +90,18 @@ class _Extension:
         self.born: dict[Buffer, int] = {}
         self.segment = -1
 
-    def timeline(self, one: Timeline) -> Timeline:
+    def extended(self, timeline: Timeline) -> Timeline:
+        """Return the timeline of the forward or, called next, of the backward of the model with all blocks."""
         self.segment += 1
-        self.born.update(dict.fromkeys(one.allocated, self.segment))
-        # gradients are complete when the compiled backward returns them all
-        uses = [event for event in one.events if event[1]]
+        self.born.update(dict.fromkeys(timeline.allocated, self.segment))
+        # without the completed gradients: the compiled backward returns them all at its end
+        uses = [event for event in timeline.events if event[1]]
         keys = [self._key(event) for event in uses]
         part = _repeating_part(keys)
         self._number(uses, keys, part)
         events: list[Event] = []
         passed = 0  # allocations and frees
-        for buffer, sign in one.events:
+        for buffer, sign in timeline.events:
             if sign == 0:
                 events += [(each, 0) for each in (buffer, *self.copies.get(buffer, ()))]
                 continue
@@ -108,21 +109,21 @@ class _Extension:
             passed += 1
             if passed == part.stop:
                 events += self._repetitions(uses[part.start : part.stop])
-        again = _repeating_part(one.operations)
+        again = _repeating_part(timeline.operations)
         ends = [
             end + self.more * len(found) * (end >= found.stop)
-            for end, found in zip(one.recompute_end, (part, again), strict=True)
+            for end, found in zip(timeline.recompute_end, (part, again), strict=True)
         ]
         return replace(
-            one,
+            timeline,
             events=tuple(events),
-            operations=_inserting(one.operations, again, self.more),
+            operations=_inserting(timeline.operations, again, self.more),
             recompute_end=(ends[0], ends[1]),
-            saved=one.saved.union(*(self.copies.get(buffer, ()) for buffer in one.saved)),
+            saved=timeline.saved.union(*(self.copies.get(buffer, ()) for buffer in timeline.saved)),
         )
 
     def _repetitions(self, repeated: list[Event]) -> Iterator[Event]:
-        """Yield the events of the inserted parts. repeated: those of the part that they repeat"""
+        """Yield the events of the inserted parts. repeated: the events of the part that they repeat."""
         for number in range(1, self.more + 1):
             for buffer, sign in repeated:
                 if sign > 0:
@@ -166,7 +167,8 @@ class _Extension:
         passed = min(number or 0, self.more)  # inserted parts that come before
         position += passed if self.born[buffer] == self.segment else self.more - passed
         if 1 <= position <= self.more:
-            found = dict(enumerate(self.copies[start], start=1)).get(position)
+            copies = self.copies[start]
+            found = copies[position - 1] if position <= len(copies) else None
         else:
             found = self.traced[start].get(position if position <= 0 else position - self.more)
         if found is None:
@@ -175,11 +177,10 @@ class _Extension:
 
     def _copy(self, buffer: Buffer, number: int) -> Buffer:
         """Return the copy of a buffer that inserted part `number` allocates."""
-        sources = (
-            tuple(self._inserted(one, number, may_be_shared=True) for one in buffers)
-            for buffers in (buffer.operands, buffer.terms)
+        operands, terms = (
+            tuple(self._inserted(source, number, may_be_shared=True) for source in sources)
+            for sources in (buffer.operands, buffer.terms)
         )
-        operands, terms = sources
         parameter = buffer.parameter and self.numbered(buffer.parameter, number - 1)
         return replace(buffer, parameter=parameter, operands=operands, terms=terms)
 
