@@ -15,6 +15,7 @@ from tests.contract.cases import make_case
 from tightfit.engine.step import Step, take_step
 from tightfit.measure.flops import forward_flops
 from tightfit.measure.memory import process_peak_bytes, profiled, sample_step
+from tightfit.planner.dry_run import dry_run
 from tightfit.planner.tracing.live_storages import ROWS, Peak, state_tensors, track_peak
 from tightfit.planner.tracing.storages import tensor_bytes
 from tightfit.runtime.run import Run
@@ -162,6 +163,24 @@ def test_the_allocator_counts_compiled_steps(compile: str, monkeypatch: pytest.M
     pieces = peak_of("vit", compile=compile, micro_batch=4)
     assert pieces.rows["gradients"] == pieces.rows["parameters"]
     assert pieces.rows["activations"] < 0.8 * compiled.rows["activations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("regions", "within"), [("block", 0.005), ("model", 0.04)])
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_a_compiled_step_with_dropout_needs_what_is_predicted(architecture: str, regions: str, within: float) -> None:
+    """The probabilities of one layer are a tenth of the memory, and blocked attention works on more of that size. In a
+    whole model, the code generator also keeps some buffers for later use."""
+    kind = {"intermediate_size": 256, "task": "masked-lm"} if architecture == "bert" else {}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2048}
+    job = tightfit.Job(
+        model={"architecture": architecture, **sizes, **kind},
+        data={"synthetic": "tokens", "sequence_length": 128},
+        train=tightfit.Train(batch=8, steps=10, trackers=[]),
+    )
+    plan = tightfit.Plan(compile=regions, attention="blocked", dropout="16-bit")
+    measured = second_step(job, **plan.differences())[1]
+    assert dry_run(job, plan).total == pytest.approx(measured.total, rel=within)
 
 
 SILENT = """

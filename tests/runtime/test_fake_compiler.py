@@ -128,6 +128,44 @@ def test_complex_numbers_have_kernels_of_their_own() -> None:
     torch._dynamo.reset()
 
 
+class Tied(nn.Module):
+    """A language model without blocks, whose head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(32, 8), nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states = self.inner(self.table(tokens).relu())
+        return nn.functional.cross_entropy((states @ self.table.weight.t()).flatten(0, 1), tokens.flatten())
+
+
+def test_a_product_that_is_added_runs_with_the_sum() -> None:
+    """The gradient of a tied weight: the head's product is added to the embedding's gradient, last of all."""
+
+    class Products(_Kernels):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.mm.default:
+                shapes.append(tuple(found.shape))
+            return found
+
+    shapes: list[tuple[int, ...]] = []
+    torch._dynamo.reset()
+    with FakeTensorMode(), Products():
+        torch.compile(Tied(), backend=fake_backend())(torch.zeros(2, 4, dtype=torch.long)).backward()
+    assert shapes[-1] == (32, 8)
+    torch._dynamo.reset()
+    model, tokens = Tied(), torch.arange(8).view(2, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of its compiler
+        codes = run_and_get_code(lambda: torch.compile(model)(tokens).backward())[1]
+    torch._dynamo.reset()
+    kernels = [line for line in codes[-1].splitlines() if "extern_kernels." in line and "(" in line]
+    assert "extern_kernels.addmm(" in kernels[-1]
+    assert "extern_kernels.addmm(" not in "".join(kernels[:-1])
+
+
 def test_kernel_functions_take_time_if_measured() -> None:
     """The time adds to the memory traffic's, without a launch of its own; without a measured rate
     it is zero."""

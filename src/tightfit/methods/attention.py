@@ -159,7 +159,10 @@ def attend(
     if dropout:
         size = [math.prod(query.shape[:2]), probability_count(query.shape[2], causal)]
         noise = dropout_noise(query.new_empty(0), size, dropout)
-    output, _ = blocked_attention(query * scale, key, value, bias, causal, noise, kept_factor(dropout, query.dtype))
+    # Contiguous, so that neither forward nor backward has to copy them, and so that backward keeps no storage that a
+    # layer's query, key and value share
+    query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
+    output, _ = blocked_attention(query, key, value, bias, causal, noise, kept_factor(dropout, query.dtype))
     if attention_mask is not None and attention_mask.dtype == torch.bool and position_bias is None:
         # as sdpa: a query that sees no key, such as the first ones of a sequence padded on the left
         output = output.masked_fill(~attention_mask.any(-1, keepdim=True), 0.0)
@@ -228,8 +231,7 @@ def causal_pairs(queries: int, keys: int) -> int:
     return square * (square + 1) // 2 + (queries - square) * keys
 
 
-@torch.library.custom_op("tightfit::blocked_attention", mutates_args=())
-def blocked_attention(
+def attend_in_blocks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -254,7 +256,7 @@ def blocked_attention(
     dropped are negative in it.
     """
     batch, heads, length, width = query.shape
-    query, key, value = (part.reshape(batch * heads, length, width) for part in (query, key, value))
+    query, key, value = (part.contiguous().view(batch * heads, length, width) for part in (query, key, value))
     output = query.new_empty(batch, length, heads, width).transpose(1, 2)
     all_probabilities = query.new_empty(batch * heads * probability_count(length, causal))
     if bias is not None:
@@ -267,7 +269,7 @@ def blocked_attention(
         # in place: the softmax of another tensor takes half as long again
         torch.bmm(query[:, start:end], key[:, :keys].transpose(1, 2), out=probabilities)
         if bias is not None:
-            probabilities += bias[:, :, start:end, :keys].reshape(probabilities.shape)
+            probabilities.view(batch, heads, end - start, keys).add_(bias[:, :, start:end, :keys])
         if causal:
             probabilities[:, :, start:] += causal_mask(end - start, probabilities)
         torch.softmax(probabilities, -1, out=probabilities)
@@ -275,9 +277,14 @@ def blocked_attention(
         if noise is not None:
             factors = next(factors_of_blocks)
             used = probabilities * factors
-            probabilities.copysign_(factors.sub(factor / 2))
         output[:, :, start:end] = torch.bmm(used, value[:, :keys]).view(batch, heads, end - start, width)
+        if noise is not None:
+            probabilities.copysign_(torch.sub(factors, factor / 2, out=used))
+            del used  # before the next block allocates its own
     return output, all_probabilities.view(batch * heads, -1)
+
+
+blocked_attention = torch.library.custom_op("tightfit::blocked_attention", attend_in_blocks, mutates_args=())
 
 
 def causal_mask(rows: int, like: Tensor) -> Tensor:
@@ -317,8 +324,7 @@ def _(
     return output, query.new_empty(batch * heads, probability_count(length, causal))
 
 
-@torch.library.custom_op("tightfit::blocked_attention_backward", mutates_args=())
-def blocked_attention_backward(
+def backward_in_blocks(
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -345,7 +351,8 @@ def blocked_attention_backward(
     or is an empty tensor if `bias` is None.
     """
     batch, heads, length, width = query.shape
-    gradient, query, key, value = (part.reshape(batch * heads, length, width) for part in (gradient, query, key, value))
+    query, key, value = (part.contiguous().view(batch * heads, length, width) for part in (query, key, value))
+    gradient = gradient.contiguous().view(query.shape)
     # Created by shape: empty_like would copy the strides of the inputs, which are views with
     # another order of dimensions if the batch size is 1.
     grad_query = query.new_empty(query.shape)
@@ -353,7 +360,7 @@ def blocked_attention_backward(
     grad_bias = query.new_zeros([0] if bias is None else bias)
     if factor is not None:
         wide = torch.promote_types(query.dtype, torch.float32)
-        output = output.reshape(gradient.shape)
+        output = output.contiguous().view(query.shape)
         mean = (gradient.to(wide) * output.to(wide)).sum(-1, keepdim=True).to(query.dtype)
         gradient = gradient * factor
     parts = zip(
@@ -370,14 +377,20 @@ def blocked_attention_backward(
         if factor is None:
             softmax_backward_(grad_scores, probabilities)
         else:
-            grad_scores.mul_(used).addcmul_(probabilities.abs(), mean[:, start:end], value=-1)
+            grad_scores.mul_(used).addcmul_(torch.abs(probabilities, out=used), mean[:, start:end], value=-1)
         grad_query[:, start:end] = torch.bmm(grad_scores, key[:, :keys])
         grad_key[:, :keys].baddbmm_(grad_scores.transpose(1, 2), query[:, start:end], beta=beta)
         if bias is not None:
             slice_ = grad_bias[:, :, slice(start, end) if bias[2] > 1 else slice(None), : keys if bias[3] > 1 else 1]
             slice_ += grad_scores.view(batch, heads, end - start, keys).sum_to_size(slice_.shape)
+        del used, grad_scores  # before the next block allocates its own
     shape = (batch, heads, length, width)
     return grad_query.view(shape), grad_key.view(shape), grad_value.view(shape), grad_bias
+
+
+blocked_attention_backward = torch.library.custom_op(
+    "tightfit::blocked_attention_backward", backward_in_blocks, mutates_args=()
+)
 
 
 @blocked_attention_backward.register_fake

@@ -289,6 +289,45 @@ def _with_early_outputs(nodes: list[fx.Node]) -> list[fx.Node]:
     return [one for node in nodes if node not in moved for one in (node, *early.get(node, ()))]
 
 
+def _with_late_products(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Return the nodes of a graph in the order in which they run: a matrix product that is only added to another
+    matrix comes directly before the sum, because the compiler replaces both by one kernel, addmm.
+
+    Example: the gradient of tied embeddings is a product at the begin of the backward plus a scatter at its end. The
+    product's inputs, one of them the gradient of the logits, are kept until then.
+
+    Source: torch/_inductor/fx_passes/post_grad.py, is_valid_addmm_fusion.
+    """
+    late: dict[fx.Node, list[fx.Node]] = {}  # sum -> the product, and the views between the two
+    for node in nodes:
+        if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
+            for source, other in (node.args, node.args[::-1]):
+                chain = _product_chain(source) if isinstance(source, fx.Node) and isinstance(other, fx.Node) else []
+                if chain and _is_addmm(chain[0], cast(fx.Node, other), node):
+                    late[node] = chain
+                    break
+    moved = {one for chain in late.values() for one in chain}
+    return [one for node in nodes if node not in moved for one in (*late.get(node, ()), node)]
+
+
+def _product_chain(node: fx.Node) -> list[fx.Node]:
+    """Return the matrix product that `node` is, followed by the views between it and `node` if these cancel each
+    other. Return an empty list if there is none, or if anything else uses the product."""
+    chain = [node]
+    while _is_view(chain[0]):
+        chain.insert(0, chain[0].all_input_nodes[0])
+    if chain[0].target is not torch.ops.aten.mm.default or any(len(one.users) > 1 for one in chain):
+        return []
+    product, result = chain[0].meta["val"], node.meta["val"]
+    return chain if (product.shape, product.stride()) == (result.shape, result.stride()) else []
+
+
+def _is_addmm(product: fx.Node, other: fx.Node, total: fx.Node) -> bool:
+    """Return whether the compiler computes `total`, the sum of a matrix product and of `other`, with one kernel."""
+    values = [node.meta["val"] for node in (*product.all_input_nodes, other, product, total)]
+    return len({value.dtype for value in values}) == 1 and total.meta["val"].shape == product.meta["val"].shape
+
+
 def _meta_bytes(node: fx.Node) -> int:
     return sum(map(_bytes, tensors_in(node.meta.get("val"))))
 
@@ -361,7 +400,7 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
     that generated code would allocate. `example`, the example inputs that torch.compile passes to
     every backend, is not used."""
     _use_seeds(module.graph)
-    nodes = _with_early_outputs(list(module.graph.nodes))
+    nodes = _with_early_outputs(_with_late_products(list(module.graph.nodes)))
     plan = _plan_buffers(nodes)
     views = {node for node in nodes if node.op == "call_function" and _is_view(node)}
     holders: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # buffer -> its views
@@ -400,6 +439,7 @@ def _fake_compiled(module: fx.GraphModule, example: Sequence[Any]) -> Callable[.
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
                 with _compiled_operation():
                     values[node] = cast(Any, node.target)(*args, **kwargs)
+                del args, kwargs  # a view would keep its base
                 _release(node, plan, values, holders)
         raise AssertionError("a graph without output")
 

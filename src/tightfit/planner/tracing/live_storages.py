@@ -20,6 +20,7 @@ from tightfit._torch.tensors import in_backward
 from tightfit.models.batches import Batch
 from tightfit.models.tensors import tensors_in
 from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, storages_of
+from tightfit.planner.tracing.working_memory import working_bytes
 from tightfit.runtime.run import Run
 
 OTHER_MEMORY = "elsewhere"  # marks storages in another memory (host, disk), which count in no row
@@ -173,6 +174,9 @@ class StorageTracker(StorageMode[_LiveStorage]):
         for tensor in tensors_in(output):
             for storage in storages_of(tensor):
                 self._record(storage)
+        if working := working_bytes(func, args):
+            note = _LiveStorage(size=working)
+            self._events += [(note, working, self._phase), (note, -working, self._phase)]
         return output
 
     def __exit__(self, *error: Any) -> None:

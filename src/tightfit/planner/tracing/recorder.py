@@ -48,6 +48,7 @@ from tightfit.models.tensors import tensors_in
 from tightfit.planner.tracing.operations import describe_operation
 from tightfit.planner.tracing.repeated_blocks import record_blocks
 from tightfit.planner.tracing.storages import ACCUMULATES, StorageMode, backward_node, keys_of, storages_of
+from tightfit.planner.tracing.working_memory import working_bytes
 from tightfit.runtime.repeated_iterations import iterations_chosen_by
 
 _READ_VALUES = (LOCAL_SCALAR_DENSE.default, torch.ops.aten.equal.default)
@@ -306,6 +307,9 @@ class Recorder(StorageMode[_Storage]):
                         self._note_sources(self._live[id(storage)][0], inputs)
         if not fresh and func.is_view:
             return
+        if working := working_bytes(func, args):
+            note = _Storage(working, name)
+            segment.events += [(note, 1), (note, -1)]
         mutates = schema_of(func).is_mutable
         # collectives (c10d) mutate their arguments, but their schemas do not say so
         if fresh or mutates or name.startswith("c10d."):
