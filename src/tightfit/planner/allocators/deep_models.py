@@ -34,7 +34,7 @@ def extrapolate_layers(ledger: Ledger, taken: Callable[[Ledger], float]) -> floa
     period = _period(ledger)
     simulated = SIMULATED_BLOCKS if period is None else max(SIMULATED_BLOCKS, MIN_PERIODS * period)
     while period is not None:
-        most = min(len(_block_numbers(program)) for program in _segments_by_stage(ledger))
+        most = min(len(_block_numbers(segments)) for segments in _segments_by_stage(ledger))
         removed = (most - simulated) // period * period
         if removed <= 0:
             break
@@ -63,8 +63,8 @@ def _segments_by_stage(ledger: Ledger) -> list[tuple[Segment, ...]]:
     return [part.segments for part in ledger.rank_program.stage_programs.values()]
 
 
-def _block_numbers(program: Iterable[Segment]) -> list[int]:
-    return sorted({segment.block for segment in program if segment.block is not None})
+def _block_numbers(segments: Iterable[Segment]) -> list[int]:
+    return sorted({segment.block for segment in segments if segment.block is not None})
 
 
 def _period(ledger: Ledger) -> int | None:
@@ -75,7 +75,7 @@ def _period(ledger: Ledger) -> int | None:
     Example: a model that alternates sliding-window and full attention has period 2.
     """
     stages = _segments_by_stage(ledger)
-    if min(len(_block_numbers(program)) for program in stages) <= SIMULATED_BLOCKS:
+    if min(len(_block_numbers(segments)) for segments in stages) <= SIMULATED_BLOCKS:
         return None
     known: dict[Timeline, int] = {}
     kinds: dict[object, int] = {}
@@ -87,9 +87,9 @@ def _period(ledger: Ledger) -> int | None:
         return known[timeline]
 
     rows: list[list[tuple[int, ...]]] = []
-    for program in stages:
-        kinds_by_block: dict[int, list[int]] = {number: [] for number in _block_numbers(program)}
-        for segment in program:
+    for segments in stages:
+        kinds_by_block: dict[int, list[int]] = {number: [] for number in _block_numbers(segments)}
+        for segment in segments:
             if segment.block is not None:
                 kinds_by_block[segment.block].append(kind(segment.timeline))
         rows.append([tuple(one) for one in kinds_by_block.values()])
@@ -117,8 +117,8 @@ def _without_middle_blocks(ledger: Ledger, count: int) -> Ledger:
     """Return the ledger of the model without `count` blocks in the middle of each pipeline
     stage."""
     removed: set[int] = set()
-    for program in _segments_by_stage(ledger):
-        numbers = _block_numbers(program)
+    for segments in _segments_by_stage(ledger):
+        numbers = _block_numbers(segments)
         end = len(numbers) - (len(numbers) - count) // 2
         removed.update(numbers[end - count : end])
     return without_blocks(ledger, removed)

@@ -87,10 +87,10 @@ def file_name(key: Any) -> str:
     ).hexdigest()
 
 
-def write(path: Path, programs: RecordedStep) -> None:
+def write(path: Path, step: RecordedStep) -> None:
     """Write a trace to the file `path` atomically: after a failure, the file does not exist or is
     unchanged."""
-    _write_content(path, to_content(programs))
+    _write_content(path, to_content(step))
 
 
 def read(path: Path) -> RecordedStep:

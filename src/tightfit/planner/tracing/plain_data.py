@@ -48,7 +48,7 @@ class RecordedStep:
     unused: tuple[str, ...] = ()
 
 
-def to_content(programs: RecordedStep) -> dict[str, Any]:
+def to_content(step: RecordedStep) -> dict[str, Any]:
     """Convert a recorded step to plain data: lists, numbers and strings, in a dict. Each buffer,
     operation and timeline is written only once; all uses refer to it by its number."""
     buffers: dict[Buffer, int] = {}
@@ -83,11 +83,9 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
             ],
         }
 
-    segments = [
-        [one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in programs.segments
-    ]
+    segments = [[one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in step.segments]
     return {
-        "unused": list(programs.unused),
+        "unused": list(step.unused),
         "timelines": [timeline(one) for one in timelines],
         "segments": segments,
         "buffers": [
@@ -118,10 +116,10 @@ def to_content(programs: RecordedStep) -> dict[str, Any]:
         ],
         "parameters": [
             [one.name, list(one.shape), one.bytes, one.trainable, list(one.used_by_blocks), one.buffer]
-            for one in programs.parameters
+            for one in step.parameters
         ],
-        "blocks": programs.blocks,
-        "experts": [list(one) for one in programs.experts],
+        "blocks": step.blocks,
+        "experts": [list(one) for one in step.experts],
     }
 
 

@@ -176,21 +176,21 @@ class Profiler:
         """
         of_device = plan.share_of(self.job.train.batch)  # samples; `microbatch.cost` divides them
         micro_batch = plan.micro_batch_of(self.job.train.batch)
-        programs, sizes = self.recorded_step(plan, micro_batch)
+        recorded, sizes = self.recorded_step(plan, micro_batch)
         # a recomputed block's first forward is that of an evaluation, which has to save nothing
-        events = (event for segment in programs.segments for event in segment.timeline.events)
+        events = (event for segment in recorded.segments for event in segment.timeline.events)
         retained = sum(buffer.size.at(micro_batch) for buffer, sign in events if buffer.retained and sign > 0)
         may_save = not recompute.enabled(plan) or recompute.changes_trace(plan)
         return Ledger(
             micro_batch=of_device,
             micro_batches=1,
-            training=programs.segments,
+            training=recorded.segments,
             inference=lambda: self._evaluation(plan, micro_batch, sizes, may_save).segments,
-            parameters=programs.parameters,
-            blocks=programs.blocks,
-            experts=programs.experts,
+            parameters=recorded.parameters,
+            blocks=recorded.blocks,
+            experts=recorded.experts,
             fixed={"activations": retained} if retained else {},
-            updates=self._updates(plan, programs.unused),
+            updates=self._updates(plan, recorded.unused),
             once_per_step=self.model.clipping(plan),
             batch_bytes=self._batch_bytes(plan),
             sample_s=self.sample_s,

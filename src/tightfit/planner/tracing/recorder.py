@@ -123,11 +123,11 @@ class Recorder(StorageMode[_Storage]):
     Enter the mode inside FakeTensorMode. Call `begin_segment` for each segment of the forward, then
     `end_forward`, `begin_backward` and `end_backward`.
 
-    parameters  the model's parameters, by name
-    segments    segments of the forward, in order
-    program     all segments, in the order in which they ran
-    phase       forward, backward or inference
-    differentiates  whether the forward itself has computed gradients, as by torch.autograd.grad
+    parameters        the model's parameters, by name
+    forward_segments  segments of the forward, in order
+    all_segments      all segments, in the order in which they ran
+    phase             forward, backward or inference
+    differentiates    whether the forward itself has computed gradients, as by torch.autograd.grad
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
@@ -135,8 +135,8 @@ class Recorder(StorageMode[_Storage]):
         self.differentiates = False
         self._has_ended = False
         self.parameters = parameters
-        self.segments: list[_OpenSegment] = []
-        self.program: list[_OpenSegment] = []
+        self.forward_segments: list[_OpenSegment] = []
+        self.all_segments: list[_OpenSegment] = []
         self._calls: Counter[tuple[str, int | None]] = Counter()  # by (part, block)
         self.phase = "forward"
         self._made_in_forward: list[int] = []
@@ -152,7 +152,9 @@ class Recorder(StorageMode[_Storage]):
         kind            name of the recorded operation
         """
         name = str(dtype).removeprefix("torch.")
-        self.program[-1].operations.append(Operation(kind, name, BatchLinear(), BatchLinear(float(bytes_accessed))))
+        self.all_segments[-1].operations.append(
+            Operation(kind, name, BatchLinear(), BatchLinear(float(bytes_accessed)))
+        )
 
     def mark_existing(self, tensors: Any) -> None:
         """Mark tensors that exist before the step, such as parameters. Their storages are not
@@ -174,13 +176,13 @@ class Recorder(StorageMode[_Storage]):
         first = next_sequence_number()
         opened = _OpenSegment(part, self.phase, block, self._calls[part, block], first, copy_of)
         self._calls[part, block] += 1
-        self.segments.append(opened)
-        self.program.append(opened)
+        self.forward_segments.append(opened)
+        self.all_segments.append(opened)
 
     def note_inputs(self, arguments: Any) -> None:
         """Record the tensors among `arguments`, with which a block is called, in the current
         segment. Also record their storages if this step allocated them."""
-        segment = self.program[-1]
+        segment = self.all_segments[-1]
         leaves = tree_flatten_with_path(arguments)[0]
         tensors = [(path_of(keys), leaf) for keys, leaf in leaves if isinstance(leaf, Tensor)]
         segment.inputs += self.notes_of(keys_of(tensor for _, tensor in tensors))
@@ -199,14 +201,14 @@ class Recorder(StorageMode[_Storage]):
         self._made_in_forward.clear()
 
     def begin_backward(self) -> None:
-        self.phase, self._lowest = "backward", len(self.segments)
-        self._starts = [segment.first for segment in self.segments]
+        self.phase, self._lowest = "backward", len(self.forward_segments)
+        self._starts = [segment.first for segment in self.forward_segments]
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
             for name, parameter in self.parameters.items()
             if parameter.requires_grad
         ]
-        self._enter_backward(len(self.segments) - 1)
+        self._enter_backward(len(self.forward_segments) - 1)
 
     def end_backward(self) -> None:
         self._enter_backward(-1)
@@ -214,7 +216,7 @@ class Recorder(StorageMode[_Storage]):
     def mark_saved(self, tensor: Tensor) -> Tensor:
         """Record in the current segment that autograd saves `tensor` for backward, and return the
         tensor without its graph. This is the pack hook that is passed to `saved_tensors_hooks`."""
-        segment = self.program[-1]
+        segment = self.all_segments[-1]
         segment.recompute_end = len(segment.events), len(segment.operations)
         segment.saved.update(self.notes_of(keys_of([tensor])))
         return tensor.detach()
@@ -236,7 +238,7 @@ class Recorder(StorageMode[_Storage]):
             yield from of
             return
         yield of[0]
-        segment = self.program[-1]
+        segment = self.all_segments[-1]
         events, operations = len(segment.events), len(segment.operations)
         yield of[1]
         came, done = segment.events[events:], segment.operations[operations:]
@@ -255,24 +257,24 @@ class Recorder(StorageMode[_Storage]):
         for note in self.notes_of(keys_of([parameter.grad])):
             note.row = "gradients"
             _describe_gradient(note, name)
-            self.program[-1].events.append((note, 0))
+            self.all_segments[-1].events.append((note, 0))
 
     def _enter_backward(self, position: int) -> None:
         """Begin to record a backward segment: the backward of the forward segment
-        `segments[position]`. With -1, end the backward.
+        `forward_segments[position]`. With -1, end the backward.
 
         Skipped blocks run no backward of their own. So first add the backward segments of the
         skipped blocks between this segment and the last one that was begun.
         """
         for between in range(self._lowest - 1, position, -1):
-            passed = self.segments[between]
+            passed = self.forward_segments[between]
             if passed.copy_of is not None:
                 again = _OpenSegment(passed.part, "backward", passed.block, passed.call, copy_of=passed.copy_of)
-                self.program.append(again)
+                self.all_segments.append(again)
         self._position, self._lowest = position, min(self._lowest, position)
         if position >= 0:
-            segment = self.segments[position]
-            self.program.append(_OpenSegment(segment.part, "backward", segment.block, segment.call))
+            segment = self.forward_segments[position]
+            self.all_segments.append(_OpenSegment(segment.part, "backward", segment.block, segment.call))
 
     def _find_segment(self) -> None:
         number = backward_node()
@@ -295,7 +297,7 @@ class Recorder(StorageMode[_Storage]):
         return output
 
     def _record_outputs(self, func: Any, name: str, args: Any, kwargs: Any, output: Any) -> None:
-        segment = self.program[-1]
+        segment = self.all_segments[-1]
         outputs, inputs = tensors_in(output), tensors_in((args, kwargs))
         fresh = False
         for tensor in outputs:
@@ -331,7 +333,7 @@ class Recorder(StorageMode[_Storage]):
 
     def record_free(self, note: _Storage) -> None:
         if not self._has_ended:
-            self.program[-1].events.append((note, -1))
+            self.all_segments[-1].events.append((note, -1))
 
     def mark_retained(self) -> None:
         """Mark the storages that the step has left, such as those of tensors that a module keeps in an
@@ -401,7 +403,7 @@ def record_step(
         if training:
             stack.enter_context(saved_tensors_hooks(recorder.mark_saved, lambda tensor: tensor))
         loss = loss_sum(batch)
-        if recorder.differentiates and any(segment.copy_of is not None for segment in recorder.segments):
+        if recorder.differentiates and any(segment.copy_of is not None for segment in recorder.forward_segments):
             raise Untraceable("job: model", "computes gradients in its forward", "trace all blocks")
         if training:
             stack.close()
@@ -424,14 +426,16 @@ def record_step(
     return recorded_segments(recorder)
 
 
-def _closed_segments(program: list[_OpenSegment]) -> tuple[Segment, ...]:
+def _closed_segments(opened_segments: list[_OpenSegment]) -> tuple[Segment, ...]:
     """Convert recorded segments to `Segment` objects, in the same order. A segment of a skipped
     block gets the timeline (allocations, frees and operations) of the block that it copies.
     Segments without events and operations are dropped."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
-    births = {note: number for number, note in enumerate(s for one in program for s, sign in one.events if sign > 0)}
+    births = {
+        note: number for number, note in enumerate(s for one in opened_segments for s, sign in one.events if sign > 0)
+    }
     closed: list[tuple[_OpenSegment, Timeline]] = []
-    for opened in program:
+    for opened in opened_segments:
         replaced = sum(note.retained and sign > 0 for note, sign in opened.events[: opened.recompute_end[0]])
         timeline = Timeline(
             tuple((_buffer(note), sign) for note, sign in _with_retained(_with_ordered_casts(opened.events, births))),
@@ -515,7 +519,7 @@ def _to_given(given: _BlockInput) -> BlockInput:
 
 def recorded_segments(recorder: Recorder) -> tuple[Segment, ...]:
     """Return the segments that `recorder` has recorded, in the order in which they ran."""
-    return _closed_segments(recorder.program)
+    return _closed_segments(recorder.all_segments)
 
 
 __all__ = ["Recorder", "record_step", "recorded_segments"]
