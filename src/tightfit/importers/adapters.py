@@ -14,14 +14,14 @@ from tightfit.importers.conversions import EMBEDDINGS, NO_EMBEDDINGS
 from tightfit.importers.mapping import Draft
 from tightfit.importers.reading import read_settings
 
-ONLY_ADAPTERS = "with model.lora, tightfit trains adapters and no other weights"
+SINGLE_TOKENS = "tightfit trains all of an embedding (model.lora.modules_to_save), or nothing of it"
 NEW_ADAPTERS = "tightfit begins with new adapters; merge older ones into the model first"
 OTHER_ADAPTERS = "tightfit's adapters are LoRA and DoRA, which start with no change of the model"
 EIGHT_BITS = "tightfit stores frozen weights in 4 bits (model.lora.quantize: nf4), not in 8"
 OTHER_BITS = "tightfit quantizes weights to nf4 alone (model.lora.quantize)"
 WHOLE_ADAPTERS = "model.lora has one rank and one alpha, for all layers that model.lora.targets names"
 
-_PARTS = ("rank", "alpha", "dropout", "targets", "dora", "rslora", "quantize", "plus")
+_PARTS = ("rank", "alpha", "dropout", "targets", "whole", "dora", "rslora", "quantize", "plus")
 _SWITCHES = ("dora", "rslora", "quantize", "plus")  # parts that ask for something that needs adapters
 _Q_AND_V = ("q_proj", "v_proj")
 PEFT_TARGETS: Mapping[str, tuple[str, ...]] = {
@@ -67,6 +67,8 @@ def combine_adapters(draft: Draft, why_off: str, defaults: Mapping[str, tuple[st
         lost = [name for name in EMBEDDINGS if isinstance(asked, list) and name in asked]
         if lost:
             draft.remark("lora_targets", f"without {', '.join(lost)}: {NO_EMBEDDINGS}")
+    if "lora_whole" in parts:
+        fields["model.lora.modules_to_save"] = parts["lora_whole"]
     if "lora_dora" in parts:
         fields["model.lora.dora"] = True
     _scale(draft)

@@ -11,9 +11,9 @@ from tightfit.importers import training_arguments as hf
 from tightfit.importers.adapters import (
     EIGHT_BITS,
     NEW_ADAPTERS,
-    ONLY_ADAPTERS,
     OTHER_ADAPTERS,
     OTHER_BITS,
+    SINGLE_TOKENS,
     WHOLE_ADAPTERS,
     combine_adapters,
     without_rank,
@@ -29,6 +29,7 @@ from tightfit.importers.conversions import (
     flag,
     four_bits,
     lora_targets,
+    module_names,
     number,
     optimizer,
     positive,
@@ -344,7 +345,8 @@ KEYS: tuple[Key, ...] = (
     Key("loraplus_lr_ratio", "train.groups", positive, "lora_plus", "the matrices B get this multiple of the rate"),
     *needless("the learning rate of adapters of embeddings, which tightfit does not have", "loraplus_lr_embedding"),
     *lacks(NEW_ADAPTERS, "lora_model_dir"),
-    *lacks(ONLY_ADAPTERS, "lora_modules_to_save", "peft_trainable_token_indices"),
+    Key("lora_modules_to_save", "model.lora.modules_to_save", module_names, "lora_whole"),
+    *lacks(SINGLE_TOKENS, "peft_trainable_token_indices"),
     *lacks(WHOLE_ADAPTERS, "lora_rank_pattern", "lora_alpha_pattern", "lora_rank_pattern.*", "lora_alpha_pattern.*"),
     *lacks(
         "name the layers, or patterns such as '*.layers.0.*', in model.lora.targets",

@@ -351,6 +351,14 @@ def four_bits(value: Any) -> str | Lacks:
     return "nf4" if flag(value) else Lacks("it is off", is_lost=False)
 
 
+def module_names(value: Any) -> list[str]:
+    """Return a list of names of modules, unchanged; a text with commas is split at them."""
+    names = [one.strip() for one in value.split(",")] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(one, str) and one for one in names):
+        raise ValueError("names of modules")
+    return names
+
+
 def lora_targets(value: Any) -> str | list[str] | Lacks:
     """Return "all-linear", or a list of names of layers, unchanged. For any other text, a regular
     expression of peft, there is no counterpart (Lacks, with the reason)."""

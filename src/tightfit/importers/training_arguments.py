@@ -10,7 +10,6 @@ from tightfit.importers import data_sources as data
 from tightfit.importers import deepspeed
 from tightfit.importers.adapters import (
     EIGHT_BITS,
-    ONLY_ADAPTERS,
     OTHER_BITS,
     combine_adapters,
     peft_targets,
@@ -25,6 +24,7 @@ from tightfit.importers.conversions import (
     flag,
     four_bits,
     lora_targets,
+    module_names,
     number,
     offload_all,
     optimizer,
@@ -472,7 +472,7 @@ TRL_KEYS: tuple[Key, ...] = (  # of SFTConfig, ModelConfig and ScriptArguments
     Key("lora_target_modules", "model.lora.targets", lora_targets, "lora_targets"),
     Key("use_dora", "model.lora.dora", switched_on, "lora_dora"),
     Key("use_rslora", "model.lora.alpha", switched_on, "lora_rslora", "alpha times the square root of the rank"),
-    *lacks(ONLY_ADAPTERS, "lora_modules_to_save"),
+    Key("lora_modules_to_save", "model.lora.modules_to_save", module_names, "lora_whole"),
     *lacks("tightfit adds adapters to linear layers only", "lora_target_parameters"),
     *needless("model.task is the task", "lora_task_type"),
     *lacks("give lora_r, lora_alpha and lora_target_modules", "peft_config", "peft_config.*", "lora_*"),

@@ -15,7 +15,8 @@ Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "classification"]
 
 class LoraSpec(Value):
     """Describes low-rank adapters (LoRA). The model's own weights are frozen, and two small
-    matrices are trained beside each chosen linear layer. Needs the library peft.
+    matrices are trained beside each chosen linear layer. A classifier's output layer is trained
+    whole, because its weights may be new. Needs the library peft.
 
     The product of an adapter's two matrices, multiplied by alpha / rank, is added to the layer's
     weight.
@@ -28,6 +29,11 @@ class LoraSpec(Value):
         "all-linear",
         description="which layers get adapters: all-linear (all but the output layer), or names such as [q_proj, v_proj] or "
         'patterns such as "*.mlp.*"',
+    )
+    modules_to_save: list[str] | None = Field(
+        None,
+        description="modules that are trained and saved whole, such as [embed_tokens, lm_head]; left out: what a classifier has "
+        "beside its base model, and nothing of another model",
     )
     dora: bool = Field(False, description="also train the magnitude of each output of a layer (DoRA)")
     quantize: Literal["nf4"] | None = Field(
@@ -42,6 +48,12 @@ class LoraSpec(Value):
                 f"is {self.targets!r}, which names nothing",
                 "use all-linear, or [q_proj, v_proj]",
             )
+        if self.modules_to_save is not None and not all(self.modules_to_save):
+            raise InputError(
+                "job: model.lora.modules_to_save",
+                f"is {self.modules_to_save!r}, which contains an empty name",
+                "use names of modules, such as [lm_head]",
+            )
         if self.dora and self.quantize:
             raise InputError(
                 "job: model.lora.dora",
@@ -53,10 +65,10 @@ class LoraSpec(Value):
     def __str__(self) -> str:
         where = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
         dropout = f", dropout {self.dropout:g}" if self.dropout else ""
+        whole = f", {', '.join(self.modules_to_save)} whole" if self.modules_to_save else ""
         stored = f", frozen layers in 4 bits ({self.quantize})" if self.quantize else ""
-        return (
-            f"{'DoRA' if self.dora else 'LoRA'} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}{stored}"
-        )
+        kind = "DoRA" if self.dora else "LoRA"
+        return f"{kind} of rank {self.rank}, alpha {self.alpha:g}{dropout} on {where}{whole}{stored}"
 
 
 class ModelSpec(Value):

@@ -19,7 +19,7 @@ import inspect
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -59,53 +59,101 @@ def quantizes(model: Any) -> bool:
 def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
     """Freeze a transformers model and add trainable adapters to it, in place. Return the model.
 
-    With `spec.lora.quantize`, the frozen linear layers are also stored in 4 bits, except for the
-    output layer.
+    The modules of `spec.lora.modules_to_save` are not frozen. They stand for themselves, without
+    peft's wrapper, and are saved as peft saves them. With `spec.lora.quantize`, the frozen linear
+    layers are also stored in 4 bits, except for the output layer.
 
     spec  the model's spec; `spec.lora` describes the adapters
     task  the model's task
 
-    Raises InputError if a library is not installed, if a target matches no linear layer, if no layer
-    can be quantized, or if the task is classification: the new output layer must be trained, but
-    would be frozen.
+    Raises InputError if a library is not installed, if a target matches no linear layer, if a name
+    matches no module, or if no layer can be quantized.
     """
     lora = spec.lora
     assert lora is not None
     peft = import_optional("peft", "job: model.lora")
-    if task == "classification":
-        raise InputError(
-            "job: model.lora",
-            "would freeze the output layer of a classifier, which has to be trained",
-            "leave model.lora out, or train a language model",
-        )
+    names = (
+        lora.modules_to_save
+        if lora.modules_to_save is not None or task != "classification"
+        else classifier_heads(model)
+    )
+    whole = _modules_named(model, names or [])
+    shared = _sharing_weights(model, whole)  # peft reads tied weights as two, so both are saved
+    whole, names = [*whole, *shared], [*(names or []), *shared]
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         use_dora=lora.dora,
-        target_modules=target_names(model, lora.targets),
+        target_modules=target_names(model, lora.targets, whole),
         base_model_name_or_path=spec.from_,
-        task_type=_PEFT_TASKS.get(task or ""),
+        task_type=_PEFT_TASKS.get(task or "") or _type_of_classifier(model, whole),
     )
     with warnings.catch_warnings(), as_input_error("job: model.lora", "choose other targets"):
         # peft reads a name that transformers renamed, and says that it transposes GPT-2's layers
         warnings.simplefilter("ignore")
         adapted: nn.Module = peft.inject_adapter_in_model(config, model, ADAPTER)
+    config.modules_to_save = names or None  # only now: peft would put a copy beside each module
+    if shared and hasattr(config, "ensure_weight_tying"):  # not in older versions
+        config.ensure_weight_tying = True
+    for name in whole:
+        adapted.get_submodule(name).requires_grad_(True)
     if lora.quantize is not None:
         _quantize_frozen_layers(adapted)
     return adapted
 
 
-def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
+def _type_of_classifier(model: nn.Module, whole: list[str]) -> str | None:
+    """Return peft's name of the task of a classifier of texts whose output layer is trained. With this name, peft
+    reads the output layer with the adapters. Return None for any other model."""
+    return "SEQ_CLS" if whole and type(model).__name__.endswith("ForSequenceClassification") else None
+
+
+def classifier_heads(model: nn.Module) -> list[str]:
+    """Return the names of the modules that a classifier has beside its base model: its output layer, and what comes
+    directly before it. A pretrained folder may have no weights for them."""
+    base = getattr(model, "base_model_prefix", "")
+    heads = [name for name, module in model.named_children() if name != base and any(True for _ in module.parameters())]
+    if not hasattr(model, base) or not heads:
+        raise InputError(
+            "job: model.lora",
+            f"would freeze all layers of {type(model).__name__}, also the output layer, which may be new",
+            "name the output layer in model.lora.modules_to_save",
+        )
+    return heads
+
+
+def _modules_named(model: nn.Module, names: list[str]) -> list[str]:
+    """Return the full names of the modules with these names, as peft finds them: a name is a full name, or its last
+    parts. Raises InputError for a name that no module with parameters has."""
+    found: list[str] = []
+    trainable = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    for asked in names:
+        matched = [name for name in trainable if name == asked or name.endswith(f".{asked}")]
+        if not matched:
+            known = sorted({name.rpartition(".")[2] for name in trainable if not name.rpartition(".")[2].isdigit()})
+            raise InputError(
+                f"job: model.lora.modules_to_save: {asked}",
+                "matches no module with weights",
+                f"use some of: {', '.join(known)}",
+            )
+        found += matched
+    return found
+
+
+def target_names(model: nn.Module, targets: str | list[str], whole: Sequence[str] = ()) -> list[str]:
     """Return the full names of the linear layers that get adapters.
 
     targets  "all-linear" for all linear layers but the output layer; or one or several names. A
              name such as q_proj selects the layers whose full name ends with .q_proj; a pattern
              with *, such as "*.mlp.*", selects those whose full name it matches
+    whole    full names of modules that are trained whole. Their layers get no adapters
 
     Raises InputError for a target that matches no linear layer, or one that gets no adapters: see `_cannot_adapt`.
     """
-    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    linear = {
+        name: module for name, module in model.named_modules() if _is_linear(module) and not _is_inside(name, whole)
+    }
     if targets == "all-linear":
         output = _output_layer(model)
         return [
@@ -120,6 +168,22 @@ def target_names(model: nn.Module, targets: str | list[str]) -> list[str]:
             _refuse_target(target, why, [name for name in linear if not _cannot_adapt(model, name)])
         names += matched
     return list(dict.fromkeys(names))
+
+
+def _sharing_weights(model: nn.Module, modules: list[str]) -> list[str]:
+    """Return the full names of the other modules that have a weight of one of these modules, such as the embedding of
+    an output layer with tied weights."""
+    weights = {id(parameter) for name in modules for parameter in model.get_submodule(name).parameters()}
+    return [
+        name
+        for name, module in model.named_modules()
+        if not _is_inside(name, modules) and any(id(one) in weights for one in module.parameters(recurse=False))
+    ]
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Return whether a module or tensor with this full name is one of the modules, or inside one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def _refuse_target(target: str, found: str, others: Iterable[str]) -> NoReturn:
@@ -281,15 +345,23 @@ def save_adapters(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path)
              adapter are left out
     """
     from peft import PeftModel, get_peft_model_state_dict
+    from peft.utils import ModulesToSaveWrapper
     from safetensors.torch import save_file
 
     adapter = _adapter_name(model)
     found = get_peft_model_state_dict(model, dict(tensors), adapter_name=adapter, save_embedding_layers=False)
+    config: Any = model.peft_config[adapter]  # type: ignore[index, union-attr]
+    if not any(isinstance(module, ModulesToSaveWrapper) for module in model.modules()):
+        whole = _modules_named(model, config.modules_to_save or [])
+        found |= {name: tensor for name, tensor in tensors.items() if _is_inside(name, whole)}
     prefix = "" if isinstance(model, PeftModel) else PREFIX
     folder.mkdir(parents=True, exist_ok=True)
     kept = {f"{prefix}{name}": tensor.cpu().contiguous() for name, tensor in found.items()}
+    written: set[int] = set()
+    for name, tensor in kept.items():  # a file has no shared weights
+        kept[name] = tensor.clone() if tensor.data_ptr() in written else tensor
+        written.add(tensor.data_ptr())
     save_file(kept, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    config: Any = model.peft_config[adapter]  # type: ignore[index, union-attr]
     content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     content["inference_mode"] = True
     (folder / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
@@ -304,6 +376,7 @@ __all__ = [
     "ADAPTER_CONFIG",
     "ADAPTER_FILE",
     "add_adapters",
+    "classifier_heads",
     "has_adapters",
     "lora_of",
     "merge_adapters",
