@@ -18,14 +18,14 @@ def quiet_import(name: str) -> Any:
 
     name  such as "torchao.float8"
     """
-    notes = [logging.getLogger(one) for one in ("torchao", PYTREE)]
-    before = [one.level for one in notes]
-    for one in notes:
-        one.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("torchao", PYTREE)]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return importlib.import_module(name)
     finally:
-        for one, level in zip(notes, before, strict=True):
-            one.setLevel(level)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

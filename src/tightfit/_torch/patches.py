@@ -100,7 +100,7 @@ def convertible_fake_modules() -> Iterator[None]:
     apply: Any = nn.Module._apply
 
     def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        fakes: list[Any] = [one for one in module._parameters.values() if isinstance(one, FakeTensor)]
+        fakes: list[Any] = [parameter for parameter in module._parameters.values() if isinstance(parameter, FakeTensor)]
         if not fakes or any(fake.grad is not None for fake in fakes):
             return apply(module, fn, recurse)  # type: ignore[no-any-return]
         for child in module.children() if recurse else ():

@@ -85,7 +85,7 @@ class Parameter:
 @remembered(16)
 def with_fp32_gradients(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """Return the parameters, with fp32 gradients of those that are stored in 16 bits."""
-    return tuple(one.with_fp32_gradient() for one in parameters)
+    return tuple(parameter.with_fp32_gradient() for parameter in parameters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -278,7 +278,7 @@ class Ledger:
             for operation in segment.timeline.operations
         )
         ranks = len(self.rank_program.schedule) if self.rank_program is not None else 1
-        weights = [(one.count, one.trainable) for one in self.parameters if not one.buffer]
+        weights = [(parameter.count, parameter.trainable) for parameter in self.parameters if not parameter.buffer]
         passes = passes_of(sum(count for count, trained in weights if trained), sum(count for count, _ in weights))
         return passes * forward * self.micro_batches / ranks
 
@@ -471,9 +471,12 @@ def _gradient_sums(parameters: tuple[Parameter, ...], times: int, shards: float)
     """Return the additions that sum `times` + 1 gradients of each parameter, each divided into
     `shards`."""
     sizes = Counter(
-        (one.gradient_bytes, "bfloat16" if one.bytes == one.gradient_bytes == 2 * one.count else "float32")
-        for one in parameters
-        if one.trainable and one.gradient_bytes
+        (
+            parameter.gradient_bytes,
+            "bfloat16" if parameter.bytes == parameter.gradient_bytes == 2 * parameter.count else "float32",
+        )
+        for parameter in parameters
+        if parameter.trainable and parameter.gradient_bytes
     )
     return tuple(  # both terms are read, and the sum is written
         Operation("aten.add_", dtype, BatchLinear(), BatchLinear(3 * size / shards), count=BatchLinear(count * times))

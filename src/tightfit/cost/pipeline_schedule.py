@@ -396,7 +396,11 @@ def sent(table: Schedule, rank: int) -> tuple[tuple[Action, ...], ...]:
     for action in table[rank]:
         given = producer_of(action)
         if action.kind != WEIGHTS and given in indices:
-            held = [one for one in held if one.stage % ranks != given.stage % ranks or indices[one] > indices[given]]
+            held = [
+                waiting
+                for waiting in held
+                if waiting.stage % ranks != given.stage % ranks or indices[waiting] > indices[given]
+            ]
         held_messages.append(tuple(held))
         taken = consumer_of(action)
         if action.kind != WEIGHTS and 0 <= taken.stage <= last:

@@ -277,7 +277,7 @@ class _StageBuilder:
         )
         self._count_unfreed()
         done, back, later = (
-            [self._without_foreign_frees(*one) for one in segments] for segments in (forward, backward, weights)
+            [self._without_foreign_frees(*segment) for segment in phase] for phase in (forward, backward, weights)
         )
         ends: dict[str, Events] = {FORWARD: [], BACKWARD: [], WEIGHTS: []}
         for buffer in self.alive.elements():
@@ -411,7 +411,7 @@ def _split_weight_gradients(timeline: Timeline) -> tuple[Timeline, Timeline]:
         elif not (sign < 0 and buffer in waits):
             now.append((buffer, sign))
     goes = [buffer for buffer, sign in timeline.events if sign < 0 and buffer in waits]
-    for buffer in sorted(goes, key=lambda one: -last[one]):
+    for buffer in sorted(goes, key=lambda buffer: -last[buffer]):
         weights.insert(last[buffer], (buffer, -1))
     return replace(timeline, events=tuple(now)), Timeline(tuple(weights))
 

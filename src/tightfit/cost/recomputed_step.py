@@ -57,7 +57,7 @@ WEIGHT_MATMUL_OPS = frozenset(  # products with weights: selective-2 saves every
     )
 )
 _PRODUCT_NAMES, _COUNTED_NAMES = (
-    frozenset(str(one).rsplit(".", 1)[0] + ending for one in operations for ending in ("", CHANNELS_LAST))
+    frozenset(str(operation).rsplit(".", 1)[0] + ending for operation in operations for ending in ("", CHANNELS_LAST))
     for operations in (COMPUTE_INTENSIVE_OPS, WEIGHT_MATMUL_OPS)
 )
 

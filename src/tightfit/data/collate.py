@@ -143,7 +143,7 @@ def warn_unmasked(samples: list[Any]) -> None:
     if not isinstance(samples[0], dict) or {"attention_mask", "input_ids"} & samples[0].keys():
         return
     rows = {name for name, value in samples[0].items() if isinstance(value, Tensor) and value.dim() == 1}
-    uneven = sorted(name for name in rows if len({len(one[name]) for one in samples if name in one}) > 1)
+    uneven = sorted(name for name in rows if len({len(sample[name]) for sample in samples if name in sample}) > 1)
     if uneven:
         warnings.warn(
             f"samples differ in the length of {', '.join(uneven)}, and have no attention_mask. Shorter ones are padded with "

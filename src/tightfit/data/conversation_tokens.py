@@ -138,9 +138,9 @@ def _batches(conversations: Iterable[Conversation], characters: int) -> Iterator
     encodes the conversations of a list in parallel."""
     batch: list[Conversation] = []
     size = 0
-    for one in conversations:
-        batch.append(one)
-        size += len(one.text)
+    for conversation in conversations:
+        batch.append(conversation)
+        size += len(conversation.text)
         if size > characters:
             yield batch
             batch, size = [], 0

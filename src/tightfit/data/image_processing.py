@@ -130,7 +130,9 @@ def _read(file: Path, changed_ns: int, channels: int) -> ImageProcessing:
         processor: Any = AutoImageProcessor.from_pretrained(
             file.parent, local_files_only=True, trust_remote_code=False, backend="pil"
         )
-        found = [one for one in _readings(processor, channels, content) if _agrees(one, processor, channels)]
+        found = [
+            reading for reading in _readings(processor, channels, content) if _agrees(reading, processor, channels)
+        ]
     except Exception as error:  # transformers and PIL raise many classes
         if isinstance(error, MemoryError):
             raise

@@ -142,7 +142,7 @@ def _names(files: list[str]) -> list[str]:
     ".." is replaced, which would lead out of the folder."""
     parts = [[part for part in file.split("/") if part] for file in files]
     common = 0
-    while all(len(one) > common + 1 and one[common] == parts[0][common] for one in parts):
+    while all(len(part) > common + 1 and part[common] == parts[0][common] for part in parts):
         common += 1
     return ["/".join(part.replace("..", "__") for part in one[common:]) for one in parts]
 

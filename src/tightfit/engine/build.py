@@ -162,5 +162,5 @@ def apply_methods(run: Run, keeps_data: bool) -> Run:
         run = replace(run, loss_sum=without_mask_checks(run.loss_sum, run.model, bool(run.droppable_masks)))
     run.model.train()
     check_extra_states(run)
-    frozen = tuple((name, one) for name, one in run.model.named_parameters() if not one.requires_grad)
+    frozen = tuple((name, parameter) for name, parameter in run.model.named_parameters() if not parameter.requires_grad)
     return replace(run, frozen=frozen)

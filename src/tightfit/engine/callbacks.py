@@ -87,11 +87,11 @@ class CallbackCalls:
         another device names its rank. All devices must call this method."""
         failure = self._failure
         said = None if failure is None else (failure.asked, failure.found, failure.fix)
-        for number, one in enumerate(all_gather_values(run, said) if self else []):
+        for number, refusal in enumerate(all_gather_values(run, said) if self else []):
             if failure is not None:
                 raise failure
-            if one is not None:
-                raise InputError(f"{one[0]}, on rank {number}", *one[1:])
+            if refusal is not None:
+                raise InputError(f"{refusal[0]}, on rank {number}", *refusal[1:])
 
     def _call(self, method: str, call: Callable[[Callback], Any]) -> None:
         if self._failure is not None:

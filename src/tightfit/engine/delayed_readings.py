@@ -31,8 +31,10 @@ class Reading:
     """
 
     def __init__(self, numbers: Mapping[str, float | Tensor]) -> None:
-        on_gpu = {name: one for name, one in numbers.items() if isinstance(one, Tensor) and one.is_cuda}
-        self._on_host: dict[str, float | Tensor] = {name: one for name, one in numbers.items() if name not in on_gpu}
+        on_gpu = {name: number for name, number in numbers.items() if isinstance(number, Tensor) and number.is_cuda}
+        self._on_host: dict[str, float | Tensor] = {
+            name: number for name, number in numbers.items() if name not in on_gpu
+        }
         self._names = list(on_gpu)
         self._copied: Tensor | None = None
         self._arrived: Any = None
@@ -41,7 +43,7 @@ class Reading:
 
     @torch.no_grad()
     def _copy(self, scalars: list[Tensor]) -> None:
-        together = torch.stack([one.detach().to(torch.float64) for one in scalars])
+        together = torch.stack([scalar.detach().to(torch.float64) for scalar in scalars])
         self._copied = torch.empty(len(scalars), dtype=torch.float64, pin_memory=True)
         self._copied.copy_(together, non_blocking=True)
         self._arrived = torch.cuda.Event(blocking=True)

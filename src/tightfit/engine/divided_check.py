@@ -83,7 +83,7 @@ def _fits(run: Run) -> bool:
     if run.dataflow is not None:
         count = run.dataflow.parameter_count
     else:
-        count = sum(unsharded_shape(run, name, one).numel() for name, one in run.model.named_parameters())
+        count = sum(unsharded_shape(run, name, parameter).numel() for name, parameter in run.model.named_parameters())
     if count * BYTES <= AUTO_SHARE * memory_of(run):
         return True
     warnings.warn(
@@ -180,14 +180,14 @@ def _naming_divided_shapes(run: Run) -> Iterator[None]:
 def _without_tf32() -> Iterator[None]:
     """Inside this context, products in fp32 have the precision of fp32, also on a GPU."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [one.allow_tf32 for one in backends]
-    for one in backends:
-        one.allow_tf32 = False
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = False
     try:
         yield
     finally:
-        for one, allowed in zip(backends, before, strict=True):
-            one.allow_tf32 = allowed
+        for backend, allowed in zip(backends, before, strict=True):
+            backend.allow_tf32 = allowed
 
 
 def _few(batch: Batch, multiple: int) -> Batch:

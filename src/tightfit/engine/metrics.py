@@ -105,13 +105,13 @@ class EvaluationMetrics:
         method, and all get the same values. Raises InputError if a metric fails."""
         mine = [part.state() for part in self._parts] if self.samples else None
         everyones = all_gather_values(self.run, mine)
-        computing = next((index for index, one in enumerate(everyones) if one is not None), None)
+        computing = next((index for index, everyone in enumerate(everyones) if everyone is not None), None)
         results: dict[str, float] = {}
         failure: tuple[str, str, str] | None = None
         if computing == (rank() if self.run.mesh is not None else 0):
             try:
                 for index, part in enumerate(self._parts):
-                    results.update(part.value([one[index] for one in everyones if one is not None]))
+                    results.update(part.value([everyone[index] for everyone in everyones if everyone is not None]))
             except InputError as error:
                 failure = error.asked, error.found, error.fix
         results, failure = all_gather_values(self.run, (results, failure))[computing or 0]

@@ -136,7 +136,7 @@ def check_samples(run: Run) -> None:
         arguments = inspect.signature(run.model.forward).parameters.values()
     except ValueError:  # a traced module has no signature
         return
-    more = [one for one in arguments if one.kind in kinds][1:]
+    more = [argument for argument in arguments if argument.kind in kinds][1:]
     needed = [one.name for one in more if one.default is inspect.Parameter.empty]
     found = f"samples are tuples of {len(example)} items, of which the model gets only the first"
     remedy = "let samples be dicts that name the arguments of forward, beside what the loss reads"
@@ -178,7 +178,9 @@ def _warn_of_unchecked(plan: Plan, what: str, why: str) -> None:
 
 
 def _refuse_scripted(run: Run) -> None:
-    scripted = next((name for name, one in run.model.named_modules() if isinstance(one, torch.jit.ScriptModule)), None)
+    scripted = next(
+        (name for name, module in run.model.named_modules() if isinstance(module, torch.jit.ScriptModule)), None
+    )
     plan = run.plan
     if scripted is not None and (plan.pp > 1 or uses_fully_shard(plan, run.device.type)):
         raise InputError(
@@ -190,7 +192,7 @@ def _refuse_scripted(run: Run) -> None:
 
 def _refuse_adalora(run: Run) -> None:
     configs = getattr(run.model, "peft_config", None) or {}
-    if not run.own_loop and any(getattr(one, "peft_type", None) == "ADALORA" for one in configs.values()):
+    if not run.own_loop and any(getattr(config, "peft_type", None) == "ADALORA" for config in configs.values()):
         raise InputError(
             "job: model",
             "has adapters of AdaLoRA, whose loss has a penalty of its own, and which change their ranks after each step",
@@ -202,7 +204,7 @@ def _refuse_adalora(run: Run) -> None:
 def _refuse_accumulation_hooks(run: Run) -> None:
     """Such hooks would change the sums of gradients once for each micro-batch."""
     plan, batch = run.plan, run.job.train.batch
-    hooked = next((name for name, one in run.model.named_parameters() if has_accumulation_hooks(one)), None)
+    hooked = next((name for name, parameter in run.model.named_parameters() if has_accumulation_hooks(parameter)), None)
     if hooked is not None and plan.micro_batch_of(batch) < plan.share_of(batch):
         raise InputError(
             f"plan: micro_batch={plan.micro_batch}",
@@ -231,7 +233,9 @@ def _refuse_nonlinear_hooks(run: Run) -> None:
 
 
 def _refuse_max_norm(run: Run) -> None:
-    tables = {n: one for n, one in run.model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    tables = {
+        n: module for n, module in run.model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
     renormalised = next((name for name, table in tables.items() if table.max_norm is not None), None)
     if renormalised is not None and run.plan.devices > 1:
         raise InputError(
@@ -243,7 +247,9 @@ def _refuse_max_norm(run: Run) -> None:
 
 def _refuse_counted_rows(run: Run) -> None:
     plan, batch = run.plan, run.job.train.batch
-    tables = {n: one for n, one in run.model.named_modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    tables = {
+        n: module for n, module in run.model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
     counting = next((name for name, table in tables.items() if table.scale_grad_by_freq), None)
     if counting is not None and plan.micro_batch_of(batch) < batch:
         raise InputError(

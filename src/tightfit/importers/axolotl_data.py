@@ -106,7 +106,7 @@ def _source(draft: Draft, dataset: dict[str, Any]) -> Source:
 def _loss(draft: Draft, sets: list[dict[str, Any]], sources: list[Source]) -> None:
     """Set data.loss_on from train_on_inputs and the roles_to_train of the data sets."""
     chats = [one for one in sets if _format_of(one) in ("messages", "sharegpt")]
-    roles = {tuple(_known_roles(one, one.get("roles_to_train", ["assistant"]))) for one in chats}
+    roles = {tuple(_known_roles(chat, chat.get("roles_to_train", ["assistant"]))) for chat in chats}
     value: str | list[str] = "response"
     if draft.parts.get("train_on_inputs"):
         value = "all"
@@ -150,7 +150,7 @@ def _template(draft: Draft, chats: list[dict[str, Any]]) -> None:
         return
     written = draft.parts.get("template_text")
     shared = "jinja" if written else draft.parts.get("template")
-    named = {(_template_of(one, shared), _text_of(one, written)) for one in chats}
+    named = {(_template_of(chat, shared), _text_of(chat, written)) for chat in chats}
     if len(named) > 1:
         draft.contradict("the data sets have different chat templates, but data.chat_template holds for all sources")
         draft.drop("data.chat_template")
@@ -163,7 +163,7 @@ def _template(draft: Draft, chats: list[dict[str, Any]]) -> None:
             draft.settle("template", "not needed", "jinja: chat_template_jinja has the template")
     elif name == "chatml":
         data.set_template(draft, part, "chatml")
-    elif name is None and any(one.get("type") == "sharegpt" for one in chats):
+    elif name is None and any(chat.get("type") == "sharegpt" for chat in chats):
         draft.to_do.append(f"sharegpt without a template is written in a form of FastChat's: {data.OTHER_TEMPLATE}")
     elif name in (None, "tokenizer_default") or str(name).startswith("tokenizer_default_fallback_"):
         if "template" in draft.parts:

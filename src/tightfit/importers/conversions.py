@@ -354,7 +354,7 @@ def four_bits(value: Any) -> str | Lacks:
 def module_names(value: Any) -> list[str]:
     """Return a list of names of modules, unchanged; a text with commas is split at them."""
     names = [one.strip() for one in value.split(",")] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(one, str) and one for one in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise ValueError("names of modules")
     return names
 

@@ -78,9 +78,9 @@ def set_sources(draft: Draft, part: str, sources: Sequence[Source]) -> None:
         if others:
             draft.remark(part, ", ".join(others))
         return
-    draft.fields["data.sources"] = [dict(one) for one in sources]
+    draft.fields["data.sources"] = [dict(source) for source in sources]
     draft.point(part, "data.sources")
-    if not any("weight" in one for one in sources):
+    if not any("weight" in source for source in sources):
         draft.to_do.append(
             "set the weight of each of data.sources in proportion to its number of samples: the tool joins the data sets, "
             "and tightfit draws from each equally often without weights"
@@ -89,7 +89,7 @@ def set_sources(draft: Draft, part: str, sources: Sequence[Source]) -> None:
 
 def has_format(sources: Sequence[Source]) -> bool:
     """Return whether the rows of at least one source have a format."""
-    return any("format" in one for one in sources)
+    return any("format" in source for source in sources)
 
 
 def set_loss(draft: Draft, part: str, sources: Sequence[Source], value: str, key: str, default: Any) -> None:

@@ -86,7 +86,7 @@ def _converters(value: Any) -> str | Lacks:
     names = list(value) if isinstance(value, list | tuple) else [value]
     if not names:
         return Lacks("there are none", is_lost=False)
-    other = [one for one in names if "float8" not in str(one)]
+    other = [name for name in names if "float8" not in str(name)]
     if other:
         return Lacks(f"tightfit has no converter {', '.join(map(str, other))}")
     return "tensorwise"

@@ -327,7 +327,7 @@ def _complete(plan: Plan, model: nn.Module, machine: Machine) -> Plan:
     the machine. On a CPU, pinned memory and non-blocking copies are switched off."""
     import torch
 
-    dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     if dtype in (torch.bfloat16, torch.float16):
         plan = plan.replace(precision="bf16-true" if dtype == torch.bfloat16 else "fp16-true")
     count = machine.devices_per_node * machine.nodes

@@ -147,6 +147,8 @@ def with_absolute_paths(content: dict[str, Any], folder: Path) -> dict[str, Any]
     train = content.get("train")
     if isinstance(train, dict):
         functions = {name: train[name] for name in ("optimizer", "schedule") if isinstance(train.get(name), dict)}
-        resolved = {name: {**one, "python": python(one.get("python"))} for name, one in functions.items()}
+        resolved = {
+            name: {**function, "python": python(function.get("python"))} for name, function in functions.items()
+        }
         content = {**content, "train": {**train, **resolved}}
     return content

@@ -66,7 +66,7 @@ class AttentionCalls(TorchFunctionMode):
         assert self._first is not None
         tensors, options, dtype = self._first
         query, key, value, mask = (
-            None if one is None else _uninitialized_like(one, dtype, run.device) for one in tensors
+            None if tensor is None else _uninitialized_like(tensor, dtype, run.device) for tensor in tensors
         )
         with torch.enable_grad():
             for one in (query, key, value):

@@ -65,7 +65,7 @@ class Observer:
             flops = None if isinstance(micro_batches[0], DummyMicroBatch) else forward_flops(run, micro_batches[0])
         self.attention = calls.kernel(run)
         if flops is not None:
-            weights = [(one.numel(), one.requires_grad) for one in run.model.parameters()]
+            weights = [(parameter.numel(), parameter.requires_grad) for parameter in run.model.parameters()]
             passes = passes_of(sum(count for count, trained in weights if trained), sum(count for count, _ in weights))
             self.flops_per_step = passes * flops * run.job.train.batch / sample_count(micro_batches[0])
         return result

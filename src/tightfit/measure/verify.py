@@ -320,7 +320,7 @@ def _gather_full(run: Run, weights: dict[str, nn.Parameter], values: dict[str, T
     if run.executor is not None and run.plan.pp > 1:
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, found)
-        found = {name: value for one in everyones for name, value in one.items()}
+        found = {name: value for everyone in everyones for name, value in everyone.items()}
     return found
 
 

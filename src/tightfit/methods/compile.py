@@ -112,7 +112,11 @@ def _count_of_blocks(parameters: tuple[Parameter, ...]) -> int:
     """Return the number of blocks that have parameters, counting what comes after them as one more.
     The trace of a model that is compiled as a whole has no blocks of its own."""
     blocks = {
-        block for one in parameters if one.used_by_blocks != EVERYWHERE for block in one.used_by_blocks if block >= 0
+        block
+        for parameter in parameters
+        if parameter.used_by_blocks != EVERYWHERE
+        for block in parameter.used_by_blocks
+        if block >= 0
     }
     return len(blocks)
 

@@ -105,7 +105,8 @@ def _bytes_before_quantizing(ledger: Ledger, single: list[int]) -> int:
     single  the bytes of each parameter in fp32, and those of each part of a layer in 4 bits
     """
     found = [
-        (one, size, element_count(one.name, one.shape)) for one, size in zip(ledger.parameters, single, strict=True)
+        (parameter, size, element_count(parameter.name, parameter.shape))
+        for parameter, size in zip(ledger.parameters, single, strict=True)
     ]
     weights = [count for one, _, count in found if is_quantized_part(one.name)]
     if not weights:

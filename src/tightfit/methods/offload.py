@@ -237,7 +237,7 @@ def _offload_activations(ledger: Ledger, store: _StoreModel) -> _Offloaded:
         compiled = [_is_compiled(training[number], plan) for number in backward]
         segments = list(zip(stretches, compiled, strict=True))
         # the segments of a pipeline may run on several devices
-        parts = [segments] if plan.pp == 1 else [[one] for one in segments]
+        parts = [segments] if plan.pp == 1 else [[segment] for segment in segments]
         stretches = [events for part in parts for events in prefetch.with_returns(part)]
     else:
         stretches = [tuple(event for event in events if event[0] not in saved) for events in stretches]
@@ -296,7 +296,7 @@ def _copied_for_updates(ledger: Ledger, sizes: dict[str, int], returns: bool) ->
 @remembered(16)
 def _without_trainable(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
     """Return the parameters, without the bytes of those that are trained."""
-    return tuple(replace(one, bytes=0) if one.trainable else one for one in parameters)
+    return tuple(replace(parameter, bytes=0) if parameter.trainable else parameter for parameter in parameters)
 
 
 @remembered(32)

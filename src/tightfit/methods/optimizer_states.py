@@ -168,7 +168,9 @@ def _merged_operations(batch: list[Update]) -> tuple[Operation, ...]:
     """
     alike: dict[object, list[Update]] = {}
     for update in batch:
-        alike.setdefault(tuple((one.name, one.dtype, one.count) for one in update.operations), []).append(update)
+        alike.setdefault(
+            tuple((operation.name, operation.dtype, operation.count) for operation in update.operations), []
+        ).append(update)
     return tuple(
         replace(
             same[0],

@@ -57,7 +57,7 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     """
     size, sent = (
         ledger.gradient_bytes(),
-        float(sum(MESSAGE_BYTES * one.count for one in ledger.parameters if one.trainable)),
+        float(sum(MESSAGE_BYTES * parameter.count for parameter in ledger.parameters if parameter.trainable)),
     )
     states = sum(update.state_bytes for update in ledger.updates.values())
     parameters = sum(parameter.bytes for parameter in ledger.parameters)

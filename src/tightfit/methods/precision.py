@@ -163,7 +163,7 @@ def _retyped(segments: tuple[Segment, ...], which: Callable[[Operation], bool], 
     """
     known: dict[Timeline, Timeline] = {}
     for timeline in dict.fromkeys(segment.timeline for segment in segments):
-        done = (replace(one, dtype=dtype) if which(one) else one for one in timeline.operations)
+        done = (replace(operation, dtype=dtype) if which(operation) else operation for operation in timeline.operations)
         known[timeline] = replace(timeline, operations=tuple(done))
     return tuple(replace(segment, timeline=known[segment.timeline]) for segment in segments)
 

@@ -148,9 +148,9 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
     calls = [
         operation for segment in ledger.training for operation in segment.timeline.operations if operation.name in ring
     ]
-    sent = sum(ring[one.name] * one.bytes_accessed.at(samples) * one.count.at(samples) for one in calls)
-    sums = sum(one.count.at(samples) for one in calls if "allreduce" in one.name or "all_reduce" in one.name)
-    others = sum(one.count.at(samples) for one in calls) - sums
+    sent = sum(ring[call.name] * call.bytes_accessed.at(samples) * call.count.at(samples) for call in calls)
+    sums = sum(call.count.at(samples) for call in calls if "allreduce" in call.name or "all_reduce" in call.name)
+    others = sum(call.count.at(samples) for call in calls) - sums
     communication = message("activations", times * sent, plan, machine, ("tp",), times * others)
     waits = communication.latency_s + times * sums * latency(plan, machine, ("tp",), 2)
     return replace(ledger, messages=(*ledger.messages, replace(communication, overlaps=False, latency_s=waits)))

@@ -210,7 +210,7 @@ class _Operations(TorchDispatchMode):
         self._note_update(func, args, kwargs or {})
         output = func(*args, **(kwargs or {}))
         made = [one for one in tree_flatten(output)[0] if isinstance(one, Tensor)]
-        self.kept += [*(one for one in leaves if isinstance(one, Tensor)), *made]
+        self.kept += [*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *made]
         for one in made:
             storage = storage_id(one)
             if storage not in self._outside:
@@ -220,7 +220,7 @@ class _Operations(TorchDispatchMode):
     def _note_update(self, func: Any, args: Any, kwargs: Any) -> None:
         """Note the model's line if the operation writes to a tensor from outside of the call that the call has
         read. An overwritten tensor that it has not read has the same values after the second call."""
-        written = {storage_id(one) for one in written_tensors(func, args, kwargs) if isinstance(one, Tensor)}
+        written = {storage_id(tensor) for tensor in written_tensors(func, args, kwargs) if isinstance(tensor, Tensor)}
         read = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Tensor)]
         if func in _OVERWRITES:
             read = read[1:]
@@ -257,7 +257,7 @@ def _same(one: Operation, other: Operation) -> bool:
 def _names_of(block: nn.Module) -> dict[int, str]:
     """Return storage -> name of the block's parameters and buffers, as they are now. Tensors that
     functional_call has put in the place of parameters are left out."""
-    own = [(name, one) for name, one in block.named_parameters() if isinstance(one, nn.Parameter)]
+    own = [(name, parameter) for name, parameter in block.named_parameters() if isinstance(parameter, nn.Parameter)]
     return {storage_id(one): name for name, one in [*own, *block.named_buffers()]}
 
 
@@ -266,7 +266,9 @@ def _noting(name: str, block: nn.Module, calls: list[_Call], is_fake: bool) -> C
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         call = _Call(name, block, forward, args, kwargs, _Modes(), is_fake)
-        before = [(one, version_of(one), one.clone()) for one in block.buffers() if not one.requires_grad]
+        before = [
+            (buffer, version_of(buffer), buffer.clone()) for buffer in block.buffers() if not buffer.requires_grad
+        ]
         names = _names_of(block)
         call.kept += [*block.parameters(), *block.buffers()]
         mode = _Operations(call.kept, names, is_fake)

@@ -61,7 +61,7 @@ def isolated_model_caches(on_meta: bool = False) -> Iterator[None]:
 @contextmanager
 def _isolated(on_meta: bool) -> Iterator[None]:
     functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
-    before = {id(one): _Entries(one) for one in dicts}
+    before = {id(mapping): _Entries(mapping) for mapping in dicts}
     if on_meta:
         _clear(functions, _is_real)
         with unset_fake_temporarily():
@@ -72,12 +72,12 @@ def _isolated(on_meta: bool) -> Iterator[None]:
     finally:
         functions, dicts = _all_caches(len(sys.modules), next(reversed(sys.modules)))
         _clear(functions, _is_unreal)
-        for one in dicts if _hold_unreal(value for each in dicts for value in _holders(each).values()) else ():
-            if id(one) in before:
-                before[id(one)].restore()
+        for mapping in dicts if _hold_unreal(value for each in dicts for value in _holders(each).values()) else ():
+            if id(mapping) in before:
+                before[id(mapping)].restore()
             else:  # of a module that was imported meanwhile
-                for key in _with_unreal(one):
-                    del one[key]
+                for key in _with_unreal(mapping):
+                    del mapping[key]
         if on_meta:
             for entries in before.values():
                 entries.mapping.update(entries.with_tensors)
@@ -212,11 +212,13 @@ def _all_caches(count: int, last: str) -> tuple[list[_Cache], list[dict[Any, Any
     """
     modules = {name: module for name, module in list(sys.modules.items()) if _may_define_models(name)}
     found = [_caches_of(module) for module in modules.values() if isinstance(module, ModuleType)]
-    own = (one for name, one in modules.items() if not name.startswith("transformers"))
+    own = (module for name, module in modules.items() if not name.startswith("transformers"))
     global_names = [vars(one) for one in own if isinstance(one, ModuleType)]
-    dicts = [*(one for _, dicts in found for one in dicts), *global_names]
+    dicts = [*(mapping for _, dicts in found for mapping in dicts), *global_names]
     # several modules may import the same one
-    return [one for functions, _ in found for one in functions], list({id(one): one for one in dicts}.values())
+    return [function for functions, _ in found for function in functions], list(
+        {id(mapping): mapping for mapping in dicts}.values()
+    )
 
 
 def _may_define_models(name: str) -> bool:
@@ -232,8 +234,8 @@ def _caches_of(module: ModuleType) -> tuple[list[_Cache], list[dict[Any, Any]]]:
     as attributes."""
     functions: list[_Cache] = []
     dicts: list[dict[Any, Any]] = []
-    classes = [one for one in vars(module).values() if isinstance(one, type)]
-    for owner in (module, *(one for one in classes if vars(one).get("__module__") == module.__name__)):
+    classes = [attribute for attribute in vars(module).values() if isinstance(attribute, type)]
+    for owner in (module, *(kind for kind in classes if vars(kind).get("__module__") == module.__name__)):
         for name, value in list(vars(owner).items()):
             if type(value) is dict and not name.startswith("__"):
                 dicts.append(value)
@@ -281,19 +283,19 @@ def _tensors_and_containers(values: Iterable[Any]) -> tuple[list[Tensor], list[A
     tensors: list[Tensor] = []
     containers, visited, level = [], set[int](), list(values)
     while level:
-        found = [one for one in level if isinstance(one, list | tuple | dict)]
+        found = [value for value in level if isinstance(value, list | tuple | dict)]
         if len(found) < len(level):
-            tensors += [one for one in level if isinstance(one, Tensor)]
-            modules = [one for one in level if isinstance(one, nn.Module)]
-            tensors += [each for one in modules for each in (*one.parameters(), *one.buffers())]
+            tensors += [value for value in level if isinstance(value, Tensor)]
+            modules = [value for value in level if isinstance(value, nn.Module)]
+            tensors += [each for module in modules for each in (*module.parameters(), *module.buffers())]
         fresh = list({id(one): one for one in found if id(one) not in visited}.values())
         visited.update(map(id, fresh))
-        containers += [one for one in fresh if not isinstance(one, tuple)]
-        short = [one for one in fresh if len(one) <= 2 * _ENDS]
+        containers += [container for container in fresh if not isinstance(container, tuple)]
+        short = [container for container in fresh if len(container) <= 2 * _ENDS]
         held = gc.get_referents(*short)
         if len(short) < len(fresh):
-            held += [each for one in fresh if len(one) > 2 * _ENDS for each in _ends(one)]
-        level = [one for one in held if type(one) not in _PLAIN and isinstance(one, _HOLDERS)]
+            held += [each for container in fresh if len(container) > 2 * _ENDS for each in _ends(container)]
+        level = [value for value in held if type(value) not in _PLAIN and isinstance(value, _HOLDERS)]
     return tensors, containers
 
 

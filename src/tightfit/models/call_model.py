@@ -111,7 +111,7 @@ def run_model(model: nn.Module, *inputs: Any, **fields: Any) -> Any:
     try:
         return model(*inputs, **fields)
     except RuntimeError as error:
-        given = [one for one in [*inputs, *fields.values()] if isinstance(one, Tensor)]
+        given = [tensor for tensor in [*inputs, *fields.values()] if isinstance(tensor, Tensor)]
         explained = _explained(error, given, list(model.parameters()))
         if explained is None:
             raise
@@ -148,16 +148,16 @@ def _explained(error: RuntimeError, inputs: list[Tensor], parameters: list[nn.Pa
         )
     if "type" not in message and "not implemented for" not in message:
         return None
-    types = {one.dtype for one in inputs}
-    names = ", ".join(sorted(str(one).removeprefix("torch.") for one in types))
-    stored = {one.dtype for one in parameters if one.is_floating_point()}
+    types = {tensor.dtype for tensor in inputs}
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in types))
+    stored = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
     if torch.float64 in stored and torch.float64 not in types:
         return InputError(
             "job: model",
             f"has parameters of float64, gets inputs of the types {names}, and fails ({message})",
             "create the model in float32, which is PyTorch's default",
         )
-    real = {one for one in types if one.is_floating_point}
+    real = {dtype for dtype in types if dtype.is_floating_point}
     if "indices" in message and real:
         return InputError(
             "data",

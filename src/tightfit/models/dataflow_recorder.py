@@ -220,7 +220,7 @@ class Recorder(TorchDispatchMode):
             record = self.block_records[number]
             record.spec, record.leaves = spec, [self._leaf(record, leaf, number) for leaf in leaves]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            same = [any(leaf is one for one in record.arguments.values()) for leaf in tensors]
+            same = [any(leaf is argument for argument in record.arguments.values()) for leaf in tensors]
             found = tuple((self.tensor_id(leaf), is_same) for leaf, is_same in zip(tensors, same, strict=True))
             record.storages.update(tensor_id.storage for tensor_id, is_same in found if not is_same)
             self.forwards[-1].append(BlockReturn(number, found))
@@ -285,9 +285,9 @@ class Recorder(TorchDispatchMode):
             if not event.inside:
                 overwritten.update(event.written)
         returns = [
-            OutputStructure(one.spec, tuple(one.leaves), bool(one.storages & overwritten))
-            for one in self.block_records
-            if one.spec is not None
+            OutputStructure(block_record.spec, tuple(block_record.leaves), bool(block_record.storages & overwritten))
+            for block_record in self.block_records
+            if block_record.spec is not None
         ]
         found = Dataflow(
             self.forwards,
@@ -306,8 +306,8 @@ class Recorder(TorchDispatchMode):
         )
         self.tensors.clear()
         self.storages.clear()
-        for one in self.block_records:
-            one.arguments.clear()
+        for block_record in self.block_records:
+            block_record.arguments.clear()
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):
             is_random,
             decides,
             model_line(),
-            is_random and any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())),
+            is_random and any(isinstance(argument, torch.Generator) for argument in (*args, *kwargs.values())),
         )
         self.forwards[-1].append(event)
         return output

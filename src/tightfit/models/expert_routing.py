@@ -322,11 +322,11 @@ def _empty_like(device_of: Tensor, value: Any) -> Any:
 
 
 def _tensors_of(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from (inner for inner in one if isinstance(inner, Tensor))
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from (inner for inner in argument if isinstance(inner, Tensor))
 
 
 def _value_of(tensor: Tensor) -> _Value | None:

@@ -114,7 +114,7 @@ def _uses(model: nn.Module, forwards: Forwards) -> UsesOfParameters:
     now = dict(model.named_parameters(remove_duplicate=False))
     replaced = [name for name, one in given.items() if now.get(name) is not one or storage_id(one) != storages[name]]
     buffers, rewritten, attributes = _buffers_of(model), set[str](), _numbers_of(model)
-    reads = _WatchedUses({storage_id(one): name for name, one in buffers.items()}, {}, [])
+    reads = _WatchedUses({storage_id(buffer): name for name, buffer in buffers.items()}, {}, [])
     with WatchedWrites(buffers, lambda name, _: rewritten.add(name)), reads:
         forwards.run(model)
     after = _buffers_of(model)
@@ -128,7 +128,7 @@ def _uses(model: nn.Module, forwards: Forwards) -> UsesOfParameters:
         from_batch=tuple(watch.from_batch),
         aliases=(*shared, *sorted(watch.read)),
         buffers=tuple(name for name in buffers if name in rewritten),
-        attributes=tuple(name for name, one in numbers.items() if attributes.get(name, one) != one),
+        attributes=tuple(name for name, number in numbers.items() if attributes.get(name, number) != number),
         hooked=tuple(name for name, one in given.items() if has_backward_hooks(one)),
         substituted=tuple(substituted),
         differentiates=watch.differentiates,
@@ -218,7 +218,7 @@ def _replace_held(model: nn.Module) -> dict[int, str]:
     """Replace parameters, and tensors of their memory such as `weight.data`, that modules hold in attributes
     that are no parameters, such as lists of tensors, by copies. Return storage of a copy -> a sentence on
     it."""
-    names = {storage_id(one): name for name, one in model.named_parameters()}
+    names = {storage_id(parameter): name for name, parameter in model.named_parameters()}
     sentences: dict[int, str] = {}
 
     def replaced(value: Any, where: str, depth: int = 0) -> Any:
@@ -330,7 +330,7 @@ def checked_forwards(
         try:
             with restoring_random_states(), fake_forwards(), values:
                 model = make()
-                size = sum(one.numel() * one.element_size() for one in model.parameters())
+                size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
                 model.train()
                 forwards = Forwards(total, fake_batch(batch), is_fake=True)
                 results.append(check(model, forwards))
@@ -417,13 +417,13 @@ class WatchedWrites(TorchDispatchMode):
 
     def __init__(self, tensors: Mapping[Any, Tensor], before_write: Callable[[Any, Tensor], None]) -> None:
         super().__init__()
-        self.by_storage = {storage_id(one): (name, one) for name, one in tensors.items()}
+        self.by_storage = {storage_id(tensor): (name, tensor) for name, tensor in tensors.items()}
         self.before_write = before_write
         self.written: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for one in written_tensors(func, args, kwargs or {}):
-            storage = storage_id(one) if isinstance(one, Tensor) else None
+        for tensor in written_tensors(func, args, kwargs or {}):
+            storage = storage_id(tensor) if isinstance(tensor, Tensor) else None
             if storage in self.by_storage and storage not in self.written:
                 self.written.add(storage)
                 self.before_write(*self.by_storage[storage])
@@ -448,11 +448,11 @@ class _WatchedUses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.differentiates = self.differentiates or in_backward()
-        storages = [storage_id(one) for one in tensors_in((args, kwargs or {}))]
+        storages = [storage_id(tensor) for tensor in tensors_in((args, kwargs or {}))]
         self.read.update(self.texts[storage] for storage in storages if storage in self.texts)
         output = func(*args, **(kwargs or {}))
         if not self._dependent.isdisjoint(storages):
-            changed = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, Tensor)]
+            changed = [tensor for tensor in written_tensors(func, args, kwargs or {}) if isinstance(tensor, Tensor)]
             self.from_batch += [
                 self.parameters[storage] for storage in map(storage_id, changed) if storage in self.parameters
             ]

@@ -64,11 +64,11 @@ class GuessedValues(TorchDispatchMode):
     def _without_masks(self, indices: list[Tensor | None]) -> list[Tensor | None]:
         """Return the indices with one of integers for each dimension of a mask."""
         found: list[Tensor | None] = []
-        for one in indices:
-            if one is not None and _is_mask(one):
-                found += [torch.zeros(self._count(one.numel()), dtype=torch.int64, device=one.device)] * one.dim()
+        for index in indices:
+            if index is not None and _is_mask(index):
+                found += [torch.zeros(self._count(index.numel()), dtype=torch.int64, device=index.device)] * index.dim()
             else:
-                found.append(one)
+                found.append(index)
         return found
 
     def _with_known_shape(self, func: Any, args: Any, kwargs: Any) -> Any:

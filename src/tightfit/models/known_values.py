@@ -95,13 +95,13 @@ def _known_inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[int, _Va
     first = args[0] if args else None
     if isinstance(first, FakeTensor) and not hasattr(first, _VALUE):
         return None  # most operations of a model end here
-    inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     known: dict[int, _Value] = {}
-    for one in inputs:
-        value = _value_of(one)
+    for tensor in inputs:
+        value = _value_of(tensor)
         if value is None:
             break
-        known[id(one)] = value
+        known[id(tensor)] = value
     else:
         if _is_computable(func):
             return known
@@ -110,11 +110,11 @@ def _known_inputs(func: Any, args: Any, kwargs: dict[str, Any]) -> dict[int, _Va
 
 
 def _note(func: Any, args: Any, kwargs: dict[str, Any], known: dict[int, _Value], made: Any) -> None:
-    outputs = [one for one in tree_leaves(made) if isinstance(one, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
     if any(one.numel() > MOST_ELEMENTS or not isinstance(one, FakeTensor) for one in outputs):
         _forget_written(func, args, kwargs)
         return
-    real = [one for one in tree_leaves(_compute(func, args, kwargs, known)) if isinstance(one, Tensor)]
+    real = [leaf for leaf in tree_leaves(_compute(func, args, kwargs, known)) if isinstance(leaf, Tensor)]
     for output, value in zip(outputs, real, strict=True):
         _set_value(output, value, known)
 
@@ -139,7 +139,7 @@ def known_values(tensor: Tensor) -> Tensor | None:
 
 def _set_value(output: Tensor, real: Tensor, inputs: dict[int, _Value]) -> None:
     storage = real.untyped_storage().data_ptr()
-    of_base = [one.known for one in inputs.values() if one.real.untyped_storage().data_ptr() == storage != 0]
+    of_base = [value.known for value in inputs.values() if value.real.untyped_storage().data_ptr() == storage != 0]
     setattr(output, _VALUE, _Value(real, of_base[0] if of_base else [True]))
 
 
@@ -157,7 +157,9 @@ def _depends_on_values(func: Any, args: Any) -> bool:
     """Return whether the type or shape of an operation's result depends on the values of its inputs."""
     if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
         indices = args[1] if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_) else None
-        return indices is None or any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in indices)
+        return indices is None or any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices
+        )
     return False
 
 
@@ -174,7 +176,7 @@ def _compute(func: Any, args: Any, kwargs: Any, known: dict[int, _Value]) -> Any
 
 def _without_values(result: Any, args: Any) -> Any:
     """Return the real result of an operation on `args` as fake tensors, whose values are known."""
-    mode = detect_fake_mode([one for one in tree_leaves(args) if isinstance(one, Tensor)])
+    mode = detect_fake_mode([leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)])
     if mode is None:  # all inputs are real
         return result
 

@@ -177,7 +177,8 @@ def _sharing_weights(model: nn.Module, modules: list[str]) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if not _is_inside(name, modules) and any(id(one) in weights for one in module.parameters(recurse=False))
+        if not _is_inside(name, modules)
+        and any(id(parameter) in weights for parameter in module.parameters(recurse=False))
     ]
 
 

@@ -24,8 +24,8 @@ class ObjectState:
     def __init__(self, owner: Any) -> None:
         parts = list(owner.modules()) if isinstance(owner, nn.Module) else [owner]
         dicts = [vars(part) for part in parts if hasattr(part, "__dict__")]
-        inner = [value for one in dicts for value in one.values() if type(value) in (list, dict, set)]
-        self._before = [(one, one.copy()) for one in (*dicts, *inner)]
+        inner = [value for mapping in dicts for value in mapping.values() if type(value) in (list, dict, set)]
+        self._before = [(mapping, mapping.copy()) for mapping in (*dicts, *inner)]
 
     @property
     def has_changed(self) -> bool:

@@ -156,7 +156,7 @@ class _Total:
         loss = self._loss
         if self._constants:  # copy them to the device and type of the output
             loss = copy.copy(loss)
-            constants = {name: output.new_tensor(one) for name, one in self._constants.items()}
+            constants = {name: output.new_tensor(constant) for name, constant in self._constants.items()}
             set_own_buffers(loss, {**own_buffers(loss), **constants})
         return loss(output, target)
 

@@ -96,7 +96,7 @@ def check_separates_sequences(model: nn.Module, asked: str) -> None:
     """
     takes = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)
-    named = "position_ids" in takes or any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    named = "position_ids" in takes or any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
     mixing = next((type(module).__name__ for module in model.modules() if _mixes_tokens(module)), None)
     others = [kind for kind in getattr(config, "layer_types", None) or [] if kind not in _ATTENTION_LAYERS]
     if mixing or others:

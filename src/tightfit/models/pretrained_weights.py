@@ -98,8 +98,8 @@ def _check_missing(spec: ModelSpec, model: Any, missing: list[str], unused: list
     inside = f"{model.base_model_prefix}."
     has_base = hasattr(model, model.base_model_prefix)
     outputs = model.get_output_embeddings()
-    of_output = {id(one) for one in outputs.parameters()} if outputs is not None else set()
-    head = {name for name, one in model.named_parameters() if id(one) in of_output}
+    of_output = {id(parameter) for parameter in outputs.parameters()} if outputs is not None else set()
+    head = {name for name, parameter in model.named_parameters() if id(parameter) in of_output}
     wrong = [
         name
         for name in missing

@@ -36,9 +36,11 @@ def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     if not schema_of(operation).is_mutable:
         return []
-    given = {**dict(zip((one.name for one in schema_of(operation).arguments), args, strict=False)), **kwargs}
+    given = {**dict(zip((argument.name for argument in schema_of(operation).arguments), args, strict=False)), **kwargs}
     writes = [
-        one.name for one in schema_of(operation).arguments if one.alias_info is not None and one.alias_info.is_write
+        argument.name
+        for argument in schema_of(operation).arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return tree_leaves([given.get(name) for name in writes])
 

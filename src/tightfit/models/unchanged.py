@@ -39,7 +39,8 @@ def _is_as_created(model: nn.Module) -> bool:
     if _kinds(model) != _kinds(fresh):
         return False
     return not any(
-        "forward" in vars(one) or has_hooks(one) or _package(one) not in _PACKAGES for one in model.modules()
+        "forward" in vars(module) or has_hooks(module) or _package(module) not in _PACKAGES
+        for module in model.modules()
     )
 
 
@@ -51,7 +52,7 @@ def _package(module: nn.Module) -> str:
 
 
 def _kinds(model: nn.Module) -> dict[str, type]:
-    return {name: type(one) for name, one in model.named_modules()}
+    return {name: type(module) for name, module in model.named_modules()}
 
 
 __all__ = ["has_table", "is_unchanged"]

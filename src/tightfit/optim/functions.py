@@ -220,7 +220,9 @@ def _updates_pieces_alike(given: Any, trial: _Trial) -> bool:
 
     given  see `kind_of_update`
     """
-    quarters = zip(*([piece for half in one.chunk(2) for piece in half.chunk(2, 1)] for one in trial), strict=True)
+    quarters = zip(
+        *([piece for half in tensor.chunk(2) for piece in half.chunk(2, 1)] for tensor in trial), strict=True
+    )
     first, second, third, fourth = (_ended(given, [list(quarter)])[0] for quarter in quarters)
     pieces = torch.cat([torch.cat([first, second], 1), torch.cat([third, fourth], 1)])
     return _are_close(pieces, _ended(given, [trial])[0])

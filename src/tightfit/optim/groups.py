@@ -288,7 +288,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in group.items()
-        if key not in _NOT_OPTIONS and all(isinstance(one, plain) for one in _items(value))
+        if key not in _NOT_OPTIONS and all(isinstance(item, plain) for item in _items(value))
     }
 
 

@@ -232,7 +232,9 @@ class MultiTensor(PerParameter):
             if narrow and self._blocks is not None:
                 flat, views = wide.pop(name, (None, []))
                 tensors = [values[number] for number in narrow]
-                same = len(views) == len(tensors) and all(one is view for one, view in zip(tensors, views, strict=True))
+                same = len(views) == len(tensors) and all(
+                    tensor is view for tensor, view in zip(tensors, views, strict=True)
+                )
                 whole = flat if same and flat is not None and _fills(flat, tensors) else _concatenate(tensors)
                 narrowed.update(zip(narrow, self._quantize(name, whole, tensors), strict=True))
             elif narrow:
@@ -291,8 +293,8 @@ class MultiTensor(PerParameter):
         """
         assert self._blocks is not None
         packed, bits, size = self._blocks.quantize(name, flat), self._blocks.bits, self._blocks.size
-        codes = packed["codes"].split([one.numel() * bits // 8 for one in like])
-        scales = packed["scale"].split([one.numel() // size for one in like])
+        codes = packed["codes"].split([tensor.numel() * bits // 8 for tensor in like])
+        scales = packed["scale"].split([tensor.numel() // size for tensor in like])
         return [{"codes": code, "scale": scale} for code, scale in zip(codes, scales, strict=True)]
 
     def _is_narrowed(self, value: Any) -> bool:
@@ -337,7 +339,7 @@ class MultiTensor(PerParameter):
         if isinstance(carried[0], Tensor):
             foreach_copy_(carried, weights)
         else:
-            carried = [lost.to(one.dtype) for lost, one in zip(weights, on_device, strict=True)]
+            carried = [lost.to(weight.dtype) for lost, weight in zip(weights, on_device, strict=True)]
         for parameter, lost, old in zip(parameters, carried, backups, strict=True):
             lost = self._restore_if_skipped(lost, old.get("compensation"))
             self.state[parameter]["compensation"] = self._put(parameter, "compensation", lost)
@@ -357,11 +359,11 @@ class MultiTensor(PerParameter):
             self.state[parameter][MASTER] = self._put(parameter, MASTER, master)
 
     def _empty_flat(self, like: list[Tensor], dtype: torch.dtype) -> Tensor:
-        return torch.empty(sum(one.numel() for one in like), dtype=dtype, device=self._device)
+        return torch.empty(sum(tensor.numel() for tensor in like), dtype=dtype, device=self._device)
 
 
 def _names(states: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for one in states for name in one))
+    return list(dict.fromkeys(name for state in states for name in state))
 
 
 def _is_narrower(value: Any, weight: Tensor) -> bool:
@@ -370,13 +372,13 @@ def _is_narrower(value: Any, weight: Tensor) -> bool:
 
 def _concatenate(tensors: list[Tensor]) -> Tensor:
     """Return the elements of all tensors, one after another, as a flat tensor."""
-    return torch.cat([one.reshape(-1) for one in tensors])
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def _views_of(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
     """Return consecutive views of `flat` with the shapes of `like`."""
-    parts = flat.split([one.numel() for one in like])
-    return [part.view(one.shape) for part, one in zip(parts, like, strict=True)]
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def _with_layout_of(weight: Tensor, view: Tensor) -> Tensor:

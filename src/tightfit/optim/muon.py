@@ -61,7 +61,7 @@ def head_of(model: nn.Module, blocks: str | None = None) -> frozenset[str]:
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
         head = linears[-1] if linears and linears[-1] not in inner else None
     own = set(head.parameters()) if isinstance(head, nn.Module) else set()
-    return frozenset(name for name, one in model.named_parameters() if one in own)
+    return frozenset(name for name, parameter in model.named_parameters() if parameter in own)
 
 
 def hidden_matrices(model: nn.Module, head: frozenset[str]) -> list[nn.Parameter]:
@@ -69,10 +69,10 @@ def hidden_matrices(model: nn.Module, head: frozenset[str]) -> list[nn.Parameter
 
     head  the names of the head's parameters, which `head_of` returned for the whole model
     """
-    tables = (one for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     outer = {parameter for table in tables for parameter in table.parameters()}
     return [
-        one
-        for name, one in model.named_parameters()
-        if one.requires_grad and one.dim() == 2 and one not in outer and name not in head
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dim() == 2 and parameter not in outer and name not in head
     ]

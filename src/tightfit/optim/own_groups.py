@@ -35,7 +35,7 @@ def own_groups(model: nn.Module, train: Train) -> OwnGroups | None:
     exists."""
     if isinstance(train.optimizer, ExistingOptimizer):
         return None
-    named = {one: name for name, one in model.named_parameters() if one.requires_grad}
+    named = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     shapes = {
         one: nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=True) for one in named
     }
@@ -63,9 +63,9 @@ def regroup(
 ) -> None:
     """Divide the optimizer's parameters into the groups of the whole model. A group may be empty here."""
     members: list[list[nn.Parameter]] = [[] for _ in groups.options]
-    for name, one in model.named_parameters():
-        if one.requires_grad:
-            members[groups.numbers[name]].append(weights.get(one, one))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            members[groups.numbers[name]].append(weights.get(parameter, parameter))
     optimizer.param_groups = [
         {**options, "params": params} for options, params in zip(groups.options, members, strict=True)
     ]
@@ -80,8 +80,10 @@ def replaced(
     parameters  a list of parameters, or of parameter groups (dicts with the key "params")
     """
     return [
-        {**one, "params": replaced(one["params"], weights)} if isinstance(one, dict) else weights.get(one, one)
-        for one in parameters
+        {**entry, "params": replaced(entry["params"], weights)}
+        if isinstance(entry, dict)
+        else weights.get(entry, entry)
+        for entry in parameters
     ]
 
 

@@ -231,7 +231,9 @@ class PerParameter(Optimizer):
         first update of a parameter cannot be undone, because it creates the parameter's states. So
         every parameter with a gradient must have states already.
         """
-        return self.can_undo and all(one in self.state for one in self._parameters() if one.grad is not None)
+        return self.can_undo and all(
+            parameter in self.state for parameter in self._parameters() if parameter.grad is not None
+        )
 
     def skip_step_if(self, found_inf: Tensor, was_skipped: Callable[[], bool]) -> None:
         """Skip the next step if `found_inf` is true: it then changes neither weights nor states.

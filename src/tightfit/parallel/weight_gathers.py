@@ -106,7 +106,7 @@ class WeightGathers:
         self._outside_blocks = [parameter for parameter in rows.shards if parameter not in inside]
         order = [*self._outside_blocks, *inside]
         self._buckets = [
-            self._make_bucket(one.parameters) for one in make_buckets(order[::-1], bucket_bytes(rows.count))
+            self._make_bucket(bucket.parameters) for bucket in make_buckets(order[::-1], bucket_bytes(rows.count))
         ]
         self._bucket = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self.overlaps else None

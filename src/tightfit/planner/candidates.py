@@ -109,7 +109,9 @@ def _fuses_attention(estimator: Estimator, start: Plan) -> bool:
         step, _ = estimator.profiler.recorded_step(start, samples, training=False)
     except InputError:
         return False
-    return any(KIND.get(one.name) == ATTENTION for segment in step.segments for one in segment.timeline.operations)
+    return any(
+        KIND.get(operation.name) == ATTENTION for segment in step.segments for operation in segment.timeline.operations
+    )
 
 
 def _with_rounding(plan: Plan, job: Job, pins: dict[str, Any]) -> Plan:

@@ -27,7 +27,9 @@ def dry_run_fastest(
     estimates        estimates of all plans so far; those that do not fit are skipped
     any_micro_batch  whether the search may choose the micro-batch
     """
-    fitting = sorted((one for one in estimates if one.fits and one.plan not in finals.refused), key=by_time)
+    fitting = sorted(
+        (estimate for estimate in estimates if estimate.fits and estimate.plan not in finals.refused), key=by_time
+    )
     if fitting:
         _dry_run_ahead(estimator, fitting, any_micro_batch)
     finals.add(first_that_fits(estimator, fitting, estimator.job))
@@ -71,8 +73,8 @@ def _prefer_certain(
     """
     smaller = _with_smaller_micro_batches(estimator, fastest, any_micro_batch)
     certain = [one for one in _certain(fastest, [*fitting, *smaller]) if one.plan not in finals.too_large]
-    for one in certain[:MOST_CERTAIN_TRIED]:
-        found = first_that_fits(estimator, [one], estimator.job)
+    for estimate in certain[:MOST_CERTAIN_TRIED]:
+        found = first_that_fits(estimator, [estimate], estimator.job)
         finals.add(found)  # the fastest plan stays chosen
         if found.chosen is not None and found.chosen.fits_surely:
             finals.chosen, finals.uncertain[fastest.plan] = found.chosen, fastest
@@ -103,7 +105,7 @@ def _with_smaller_micro_batches(estimator: Estimator, fastest: Estimate, any_mic
 def _certain(fastest: Estimate, others: list[Estimate]) -> list[Estimate]:
     """Return those of `others` that surely fit and are at most 3 % slower than the fastest plan, the
     fastest first."""
-    worth = (one for one in others if one.plan != fastest.plan and _is_worth(one, fastest))
+    worth = (other for other in others if other.plan != fastest.plan and _is_worth(other, fastest))
     return [one for one in sorted(worth, key=by_time) if one.fits_surely]
 
 

@@ -232,7 +232,7 @@ class Estimate:
         {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0}."""
         count = sum(element_count(parameter.name, parameter.shape) for parameter in self.ledger.parameters)
         rows = [rows for _, _, rows in self.ledger.instants()]
-        return {name: max(one[name] for one in rows) / count for name in ("parameters", "gradients", "optimizer")}
+        return {name: max(row[name] for row in rows) / count for name in ("parameters", "gradients", "optimizer")}
 
     @property
     def workspace_bytes(self) -> int:
@@ -271,7 +271,7 @@ class Estimate:
         """`notes`, and a sentence for each operation of the user's own whose arithmetic is unknown."""
         timelines = {id(segment.timeline): segment.timeline for segment in self.ledger.training}
         operations = (operation for timeline in timelines.values() for operation in timeline.operations)
-        unknown = sorted({one.name for one in operations if is_of_unknown_arithmetic(one)})
+        unknown = sorted({operation.name for operation in operations if is_of_unknown_arithmetic(operation)})
         return [*self.notes, *(UNKNOWN_ARITHMETIC.format(name.replace(".", "::", 1)) for name in unknown)]
 
     def __repr__(self) -> str:

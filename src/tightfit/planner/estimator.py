@@ -243,7 +243,10 @@ class Estimator:
         """
         ledgers = {
             rank: replace(
-                ledger, messages=tuple(replace(one, latency_s=0.0) for one in ledger.messages if one.has_activations)
+                ledger,
+                messages=tuple(
+                    replace(message, latency_s=0.0) for message in ledger.messages if message.has_activations
+                ),
             )
             for rank, ledger in self._ledgers(plan).items()
         }
@@ -412,8 +415,8 @@ class Estimator:
 @remembered(16)
 def _sizes_of(parameters: tuple[Parameter, ...]) -> tuple[int, int, int]:
     """Return bytes of (the parameters and buffers, all gradients, the largest gradient)."""
-    gradients = [one.gradient_bytes for one in parameters if one.trainable]
-    return sum(one.bytes for one in parameters), sum(gradients), max(gradients, default=0)
+    gradients = [parameter.gradient_bytes for parameter in parameters if parameter.trainable]
+    return sum(parameter.bytes for parameter in parameters), sum(gradients), max(gradients, default=0)
 
 
 def _has_slow_traces(plan: Plan) -> bool:

@@ -97,8 +97,8 @@ def _with_efficiencies(machine: Machine, logarithms: dict[str, float], detail: s
 
 
 def _mean_squared_error(runs: Sequence[TimedRun], logarithms: dict[str, float]) -> float:
-    clocks = {id(one.machine): TimeModel(_with_efficiencies(one.machine, logarithms)) for one in runs}
-    errors = (math.log(clocks[id(one.machine)].step_time(one.ledger).step_s / one.seconds) ** 2 for one in runs)
+    clocks = {id(run.machine): TimeModel(_with_efficiencies(run.machine, logarithms)) for run in runs}
+    errors = (math.log(clocks[id(run.machine)].step_time(run.ledger).step_s / run.seconds) ** 2 for run in runs)
     return sum(errors) / len(runs)
 
 

@@ -247,7 +247,7 @@ def _estimates(estimator: Estimator, start: Plan, pins: dict[str, Any], options:
         plan = start.replace(**dict(zip(open_, values, strict=True)))
         if not is_legal(plan, estimator.job, estimator.machine.device):
             continue
-        if plan.recompute == "none" and any(one.ledger.blocks for one in estimates):
+        if plan.recompute == "none" and any(estimate.ledger.blocks for estimate in estimates):
             continue
         try:
             estimates.append(estimator.estimate(plan))

@@ -78,7 +78,7 @@ def explain_loop(
         values,
         emulate_device(device),
     ):
-        fakes = [mode.from_tensor(one) for one in inputs]
+        fakes = [mode.from_tensor(tensor) for tensor in inputs]
         try:
             with untraceable_errors(), values.computing():
                 peak = _watched(setup, without_device_options(plan), fakes)
@@ -143,9 +143,9 @@ def _models_watched() -> Iterator[list[Prepared]]:
 
 def _states_of(models: list[Prepared]) -> list[torch.Tensor]:
     found = []
-    for one in models:
-        found += state_tensors(one.run.optimizer)
-        found += one.run.reduction.states() if one.run.reduction is not None else []
+    for model in models:
+        found += state_tensors(model.run.optimizer)
+        found += model.run.reduction.states() if model.run.reduction is not None else []
     return found
 
 

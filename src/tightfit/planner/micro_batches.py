@@ -56,11 +56,15 @@ class MemoryBounds:
         batch, key = self._estimator.job.train.batch, plans[0].replace(recompute=recompute)
         if key not in self._known:
             try:
-                estimates = search_micro_batch(self._estimator, [one.replace(recompute=recompute) for one in plans])
+                estimates = search_micro_batch(self._estimator, [plan.replace(recompute=recompute) for plan in plans])
             except InputError:  # the model does not support it
                 self._known[key] = plans[0].micro_batch_of(batch)
             else:
-                near = [one for one in estimates if one.peak_bytes <= (1 + MAX_OVERESTIMATE) * one.limit_bytes]
+                near = [
+                    estimate
+                    for estimate in estimates
+                    if estimate.peak_bytes <= (1 + MAX_OVERESTIMATE) * estimate.limit_bytes
+                ]
                 self._known[key] = max((one.plan.micro_batch_of(batch) for one in near), default=0)
         return self._known[key]
 
@@ -231,11 +235,11 @@ def largest_safe_micro_batch(estimates: list[Estimate], batch: int) -> int:
     estimates  estimates of plans without such options. They differ only in the micro-batch
     batch      the job's samples per step
     """
-    fitting = [one for one in estimates if one.peak_bytes * ALLOCATOR_FACTOR <= one.limit_bytes]
+    fitting = [estimate for estimate in estimates if estimate.peak_bytes * ALLOCATOR_FACTOR <= estimate.limit_bytes]
     if not fitting:
         return 0
-    last = max(fitting, key=lambda one: one.plan.micro_batch_of(batch))
-    return last.plan.micro_batch_of(batch) if last is min(fitting, key=lambda one: one.total_s) else batch
+    last = max(fitting, key=lambda estimate: estimate.plan.micro_batch_of(batch))
+    return last.plan.micro_batch_of(batch) if last is min(fitting, key=lambda estimate: estimate.total_s) else batch
 
 
 __all__ = ["MemoryBounds", "largest_safe_micro_batch", "search_micro_batch", "shrink_micro_batch"]

@@ -74,8 +74,12 @@ def context_parallelism_may_fit(
     others  all estimates so far. Those without context parallelism tell the other memory
     """
     limit, tp = estimator.limit_bytes, sizes.get("tp", start.tp)
-    alike = [one for one in others if (one.plan.tp, one.plan.pp, one.plan.cp) == (tp, 1, 1) and not one.plan.offload]
-    kinds = {(one.plan.precision, one.plan.states) for one in others} | {(start.precision, start.states)}
+    alike = [
+        other
+        for other in others
+        if (other.plan.tp, other.plan.pp, other.plan.cp) == (tp, 1, 1) and not other.plan.offload
+    ]
+    kinds = {(other.plan.precision, other.plan.states) for other in others} | {(start.precision, start.states)}
     wide = start.replace(**{name: size for name, size in sizes.items() if name != "cp"})
     for layout in data_parallel_layouts(estimator.machine, wide, pins):
         for precision, states in kinds:
@@ -110,7 +114,7 @@ def _leanest_in_vain(
     in_vain  the degrees of parallelism that were not tried, because their plans cannot fit
     """
     sizes = max(in_vain, key=lambda one: (one["cp"], -one.get("tp", 1)))
-    least = min(others, key=lambda one: one.fullness).plan
+    least = min(others, key=lambda other: other.fullness).plan
     if least.pp > 1 or least.tp != sizes.get("tp", 1):
         return []
     try:
@@ -138,7 +142,7 @@ def estimate_degrees(
     """
     estimates: list[Estimate] = []
     for schedule in schedules(pins) if "pp" in sizes else ({},):
-        best_s = min([best_s, *((1 - MIN_SAVING) * one.time.step_s for one in estimates if one.fits)])
+        best_s = min([best_s, *((1 - MIN_SAVING) * estimate.time.step_s for estimate in estimates if estimate.fits)])
         try:
             estimates += _estimate_degrees_and_schedule(
                 estimator, start.replace(**schedule), {**pins, **schedule}, sizes, best_s

@@ -89,7 +89,9 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
     bounds = []
     # with fewer samples than devices, data parallelism alone cannot use them
     unchecked = _unchecked_degrees(job) if count <= job.train.batch else set()
-    has_experts = any("experts" in one.name.split(".") for one in estimator.profiler.model.parameters(start))
+    has_experts = any(
+        "experts" in parameter.name.split(".") for parameter in estimator.profiler.model.parameters(start)
+    )
     for sizes in parallelism_candidates(machine, pins):
         if (has_experts and "tp" in sizes) or unchecked & sizes.keys():
             continue
@@ -101,7 +103,7 @@ def by_lower_bound(estimator: Estimator, start: Plan, pins: dict[str, Any]) -> l
         stages = max(fields.get("virtual_stages", 1) for fields in schedules(pins))
         micro_batch_count = share if plan.schedule in WITHOUT_BUBBLE else max(share + (plan.pp - 1) / stages, plan.pp)
         bounds.append((sample_s * micro_batch_count / devices, sizes))
-    return sorted(bounds, key=lambda one: ("cp" in one[1], int(math.log(one[0], SIMILAR)), len(one[1])))
+    return sorted(bounds, key=lambda bound: ("cp" in bound[1], int(math.log(bound[0], SIMILAR)), len(bound[1])))
 
 
 def _unchecked_degrees(job: Job) -> set[str]:

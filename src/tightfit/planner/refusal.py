@@ -74,12 +74,12 @@ def does_not_fit(
     pins       plan fields that the user fixed; None if the user gave the plans to choose from, so
                that no other plan is suggested
     """
-    least = estimator.include_allocator(min(estimates, key=lambda one: (one.fullness, one.peak_bytes)))
+    least = estimator.include_allocator(min(estimates, key=lambda estimate: (estimate.fullness, estimate.peak_bytes)))
     remedies = [] if pins is None else _remedies(estimator, least, pins)
     lines = [_shortage_lines(least), f"  leanest plan: {least.plan}"]
     lines += [f"  {line}" for line in _largest_rows(least)]
     if remedies:
-        lines += ["  what would help:", *(f"    {one}" for one in remedies)]
+        lines += ["  what would help:", *(f"    {remedy}" for remedy in remedies)]
     if "disk" in least.shortages():
         lines.append("  or a smaller train.keep_checkpoints, or a larger limits.disk")
     if "host memory" in least.shortages():
@@ -100,7 +100,9 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
     estimates  estimates of all plans that do not fit
     remedies   changes that would help
     """
-    others = sorted((one for one in estimates if one.plan != least.plan), key=lambda one: one.fullness)
+    others = sorted(
+        (estimate for estimate in estimates if estimate.plan != least.plan), key=lambda estimate: estimate.fullness
+    )
     return {
         "machine": least.machine.model_dump(mode="json"),
         "chosen": None,
@@ -113,7 +115,7 @@ def _content(least: Estimate, estimates: list[Estimate], remedies: list[Remedy])
             for name, (needed, available) in least.shortages().items()
         },
         "margin_bytes": round(least.margin_bytes),
-        "remedies": [one.content() for one in remedies],
+        "remedies": [remedy.content() for remedy in remedies],
     }
 
 

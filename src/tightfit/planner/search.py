@@ -226,19 +226,22 @@ def _search(
         estimates += [*more, *dry_run_fastest(finals, estimator, more, any_size)]
     if finals.chosen is None and not finals.unconfirmed:
         finals.add(first_that_nearly_fits(estimator, estimates, finals, estimator.job))
-    chosen, estimates = finals.chosen, [finals.latest(one) for one in estimates]
+    chosen, estimates = finals.chosen, [finals.latest(estimate) for estimate in estimates]
     if chosen is None and finals.unconfirmed:
         chosen = min(finals.unconfirmed.values(), key=by_time)
     if chosen is None:
-        possible = [one for one in estimates if not one.rejected_because]
+        possible = [estimate for estimate in estimates if not estimate.rejected_because]
         if not possible and not finals.refused and choices:
             check_possible(choices[0], job, machine)  # says why the first of them is not legal
         if not possible:
             raise next(iter(finals.refused.values()))
         raise does_not_fit(estimator, possible, finals.refused, None if choices is not None else pins)
     chosen = replace(chosen, untraceable=tuple(f"{option}: {why}" for option, why in estimator.untraceable.items()))
-    others = _closest_first([one for one in estimates if one.plan != chosen.plan], chosen)
-    return [chosen, *(replace(one, rejected_because=_rejection_reason(one, chosen)) for one in others[: RETURNED - 1])]
+    others = _closest_first([estimate for estimate in estimates if estimate.plan != chosen.plan], chosen)
+    return [
+        chosen,
+        *(replace(other, rejected_because=_rejection_reason(other, chosen)) for other in others[: RETURNED - 1]),
+    ]
 
 
 def _estimate_choices(estimator: Estimator, choices: list[Plan]) -> list[Estimate]:
@@ -299,7 +302,7 @@ def _estimate_possible_plans(
         estimates += estimate_parallelism(estimator, lean, pins, estimates)
     if not estimates:
         complete(job, machine, pins)  # raises the InputError that says what is wrong
-    if not any(one.fits for one in estimates):
+    if not any(estimate.fits for estimate in estimates):
         for where in offloads(estimator, pins)[1:]:
             best_s = fitting_s(estimator, estimates)
             estimates += estimate_candidates(estimator, lean.replace(**where), {**pins, **where}, best_s)
@@ -327,7 +330,7 @@ def _fallback_estimates(
         return more
     starts = [start]
     if estimates:
-        nearest = min(estimates, key=lambda one: one.fullness).plan
+        nearest = min(estimates, key=lambda estimate: estimate.fullness).plan
         sizes = {"tp": nearest.tp, "cp": nearest.cp}
         in_vain = nearest.cp > 1 and not context_parallelism_may_fit(estimator, start, pins, sizes, estimates)
         is_other = (nearest.tp, nearest.pp, nearest.cp) != (start.tp, start.pp, start.cp)
@@ -350,11 +353,16 @@ def _closest_first(others: list[Estimate], chosen: Estimate) -> list[Estimate]:
     are faster but do not fit, the one with the smallest peak first. All other plans follow, the
     fastest first.
     """
-    others = list({one.plan: one for one in others}.values())
-    rejected = [one for one in others if not one.fits or one.rejected_because]
-    fitting = sorted((one for one in others if one.fits and not one.rejected_because), key=by_time)
-    faster = sorted((one for one in rejected if one.total_s < chosen.total_s), key=lambda one: one.peak_bytes)
-    rest = sorted((one for one in rejected if one.total_s >= chosen.total_s), key=lambda one: one.total_s)
+    others = list({other.plan: other for other in others}.values())
+    rejected = [other for other in others if not other.fits or other.rejected_because]
+    fitting = sorted((other for other in others if other.fits and not other.rejected_because), key=by_time)
+    faster = sorted(
+        (estimate for estimate in rejected if estimate.total_s < chosen.total_s),
+        key=lambda estimate: estimate.peak_bytes,
+    )
+    rest = sorted(
+        (estimate for estimate in rejected if estimate.total_s >= chosen.total_s), key=lambda estimate: estimate.total_s
+    )
     in_turn = [one for pair in itertools.zip_longest(fitting, faster) for one in pair if one is not None]
     return in_turn + rest
 

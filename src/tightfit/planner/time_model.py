@@ -198,7 +198,7 @@ class TimeModel:
         tensors  the bytes of each tensor, as functions of the number of samples
         samples  number of samples of a micro-batch
         """
-        size, latency_s = sum(one.at(samples) for one in tensors), stage.latency_s * len(tensors)
+        size, latency_s = sum(tensor.at(samples) for tensor in tensors), stage.latency_s * len(tensors)
         return self._message_s(Message("crossing", size, stage.bytes_per_s, False, latency_s))
 
     def exposed_communication_s(self, ledger: Ledger, time: Time) -> float:

@@ -166,7 +166,7 @@ class _Variants:
         if "recompute" not in self.pins and self.start.compile != "model":  # each number of blocks would need a trace
             estimates += _with_fewest_recomputed(estimator, estimates, self.full)
         estimates += _with_room_for_allocator(estimator, estimates, self.sizes, self.best_s)
-        if not any(one.fits for one in estimates):
+        if not any(estimate.fits for estimate in estimates):
             return estimates + [estimator.estimate(min(plans, key=self._leanness)) for plans in self.ruled_out.values()]
         if self.start.tp * self.start.pp * self.start.cp > 1:  # of many such plans, each would need a trace
             return estimates
@@ -190,8 +190,8 @@ def _without_data_parallelism(plan: Plan) -> Plan:
 def fitting_s(estimator: Estimator, estimates: list[Estimate]) -> float:
     """Return the seconds of a step with the fastest plan of the `estimates` that fits with the
     allocator's bytes; infinite if none does."""
-    fitting = sorted((one for one in estimates if one.fits), key=by_time)
-    return next((one.time.step_s for one in fitting if estimator.include_allocator(one).fits), math.inf)
+    fitting = sorted((estimate for estimate in estimates if estimate.fits), key=by_time)
+    return next((estimate.time.step_s for estimate in fitting if estimator.include_allocator(estimate).fits), math.inf)
 
 
 def by_time(estimate: Estimate) -> tuple[float, float]:
@@ -216,10 +216,12 @@ def _with_fewest_recomputed(
     Example: of 32 blocks, 4 samples fit if 9 blocks are recomputed; if the tensors took 10 % more, 13
     blocks. Bisection estimates 5 plans for the first number, and 2 or 3 more for the second.
     """
-    fitting = sorted((one for one in estimates if one.fits and one.plan.recompute == "full"), key=by_time)
+    fitting = sorted(
+        (estimate for estimate in estimates if estimate.fits and estimate.plan.recompute == "full"), key=by_time
+    )
     by_plan: dict[Plan, list[Estimate]] = {}
-    for one in fitting:
-        by_plan.setdefault(_without_micro_batch(one.plan), []).append(one)
+    for estimate in fitting:
+        by_plan.setdefault(_without_micro_batch(estimate.plan), []).append(estimate)
     more: list[Estimate] = []
     for base, same in list(by_plan.items())[:MAX_REFINED]:
         batch, blocks = estimator.job.train.batch, same[0].ledger.blocks
@@ -360,7 +362,7 @@ def estimate_candidates_and_leaner_kernels(
     leaner  the plan fields that select these other kernels, such as {"chunked_loss": 1024}
     """
     estimates = estimate_candidates(estimator, start, pins)
-    fastest = min((one for one in estimates if one.fits), key=by_time, default=None)
+    fastest = min((estimate for estimate in estimates if estimate.fits), key=by_time, default=None)
     if fastest and fastest.plan.precision != start.precision:
         # the kernels were chosen for another precision, in which they may save more
         for fields, least in _kernels_to_reconsider(start, pins, leaner):

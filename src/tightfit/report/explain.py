@@ -72,8 +72,10 @@ def explained(estimates: list[Estimate], price: float | None = None) -> dict[str
     price  price of one device per hour; None: no cost
     """
     chosen = estimates[0]
-    said = [one.rejected_because or ("" if one.fits else describe_shortages(one)) for one in estimates]
-    plans = [{**one.content(), "rejected_because": why} for one, why in zip(estimates, said, strict=True)]
+    said = [
+        estimate.rejected_because or ("" if estimate.fits else describe_shortages(estimate)) for estimate in estimates
+    ]
+    plans = [{**estimate.content(), "rejected_because": why} for estimate, why in zip(estimates, said, strict=True)]
     return {
         "machine": chosen.machine.model_dump(mode="json"),
         "chosen": 0 if chosen.fits else None,
@@ -91,7 +93,7 @@ def with_whole_runs(job: Job, plans: list[dict[str, Any]], price: float | None) 
     price  price of one device per hour; None: no cost
     """
     length = length_of(job)
-    return [{**one, "run": whole_run(job, one, length, price).content()} for one in plans]
+    return [{**plan, "run": whole_run(job, plan, length, price).content()} for plan in plans]
 
 
 def show(console: Console, estimates: list[Estimate], stages: list[WaterfallRow], price: float | None = None) -> None:
@@ -161,8 +163,12 @@ def _trained(estimate: Estimate) -> str:
     """Return, as text, how many of the weights are trained. Returns an empty text if the job has no
     adapters and more than half of the weights are trained."""
     lora = lora_of(estimate.job.model)
-    total = sum(element_count(one.name, one.shape) for one in estimate.ledger.parameters if not one.buffer)
-    count = sum(one.count for one in estimate.ledger.parameters if one.trainable)
+    total = sum(
+        element_count(parameter.name, parameter.shape)
+        for parameter in estimate.ledger.parameters
+        if not parameter.buffer
+    )
+    count = sum(parameter.count for parameter in estimate.ledger.parameters if parameter.trainable)
     if lora is None and 2 * count > total:
         return ""
     return f"{count:,} of {total:,} weights ({count / max(total, 1):.2%})" + ("" if lora is None else f": {lora}")
@@ -317,9 +323,9 @@ def others_table(others: list[Estimate], chosen: Estimate) -> Table:
     the chosen plan, its peak memory, its step time, and why it was not chosen."""
     table = _table("other plans, instead of this", "peak", "step", "why not")
     ours = chosen.plan.content()
-    for one in others:
-        said = ", ".join(f"{name}={value}" for name, value in one.plan.content().items() if value != ours[name])
-        table.add_row(said, format_bytes(one.peak_bytes), format_seconds(one.time.step_s), one.rejected_because)
+    for other in others:
+        said = ", ".join(f"{name}={value}" for name, value in other.plan.content().items() if value != ours[name])
+        table.add_row(said, format_bytes(other.peak_bytes), format_seconds(other.time.step_s), other.rejected_because)
     return table
 
 

@@ -207,7 +207,7 @@ def draw_comparison(
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         shown = [value or 0.0 for value in panel.values]
-        colours = ["#2b6cb0" if one else "#c9c9c9" for one in fits]
+        colours = ["#2b6cb0" if fit else "#c9c9c9" for fit in fits]
         axes.barh(range(len(labels)), shown, color=colours, height=0.66)
         for row, value in enumerate(panel.values):
             if value is not None:

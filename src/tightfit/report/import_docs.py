@@ -61,7 +61,9 @@ Several data sets become `data.sources`.
 
 def page(importers: Iterable[Importer] = IMPORTERS) -> str:
     """Return the text of docs/import.md."""
-    return HEAD + "".join(_section(one) for one in sorted(importers, key=lambda one: one.title.lower()))
+    return HEAD + "".join(
+        _section(importer) for importer in sorted(importers, key=lambda importer: importer.title.lower())
+    )
 
 
 def _section(importer: Importer) -> str:
@@ -74,7 +76,9 @@ def _section(importer: Importer) -> str:
         defaults = ", ".join(f"`{name}: {str(value).lower()}`" for name, value in importer.defaults.items())
         lines.append(f"Defaults: {defaults}.")
     if importer.sections:
-        lines.append(f"The keys may also be in a section: {', '.join(f'`{one}`' for one in importer.sections)}.")
+        lines.append(
+            f"The keys may also be in a section: {', '.join(f'`{section}`' for section in importer.sections)}."
+        )
     shared = _shared(importer)
     if shared:
         lines.append(f"It also takes the keys of {shared.title}, which are listed there.")

@@ -33,8 +33,8 @@ def table(methods: Iterable[ModuleType] = METHODS) -> str:
     methods  the modules of the methods
     """
     rows = [
-        f"| [{_title(one)}](#{_anchor(one)}) | {', '.join(f'`{field}`' for field in one.FIELDS)} | {_summary(one)} |"
-        for one in methods
+        f"| [{_title(method)}](#{_anchor(method)}) | {', '.join(f'`{field}`' for field in method.FIELDS)} | {_summary(method)} |"
+        for method in methods
     ]
     return "\n".join(["| method | plan fields | what it is |", "| --- | --- | --- |", *rows]) + "\n"
 
@@ -44,7 +44,7 @@ def page(methods: Iterable[ModuleType] = METHODS) -> str:
 
     methods  the modules of the methods
     """
-    return HEAD + table(methods) + "".join(_section(one) for one in methods)
+    return HEAD + table(methods) + "".join(_section(method) for method in methods)
 
 
 def _section(method: ModuleType) -> str:

@@ -292,7 +292,7 @@ def plan_fields(rows: Sequence[Row]) -> tuple[dict[str, Any], list[dict[str, Any
     """
     plans = [row.plan.content() for row in rows if row.plan is not None]
     same = (
-        {name: value for name, value in plans[0].items() if all(one[name] == value for one in plans)} if plans else {}
+        {name: value for name, value in plans[0].items() if all(plan[name] == value for plan in plans)} if plans else {}
     )
     reference = Plan().content()
     varied = {name.removeprefix("plan.") for row in rows for name in row.values}

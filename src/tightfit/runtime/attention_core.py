@@ -437,11 +437,11 @@ def _part(tensor: Tensor, made: _Storage) -> _Part:
 
 def _tensors(args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors among an operation's arguments: these are tensors, or lists of tensors."""
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, list | tuple):
-            yield from (inner for inner in one if isinstance(inner, Tensor))
+    for argument in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from (inner for inner in argument if isinstance(inner, Tensor))
 
 
 def _replaced(arguments: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -456,7 +456,7 @@ def _replaced(arguments: Any, kind: type, change: Callable[[Any], Any]) -> Any:
         return one
 
     args, kwargs = arguments
-    return tuple(map(replaced, args)), {name: replaced(one) for name, one in kwargs.items()}
+    return tuple(map(replaced, args)), {name: replaced(argument) for name, argument in kwargs.items()}
 
 
 def _random_state(operation: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.device, Tensor] | None:

@@ -106,7 +106,7 @@ def _modes() -> tuple[Any, ...]:
     """Return the modes of torch in which a block may run otherwise than its neighbours: whether
     gradients are recorded, and autocast."""
     devices = ("cpu", "cuda")
-    autocast = tuple((torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in devices)
+    autocast = tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices)
     return torch.is_grad_enabled(), autocast
 
 

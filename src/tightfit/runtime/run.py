@@ -349,7 +349,9 @@ def to_device(batch: Batch, run: Run, copy: Callable[[Tensor], Tensor] | None = 
 def device_batches(micro_batches: Sequence[Batch | DummyMicroBatch], run: Run) -> Iterator[Batch]:
     """Yield the micro-batches of a step, in order, each copied to the device. Of a DummyMicroBatch,
     yield the batch that it contains. The caller has to iterate to the end."""
-    batches = [one.batch if isinstance(one, DummyMicroBatch) else one for one in micro_batches]
+    batches = [
+        micro_batch.batch if isinstance(micro_batch, DummyMicroBatch) else micro_batch for micro_batch in micro_batches
+    ]
     if run.prefetcher is None:
         return (to_device(batch, run) for batch in batches)
     return run.prefetcher.prefetch(batches, lambda batch, copy: to_device(batch, run, copy))

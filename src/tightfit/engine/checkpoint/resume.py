@@ -91,7 +91,7 @@ def _agreed(run: Run, act: Callable[[], Any]) -> Any:
         found = act()
     except InputError as error:
         said = (error.asked, error.found, error.fix)
-    first = next((one for one in all_gather_values(run, said) if one is not None), None)
+    first = next((refusal for refusal in all_gather_values(run, said) if refusal is not None), None)
     if first is not None:
         raise InputError(*first)
     return found
@@ -189,7 +189,7 @@ def check_files(path: Path, names: Iterable[str]) -> None:
 
 
 def _altered(path: Path, found: str) -> InputError:
-    before = [one for one in checkpoints(path.parent) if one < path]
+    before = [checkpoint for checkpoint in checkpoints(path.parent) if checkpoint < path]
     if before:
         return InputError(f"checkpoint {path}", found, f"delete {path}: the run then continues from {before[-1]}")
     return InputError(

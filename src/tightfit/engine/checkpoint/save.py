@@ -171,7 +171,7 @@ def _together(run: Run, act: Callable[[], None], step: int, folder: Path, unfini
         act()
     except (OSError, SafetensorError) as error:
         said = str(error) or type(error).__name__
-    found = [one for one in all_gather_values(run, said) if one]
+    found = [refusal for refusal in all_gather_values(run, said) if refusal]
     if found:
         if unfinished is not None and is_rank_zero():
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -314,7 +314,7 @@ def _write_adapters(run: Run, folder: Path) -> None:
     # a tensor is saved once, and peft may ask for it by another of its names, as for VeRA's projections
     states = model.state_dict(keep_vars=True)
     by_tensor = {id(states[name]): value for name, value in tensors.items() if name in states}
-    tensors |= {name: by_tensor[id(one)] for name, one in states.items() if id(one) in by_tensor}
+    tensors |= {name: by_tensor[id(state)] for name, state in states.items() if id(state) in by_tensor}
     try:
         save_adapters(model, tensors, folder / "adapter")
     except Exception as error:  # the checkpoint has them, and must not be lost
@@ -373,8 +373,8 @@ def _extra_states(run: Run) -> ExtraStates:
         return found or own
     stages = _stages(run, own)[::-1]  # of a module on several ranks, the first rank's value counts
     return ExtraStates(
-        {name: value for one in stages for name, value in one.values.items()},
-        {name: tensor for one in stages for name, tensor in one.tensors.items()},
+        {name: value for stage in stages for name, value in stage.values.items()},
+        {name: tensor for stage in stages for name, tensor in stage.tensors.items()},
     )
 
 
@@ -391,8 +391,8 @@ def _state(run: Run, step: int, states: SavedTensors) -> dict[str, Any]:
 
     states  the optimizer states, of which only the counts are used here
     """
-    counts = {name: value for one in _stages(run, states.counts) for name, value in one.items()}
-    rates = {name: factor for one in _stages(run, changed_rates(run.optimizer)) for name, factor in one.items()}
+    counts = {name: value for stage in _stages(run, states.counts) for name, value in stage.items()}
+    rates = {name: factor for stage in _stages(run, changed_rates(run.optimizer)) for name, factor in stage.items()}
     return {
         "step": step,
         "job": json.loads(run.job.to_json()),

@@ -146,8 +146,8 @@ class CollectiveOrder:
         mine = torch.tensor([kind, group_number, which], device="cpu")
         events = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(events, mine, group=self.group)
-        if not all(torch.equal(one, mine) for one in events):
-            raise self._mismatch([one.tolist() for one in events])
+        if not all(torch.equal(event, mine) for event in events):
+            raise self._mismatch([event.tolist() for event in events])
 
     def _mismatch(self, events: Sequence[list[int]]) -> InputError:
         """Return the error that says what each rank is about to do, such as which layer it gathers.

@@ -261,11 +261,11 @@ def boundary_inputs(flow: Dataflow, plan: Plan, stages: list[range]) -> dict[int
     if flow.block_numbers != tuple(range(stages[-1].stop)):  # only some of the equal blocks were recorded
         stages = [range(0, 2), range(2, 3)] if len(stages) == 2 else [range(n, n + 1) for n in range(flow.block_count)]
     traces = [_StageTrace(flow, blocks) for blocks in stages]
-    for one in traces:
-        one.run()
+    for trace in traces:
+        trace.run()
     for before, after in itertools.pairwise(traces):
         before.check_sent(after.taken)
-    firsts = {one.blocks.start for one in traces[1:]}
+    firsts = {trace.blocks.start for trace in traces[1:]}
     for event in flow.forwards[0]:
         if isinstance(event, BlockCall) and event.checkpointed:
             raise InputError(
@@ -282,7 +282,7 @@ def boundary_inputs(flow: Dataflow, plan: Plan, stages: list[range]) -> dict[int
                 "use another split, leave out the model's checkpoint and set plan.recompute: full, or "
                 f"{OTHER_PARALLELISM}",
             )
-    return {one.blocks.start: tuple(one.taken) for one in traces[1:]}
+    return {trace.blocks.start: tuple(trace.taken) for trace in traces[1:]}
 
 
 def buffers_updated_elsewhere(flow: Dataflow, stages: list[range], own: list[int]) -> frozenset[str]:

@@ -170,7 +170,11 @@ class StageMessages:
         NCCL's work handles say so, but gloo's do not. On a CPU, `_acknowledge` frees the tensors
         instead.
         """
-        self.pending_sends = [one for one in self.pending_sends if one[1] is not None and not one[1].is_completed()]
+        self.pending_sends = [
+            pending_send
+            for pending_send in self.pending_sends
+            if pending_send[1] is not None and not pending_send[1].is_completed()
+        ]
 
     def _free_sent(self, has_arrived: Callable[[Action], bool]) -> None:
         """Free the sent tensors that have arrived.
@@ -178,7 +182,10 @@ class StageMessages:
         has_arrived  called with the action that consumes some sent tensors; returns whether these
                      tensors have arrived
         """
-        pending, self.pending_sends = self.pending_sends, [one for one in self.pending_sends if not has_arrived(one[0])]
+        pending, self.pending_sends = (
+            self.pending_sends,
+            [pending_send for pending_send in self.pending_sends if not has_arrived(pending_send[0])],
+        )
         for taken, work, _ in pending:
             if work is not None and has_arrived(taken):
                 work.wait()
@@ -320,9 +327,10 @@ class StageMessages:
         group, rank = self.link(action.stage, action.stage - 1, "forward")
         known = action.stage, "in", key
         if active_fake_mode() is not None:  # a dry run has no other rank that would send a header
-            floating = [one.is_floating_point() and torch.is_grad_enabled() for one in arguments]
+            floating = [argument.is_floating_point() and torch.is_grad_enabled() for argument in arguments]
             self.tensor_specs[known] = [
-                (one.dtype, tuple(one.shape), is_so) for one, is_so in zip(arguments, floating, strict=True)
+                (argument.dtype, tuple(argument.shape), is_so)
+                for argument, is_so in zip(arguments, floating, strict=True)
             ]
         elif not arguments:
             self.tensor_specs[known] = []

@@ -105,7 +105,7 @@ def rank_ledger(
     )
     own = range(rank, plan.stages, plan.pp)
     programs, boundaries = _stage_programs(ledger, stages, own, boundary_inputs, plan)
-    training = tuple(segment for one in programs.values() for segment in one.segments)
+    training = tuple(segment for program in programs.values() for segment in program.segments)
     sent_here, sent_by_all = (
         sum(one.timeline.collective_bytes for one in some) for some in (training, ledger.training)
     )
@@ -158,9 +158,9 @@ def _stage_programs(
     inputs = [_block_inputs(ledger.training, blocks.start, boundary_inputs.get(blocks.start, ())) for blocks in stages]
     boundaries = {
         stage: StageBoundary(
-            tuple(one.size for one in tensors),
-            tuple(one.size for one in tensors if one.has_gradient),
-            _sum(one.size for one in tensors if sections.saves_output(stages[stage - 1], one.buffer)),
+            tuple(tensor.size for tensor in tensors),
+            tuple(tensor.size for tensor in tensors if tensor.has_gradient),
+            _sum(tensor.size for tensor in tensors if sections.saves_output(stages[stage - 1], tensor.buffer)),
         )
         for stage, tensors in enumerate(inputs)
         if stage
@@ -184,7 +184,7 @@ def _block_inputs(training: Iterable[Segment], block: int, paths: tuple[PathTo, 
     block     the number of the block
     paths     places in the block's arguments (args, kwargs): (0, 2) is args[2]
     """
-    called = next((one for one in training if one.phase == "forward" and one.block == block), None)
+    called = next((segment for segment in training if segment.phase == "forward" and segment.block == block), None)
     known = {one.path: one for one in called.timeline.block_inputs} if called is not None else {}
     return [known[str(path)] for path in paths if str(path) in known]
 

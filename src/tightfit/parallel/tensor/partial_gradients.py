@@ -69,7 +69,7 @@ def partial_parameters(
     except Exception:  # the model cannot be created on fake tensors
         return frozenset()
     kinds = {_kind(name) for name in watch.found}  # the forward may have failed before it came to the other blocks
-    parameters = {name: one for name, one in model.named_parameters() if name in watch.names}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if name in watch.names}
     found = frozenset(name for name in parameters if _kind(name) in kinds)
     for name in sorted(found):
         if parameters[name].dim() > 1:
@@ -97,11 +97,11 @@ class _ShardedActivations(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, styles: Mapping[str, str], batch: list[Tensor]) -> None:
         super().__init__()
-        styled = {id(one) for name in styles for one in model.get_submodule(name).parameters()}
-        parameters = {name: one for name, one in model.named_parameters() if id(one) not in styled}
+        styled = {id(parameter) for name in styles for parameter in model.get_submodule(name).parameters()}
+        parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in styled}
         self.names, self.found = set(parameters), set[str]()
         # by storages: parameters, and what was computed from them alone -> their names
-        self._read = {storage_id(one): {name} for name, one in parameters.items()}
+        self._read = {storage_id(parameter): {name} for name, parameter in parameters.items()}
         self._sharded = set[int]()
         self._active = set(map(storage_id, batch))  # computed from the batch
         self._kept = list(batch)  # so that no other storage gets the place of a freed one
@@ -118,10 +118,10 @@ class _ShardedActivations(TorchDispatchMode):
         self._sharded.difference_update(map(storage_id, tensors_in(output)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        storages = {storage_id(one) for one in tensors_in((args, kwargs or {}))}
+        storages = {storage_id(tensor) for tensor in tensors_in((args, kwargs or {}))}
         output = func(*args, **(kwargs or {}))
         read = set[str]().union(*(self._read.get(storage, ()) for storage in storages))
-        changed = [one for one in written_tensors(func, args, kwargs or {}) if isinstance(one, Tensor)]
+        changed = [tensor for tensor in written_tensors(func, args, kwargs or {}) if isinstance(tensor, Tensor)]
         made = [*changed, *tensors_in(output)]
         self._kept += made
         results = set(map(storage_id, made))

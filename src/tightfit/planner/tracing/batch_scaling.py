@@ -142,8 +142,11 @@ class _BatchScaling:
             return tuple(self._operation(one, other) for one, other in zip(small, large, strict=True))
         first, second = Counter(small), Counter(large)
         return tuple(
-            replace(one, count=self.line(first[one] * one.count.fixed, second[one] * one.count.fixed))
-            for one in dict.fromkeys((*small, *large))
+            replace(
+                operation,
+                count=self.line(first[operation] * operation.count.fixed, second[operation] * operation.count.fixed),
+            )
+            for operation in dict.fromkeys((*small, *large))
         )
 
     def _operation(self, small: Operation, large: Operation) -> Operation:
@@ -152,7 +155,7 @@ class _BatchScaling:
             small.dtype,
             self.at_most_linear(small.flops.fixed, large.flops.fixed),
             self.line(small.bytes_accessed.fixed, large.bytes_accessed.fixed),
-            tuple(self.line(one.fixed, other.fixed) for one, other in zip(small.sizes, large.sizes, strict=True)),
+            tuple(self.line(size.fixed, other.fixed) for size, other in zip(small.sizes, large.sizes, strict=True)),
             self.line(small.count.fixed, large.count.fixed),
             computed_share=small.computed_share,
             alignment=min(small.alignment, large.alignment),

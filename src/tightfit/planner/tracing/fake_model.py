@@ -346,7 +346,7 @@ class FakeModel:
 @contextmanager
 def _frozen(model: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
     """A context in which the parameters with these names require no gradients."""
-    frozen = [one for name, one in model.named_parameters() if name in names]
+    frozen = [parameter for name, parameter in model.named_parameters() if name in names]
     for one in frozen:
         one.requires_grad_(False)
     try:

@@ -209,9 +209,11 @@ def _is_between_formats(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
     sizes = list(zip(result.shape, result.stride(), strict=True))
     inner = next((at - result.dim() for at, (size, step) in enumerate(sizes) if size > 1 and step == 1), 0)
     return any(
-        inner + one.dim() >= 0 and one.shape[inner] > 1 and one.stride(inner) * one.element_size() >= _CACHE_LINE
-        for one in inputs
-        if inner and one.layout is torch.strided
+        inner + tensor.dim() >= 0
+        and tensor.shape[inner] > 1
+        and tensor.stride(inner) * tensor.element_size() >= _CACHE_LINE
+        for tensor in inputs
+        if inner and tensor.layout is torch.strided
     )
 
 
@@ -247,7 +249,7 @@ def _with_heads_of_query(name: str, args: Any) -> Any:
         return args
     at = name.endswith("_backward")
     heads = args[at].shape[1]
-    others = (torch.Size((one.shape[0], heads, *one.shape[2:])) for one in args[at + 1 : at + 3])
+    others = (torch.Size((argument.shape[0], heads, *argument.shape[2:])) for argument in args[at + 1 : at + 3])
     return (*args[: at + 1], *others, *args[at + 3 :])
 
 

@@ -83,43 +83,53 @@ def to_content(step: RecordedStep) -> dict[str, Any]:
             ],
         }
 
-    segments = [[one.part, one.phase, number(timelines, one.timeline), one.block, one.call] for one in step.segments]
+    segments = [
+        [segment.part, segment.phase, number(timelines, segment.timeline), segment.block, segment.call]
+        for segment in step.segments
+    ]
     return {
         "unused": list(step.unused),
         "timelines": [timeline(one) for one in timelines],
         "segments": segments,
         "buffers": [
             [
-                _pair(one.size),
-                one.row,
-                one.maker,
-                one.parameter,
-                [buffers[source] for source in one.operands],
-                [buffers[source] for source in one.terms],
-                one.retained,
+                _pair(buffer.size),
+                buffer.row,
+                buffer.maker,
+                buffer.parameter,
+                [buffers[source] for source in buffer.operands],
+                [buffers[source] for source in buffer.terms],
+                buffer.retained,
             ]
-            for one in buffers
+            for buffer in buffers
         ],
         "operations": [
             [
-                one.name,
-                one.dtype,
-                _pair(one.flops),
-                _pair(one.bytes_accessed),
-                [_pair(size) for size in one.sizes],
-                _pair(one.count),
-                one.computed_share,
-                one.alignment,
-                None if one.convolution is None else list(astuple(one.convolution)),
+                operation.name,
+                operation.dtype,
+                _pair(operation.flops),
+                _pair(operation.bytes_accessed),
+                [_pair(size) for size in operation.sizes],
+                _pair(operation.count),
+                operation.computed_share,
+                operation.alignment,
+                None if operation.convolution is None else list(astuple(operation.convolution)),
             ]
-            for one in operations
+            for operation in operations
         ],
         "parameters": [
-            [one.name, list(one.shape), one.bytes, one.trainable, list(one.used_by_blocks), one.buffer]
-            for one in step.parameters
+            [
+                parameter.name,
+                list(parameter.shape),
+                parameter.bytes,
+                parameter.trainable,
+                list(parameter.used_by_blocks),
+                parameter.buffer,
+            ]
+            for parameter in step.parameters
         ],
         "blocks": step.blocks,
-        "experts": [list(one) for one in step.experts],
+        "experts": [list(expert) for expert in step.experts],
     }
 
 
@@ -217,7 +227,7 @@ def _read_linear(value: Any) -> BatchLinear:
 
 def _read_convolution(*values: Any) -> Convolution:
     *sizes, groups, transposed, gradients = values
-    tuples = [tuple(map(_read_count, one)) for one in sizes]
+    tuples = [tuple(map(_read_count, size)) for size in sizes]
     dimensions = len(tuples[0]) - 1
     if [len(one) for one in tuples[1:]] != [dimensions + 2, *[dimensions] * 4] or not _read_count(groups):
         raise ValueError(f"{values} is not a convolution")

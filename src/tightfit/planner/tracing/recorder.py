@@ -432,7 +432,10 @@ def _closed_segments(opened_segments: list[_OpenSegment]) -> tuple[Segment, ...]
     Segments without events and operations are dropped."""
     whole: dict[tuple[str, int, str], dict[int, Timeline]] = defaultdict(dict)  # by call
     births = {
-        note: number for number, note in enumerate(s for one in opened_segments for s, sign in one.events if sign > 0)
+        note: number
+        for number, note in enumerate(
+            s for opened_segment in opened_segments for s, sign in opened_segment.events if sign > 0
+        )
     }
     closed: list[tuple[_OpenSegment, Timeline]] = []
     for opened in opened_segments:

@@ -268,7 +268,7 @@ def record_blocks(
     absent = removed or {}
     numbers = [number for number in range(len(blocks) + len(absent)) if number not in absent]
     earlier = {
-        numbers[number]: [numbers[one] for one in like]
+        numbers[number]: [numbers[tensor] for tensor in like]
         for number, like in ({} if run_all else _earlier_of_kind(blocks)).items()
     }
     names = [forward_attribute(block) for block in blocks]
@@ -389,7 +389,7 @@ def _describe_call(arguments: Any, output: Any) -> Any:
 def _source(leaf: Any, inputs: list[Any]) -> int | None:
     if not isinstance(leaf, Tensor):
         return None
-    tensors = [(position, one) for position, one in enumerate(inputs) if isinstance(one, Tensor)]
+    tensors = [(position, tensor) for position, tensor in enumerate(inputs) if isinstance(tensor, Tensor)]
     same = [position for position, one in tensors if one is leaf]
     like = [position for position, one in tensors if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
     return next(iter(same or like), None)
