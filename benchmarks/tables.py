@@ -937,13 +937,12 @@ def readme_table() -> str:
         ),
         (
             "prediction",
-            f"{len(pairs)} pairs of a small model and a plan. Peak memory: median error {memory[0]}, worst"
-            f" {memory[1]}. Step time after calibration: median error {time[0]}, worst {time[1]}. Of"
-            f" {len({pair['model'] for pair in others})} models of other families, compared last"
-            " (`--others`, [record](records/prediction_others.json)):"
-            f" {of_others[0][0]}, {of_others[0][1]}; {of_others[1][0]}, {of_others[1][1]}. The same models in fp32 on an Intel"
-            f" Xeon without bf16 instructions (`--others --single`, [record](records/prediction_others_single.json)):"
-            f" {of_new[0][0]}, {of_new[0][1]}; {of_new[1][0]}, {of_new[1][1]}.",
+            f"Median and worst error. {len(pairs)} pairs of a small model and a plan: peak memory {memory[0]}, {memory[1]}; step"
+            f" time after calibration {time[0]}, {time[1]}. {len({pair['model'] for pair in others})} models of other families"
+            f" (`--others`, [record](records/prediction_others.json)): memory {of_others[0][0]}, {of_others[0][1]}; time"
+            f" {of_others[1][0]}, {of_others[1][1]}. These in fp32 on an Intel Xeon without bf16 instructions (`--others"
+            f" --single`, [record](records/prediction_others_single.json)): {of_new[0][0]}, {of_new[0][1]}; {of_new[1][0]},"
+            f" {of_new[1][1]}.",
             "prediction",
         ),
         (
