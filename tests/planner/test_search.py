@@ -285,6 +285,30 @@ def test_few_blocks_show_the_excess_of_all_blocks(monkeypatch: pytest.MonkeyPatc
     assert best.dry_run_bytes == pytest.approx(best.peak.total + more, rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "asked"), [(0, [4, 6]), (2**24, [4, 6, 14])])
+def test_a_deep_model_that_is_compiled_whole_is_dry_run_at_two_depths(
+    more: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They show the peak of all blocks, unless they contradict the estimate."""
+    depths: list[int] = []
+    job = tightfit.Job(
+        model={"architecture": "gpt2", "n_layer": 14, "n_embd": 64, "n_head": 2, "vocab_size": 512},
+        data={"synthetic": "tokens", "sequence_length": 64},
+        train=tightfit.Train(batch=8, steps=10),
+    )
+
+    def noted(job: tightfit.Job, *arguments: Any) -> Any:
+        depths.append(model_config(job.model).num_hidden_layers)
+        return dry_run_bytes(job, *arguments) + more * (depths[-1] < 14)
+
+    monkeypatch.setattr(finalists, "dry_run_bytes", noted)
+    best = search(job, GPU, {"compile": "model", "micro_batch": 8, "recompute": "none"})[0]
+    assert depths == asked
+    beside = best.peak.rows["runtime"] + best.peak.rows.get("allocator", 0.0)
+    assert best.dry_run_bytes == pytest.approx(dry_run_bytes(job, best.plan, "cuda") + beside, rel=1e-6)
+
+
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-70b", "qwen2.5-1.5b", "t5-3b"])
 def test_a_deep_model_is_dry_run_with_few_blocks(name: str) -> None:
     config = model_config(with_fewer_blocks(ModelSpec(preset=name), FEW_BLOCKS))
