@@ -191,8 +191,8 @@ def test_tf32_is_chosen_if_casts_cost_more_than_they_save() -> None:
 @pytest.mark.slow
 def test_a_refusal_names_the_largest_rows_and_remedies() -> None:
     with pytest.raises(DoesNotFit, match="largest: runtime") as error:
-        search(limited(1e6), GPU)
-    assert "kept free as a safety margin, 977 KiB are available" in str(error.value)
+        search(limited(2**21), GPU)
+    assert "kept free as a safety margin, 2 MiB are available" in str(error.value)
     assert "which this machine has" in str(error.value)
 
 
