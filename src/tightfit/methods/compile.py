@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from tightfit._torch.compiler import guard_hooks, is_compiler_error, is_compiler_file, operation_error
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.modules import RunningNorm, call_uncompiled, has_hooks, own_buffers, replace_call
+from tightfit._torch.tensors import version_of
 from tightfit.capabilities import missing_for_compile
 from tightfit.cost.entries import EVERYWHERE, Parameter
 from tightfit.cost.ledger import Ledger
@@ -233,12 +234,12 @@ def _is_compiler_error(error: RuntimeError) -> bool:
 def refusing_buffer_changes(
     compiled: Callable[[Batch], Tensor], model: nn.Module, name: str | None
 ) -> Callable[[Batch], Tensor]:
-    """Return a loss function that calls `compiled`. Its first call raises InputError if a block
-    changes one of its buffers.
+    """Return a loss function that calls `compiled`, and raises InputError if a block changes one of
+    its buffers.
 
     Such a block cannot be both compiled and recomputed, because its recomputation would change the
     buffer a second time. Running statistics of norms are allowed, because the compiler handles
-    them.
+    them. The first call compares the values of the buffers, and later ones count how often they were written.
 
     compiled  the compiled loss function: batch -> sum of the losses
     name      name of the list of blocks in the model; None: it is found automatically
@@ -250,22 +251,32 @@ def refusing_buffer_changes(
         if not isinstance(module, RunningNorm)
         for key, _ in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
-    looked = not held
+    compared: list[bool] | None = None  # for each buffer, whether its values are compared in each call
 
     def loss_sum(batch: Batch) -> Tensor:
-        nonlocal looked
-        if looked:
-            return compiled(batch)
-        before = [own_buffers(module)[key].clone() for _, module, key in held]  # type: ignore[union-attr]
+        nonlocal compared
+        buffers = [cast(Tensor, own_buffers(module)[key]) for _, module, key in held]
+        by_value = compared or [compared is None] * len(held)
+        before = [
+            (version_of(buffer), buffer.clone() if copied else buffer)
+            for buffer, copied in zip(buffers, by_value, strict=True)
+        ]
         total = compiled(batch)
-        looked = True
-        for (path, module, key), value in zip(held, before, strict=True):
-            if not torch.equal(own_buffers(module)[key], value):  # type: ignore[arg-type]
+        after = [cast(Tensor, own_buffers(module)[key]) for _, module, key in held]
+        written = [
+            now is not buffer or version_of(now) != version
+            for now, buffer, (version, _) in zip(after, buffers, before, strict=True)
+        ]
+        for (path, _, _), now, (_, value), copied, is_written in zip(
+            held, after, before, by_value, written, strict=True
+        ):
+            if (copied and not torch.equal(now, value)) or (is_written and not copied):
                 raise InputError(
                     "plan: compile with recompute",
                     f"forward changes the buffer {path}, and its recomputation would change it again",
                     "use compile: none, or recompute: none",
                 )
+        compared = written if compared is None else compared  # some are written with the same values
         return total
 
     return loss_sum

@@ -35,6 +35,7 @@ from tightfit.models.tensors import tensors_in, written_tensors
 from tightfit.runtime.recomputed_draws import GlobalGenerators, SameDraws
 
 Forward = Callable[..., Any]
+SMALL_BUFFER = 2**16  # bytes; copying a smaller buffer costs next to nothing
 SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]  # (module, name, buffer, copy of its values)
 
 
@@ -102,35 +103,64 @@ class ChangingBuffers:
     """Finds the buffers that the forward of `modules` changes, in place or by assignment, and
     rewinds them for the recomputation.
 
-    The first forward shows which buffers change: their values are compared before and after it.
-    Version counters do not suffice, because batch_norm changes its buffers without incrementing
-    them.
+    Small buffers are copied before each forward, because a forward may begin to change one at any
+    time: the running statistics of a block that random depth skips at first, or a moving average
+    that begins after some steps. A large buffer, such as a mask, is copied if the first forward
+    changes it. This is seen from its values, because batch_norm changes its buffers without
+    counting a version. A later change is refused, because the values before it are lost.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
         each = dict.fromkeys(module for block in modules for module in block.modules())
         self.tracked = [(module, name) for module in each for name in buffer_names(module)]
-        self.known = False
+        self._constant: list[tuple[nn.Module, str]] = []  # large buffers that the first forward did not write
+        self._versions: list[tuple[Tensor | None, int]] = []  # all buffers before the current forward
+        self._knows_constant = False
 
     def values(self) -> SavedBuffers:
         """Return a list of (module, name, buffer, copy of its values) for each buffer that may
-        change."""
+        change. Call it before each original forward."""
+        self._versions = self._current_versions()
         found = [(module, name, own_buffers(module)[name]) for module, name in self.tracked]
         return [(module, name, buffer, buffer.clone()) for module, name, buffer in found if buffer is not None]
 
     def track_changed(self, before: SavedBuffers) -> None:
-        """Call after each original forward. The first call finds the buffers that this forward has
-        changed; from then on, only these are saved and rewound.
+        """Call after each original forward. The first call finds the large buffers that this forward
+        has not written; from then on, these are no longer copied.
 
         before  what `values` returned before the forward
+
+        Raises InputError if a later forward has written one of these.
         """
-        if not self.known:
-            self.tracked = [
-                (module, name)
-                for module, name, buffer, copy in before
-                if own_buffers(module)[name] is not buffer or not torch.equal(buffer, copy)
-            ]
-            self.known = True
+        written = [
+            now is not known or version != known_version
+            for (now, version), (known, known_version) in zip(self._current_versions(), self._versions, strict=True)
+        ]
+        if self._knows_constant:
+            for (module, name), is_written in zip(self._constant, written, strict=True):
+                if is_written:
+                    raise InputError(
+                        "plan: recompute",
+                        f"{type(module).__name__} changes its buffer {name}, which its first forward did not change, and "
+                        "of which there is no copy",
+                        "use recompute: none, or let the first forward change the buffer, too",
+                    )
+            return
+        unwritten = {buffer for buffer, is_written in zip(self.tracked, written, strict=True) if not is_written}
+        self._constant = [
+            (module, name)
+            for module, name, buffer, copy in before
+            if buffer.nbytes > SMALL_BUFFER and (module, name) in unwritten and torch.equal(buffer, copy)
+        ]
+        self.tracked = [buffer for buffer in self.tracked if buffer not in set(self._constant)]
+        self._knows_constant = True
+
+    def _current_versions(self) -> list[tuple[Tensor | None, int]]:
+        """Return (buffer, number of its changes so far) for each buffer of which `track_changed` has to know whether a
+        forward writes it."""
+        places = self._constant if self._knows_constant else self.tracked
+        found = [own_buffers(module)[name] for module, name in places]
+        return [(buffer, -1 if buffer is None else version_of(buffer)) for buffer in found]
 
     @contextmanager
     def rewound(self, before: SavedBuffers) -> Iterator[None]:
@@ -141,7 +171,7 @@ class ChangingBuffers:
         before  what `values` returned before the original forward
         """
         keys = {(id(module), name) for module, name in self.tracked}
-        changed = [one for one in before if (id(one[0]), one[1]) in keys]
+        changed = [saved for saved in before if (id(saved[0]), saved[1]) in keys]
         now = self.values()
         restore_buffers(changed)
         try:
