@@ -333,3 +333,19 @@ def test_a_decoder_reads_labels_shifted_as_by_the_model(architecture: str) -> No
     run = tightfit.build(job)
     (batch,) = next(run.data.steps(0, None))
     assert run.loss_sum(batch).item() == pytest.approx(run.model(**batch).loss.item() * 6, rel=1e-5)
+
+
+def test_a_function_may_create_layers_without_values_first() -> None:
+    """nn.utils.skip_init makes the layer on the meta device and moves it, also where the planner makes the model."""
+
+    def made() -> nn.Module:
+        layer = nn.utils.skip_init(nn.Linear, 4, 3, bias=False)
+        nn.init.ones_(layer.weight)
+        return layer
+
+    job = tightfit.Job(
+        model=made, data=[(torch.ones(4), torch.ones(3))] * 8, loss=nn.MSELoss(), train={"batch": 4, "steps": 1}
+    )
+    assert tightfit.dry_run(job, tightfit.Plan()).rows["parameters"] == 48
+    run = tightfit.build(job)
+    assert [step.loss for step in tightfit.train(run)] == [9.0]

@@ -26,6 +26,7 @@ def job(name: str) -> tightfit.Job:
     return tightfit.Job(model=model, data=samples(), loss=loss, allow=["bf16"], train=train)
 
 
+@pytest.mark.filterwarnings("ignore:the training depends on how a batch is split")
 @pytest.mark.sweep(16)
 @pytest.mark.parametrize(
     ("name", "fields"),

@@ -47,11 +47,11 @@ def diagonal(output: Tensor, batch: Any) -> Tensor:
 
 def estimator_of(model: Any, memory: float | None = None) -> Estimator:
     samples = [(torch.zeros(WIDTH), 0)] * 8
-    limits = tightfit.Limits() if memory is None else tightfit.Limits(memory=int(memory))
-    train = tightfit.Train(batch=BATCH, steps=4)
-    job = tightfit.Job(model=model, data=samples, loss=diagonal, train=train, limits=limits)
+    job = tightfit.Job(model=model, data=samples, loss=diagonal, train=tightfit.Train(batch=BATCH, steps=4))
     found = Estimator(job, GPU)
     found.runtime_bytes = 0
+    if memory is not None:  # a job's own limit is at least 1 MiB
+        found.limit_bytes = int(memory)
     return found
 
 

@@ -100,14 +100,20 @@ def convertible_fake_modules() -> Iterator[None]:
     apply: Any = nn.Module._apply
 
     def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        fakes: list[Any] = [parameter for parameter in module._parameters.values() if isinstance(parameter, FakeTensor)]
-        if not fakes or any(fake.grad is not None for fake in fakes):
+        fakes: dict[str, Any] = {
+            name: parameter for name, parameter in module._parameters.items() if isinstance(parameter, FakeTensor)
+        }
+        if not fakes or any(fake.grad is not None for fake in fakes.values()):
             return apply(module, fn, recurse)  # type: ignore[no-any-return]
         for child in module.children() if recurse else ():
             child._apply(fn)
-        for fake in fakes:
+        for name, fake in fakes.items():
             with torch.no_grad():
-                fake.data = fn(fake)
+                converted = fn(fake)
+                if fake.device.type == converted.device.type:
+                    fake.data = converted
+                else:  # as with nn.utils.skip_init, from meta
+                    module._parameters[name] = nn.Parameter(converted, fake.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = fn(buffer)
