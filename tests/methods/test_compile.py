@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tightfit
 from tests import tiny
 from tests.planner import cases
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.machine import Machine
 from tightfit.methods import compile as compile_method
 from tightfit.planner.estimator import Estimator
@@ -100,6 +100,50 @@ def _layers() -> nn.Module:
 
 def _sequences() -> nn.Module:
     return Stacked(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(3)))
+
+
+class Widening(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, inner), nn.Linear(inner, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+def test_more_blocks_than_torch_s_limit_are_all_compiled(counter: CompileCounterWithBackend) -> None:
+    """Of one class, torch compiles 8 functions for different shapes, and runs the rest uncompiled."""
+    count = torch._dynamo.config.recompile_limit + 2
+    own = tightfit.Job(
+        model=lambda: Stacked(*(Widening(4 * number + 4) for number in range(count))),
+        data=[(torch.randn(6, 16), index % 3) for index in range(4)],
+        train=tightfit.Train(batch=4, steps=1),
+    )
+    losses(own, tightfit.Plan(compile="block"))
+    assert counter.frame_count == count
+
+
+@pytest.mark.filterwarnings("ignore:.*reads the number")
+def test_a_block_that_is_compiled_again_and_again_is_named(counter: CompileCounterWithBackend) -> None:
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1.0 if Counting.calls > 5 else 0.5 + Counting.calls)
+
+    own = tightfit.Job(
+        model=lambda: Stacked(*(Counting(16, 16) for _ in range(2))),
+        data=[(torch.randn(6, 16), index % 3) for index in range(4)],
+        train=tightfit.Train(batch=4, steps=4),
+    )
+    run = tightfit.build(own, tightfit.Plan(compile="block"))
+
+    def train() -> None:
+        for _ in tightfit.train(run):
+            Counting.calls += 1
+
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(TightfitWarning, match="has compiled 'forward'"):
+        train()
 
 
 @pytest.mark.parametrize("model", [_layers, _sequences])

@@ -6,6 +6,7 @@ The functions import torch's compiler only when they are called, because the imp
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -108,6 +109,37 @@ def forget_compilations(key: Hashable) -> None:
     _COMPILATIONS.key = key
 
 
+def allow_compilations(more: int) -> None:
+    """Let torch.compile compile each function `more` times more often in this process, before it gives up and runs
+    the function uncompiled. All blocks of a class are one function."""
+    config = importlib.import_module("torch.compiler.config")
+    config.recompile_limit += more
+    config.accumulated_recompile_limit += more
+
+
+class _GivenUp(logging.Filter):
+    """Replaces torch's log messages that a function was compiled too often, by calls of `say`."""
+
+    def __init__(self, say: Callable[[int, str], None]) -> None:
+        super().__init__()
+        self.say = say
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("torch._dynamo hit config.") or not isinstance(record.args, tuple):
+            return True
+        _, limit, function, *_ = record.args
+        self.say(int(str(limit)), str(function))
+        return False
+
+
+def when_compiling_ends(say: Callable[[int, str], None]) -> None:
+    """Call `say` (number of compilations, name and place of the function) each time that torch.compile gives up
+    compiling a function, in place of torch's log message. Only the first call of this function has an effect."""
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    if not any(isinstance(known, _GivenUp) for known in logger.filters):
+        logger.addFilter(_GivenUp(say))
+
+
 def may_be_dynamic(tensor: Tensor, dim: int) -> None:
     """Let compiled code accept any size of dimension `dim` of `tensor` without recompilation. If
     the code works for one size only, the mark has no effect."""
@@ -182,6 +214,7 @@ def takes_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], An
 
 
 __all__ = [
+    "allow_compilations",
     "aot_backend",
     "forget_compilations",
     "import_inductor_lowerings",
@@ -194,4 +227,5 @@ __all__ = [
     "operation_error",
     "rng_state_wrappers",
     "takes_list",
+    "when_compiling_ends",
 ]

@@ -22,6 +22,7 @@ short last micro-batch, or an evaluation, runs without the compiler.
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,14 +32,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tightfit._torch.compiler import guard_hooks, is_compiler_error, is_compiler_file, operation_error
+from tightfit._torch.compiler import (
+    allow_compilations,
+    guard_hooks,
+    is_compiler_error,
+    is_compiler_file,
+    operation_error,
+    when_compiling_ends,
+)
 from tightfit._torch.fake import active_fake_mode
 from tightfit._torch.modules import RunningNorm, call_uncompiled, has_hooks, own_buffers, replace_call
 from tightfit._torch.tensors import version_of
 from tightfit.capabilities import missing_for_compile
 from tightfit.cost.entries import EVERYWHERE, Parameter
 from tightfit.cost.ledger import Ledger
-from tightfit.errors import InputError
+from tightfit.errors import InputError, TightfitWarning
 from tightfit.job import Job
 from tightfit.machine import Machine
 from tightfit.models import find_blocks
@@ -143,8 +151,11 @@ def apply(run: Run, plan: Plan) -> Run:
     full = None if any_size else plan.micro_batch_of(run.job.train.batch)
     if any(map(has_hooks, run.model.modules())):  # which another module of the same class may not have
         guard_hooks()
+    blocks = find_blocks(run.model, run.job.blocks_name) if plan.compile == "block" else []
+    if active_fake_mode() is None:
+        allow_compilations(2 * max(len(blocks), 1))  # of blocks of one class that differ, each for two shapes
+        when_compiling_ends(_warn_of_limit)
     if plan.compile == "block":
-        blocks = find_blocks(run.model, run.job.blocks_name)
         if not blocks:
             raise InputError(
                 "plan: compile=block", f"{type(run.model).__name__} has no repeated blocks", "use compile: model"
@@ -159,6 +170,15 @@ def apply(run: Run, plan: Plan) -> Run:
     if plan.recompute != "none" and active_fake_mode() is None:
         compiled = refusing_buffer_changes(compiled, run.model, run.job.blocks_name)
     return replace(run, loss_sum=only_full_batches(compiled, run.loss_sum, full))
+
+
+def _warn_of_limit(limit: int, function: str) -> None:
+    warnings.warn(
+        f"torch.compile has compiled {function} {limit} times, because its inputs or what it reads change, and runs it "
+        "uncompiled from now on; compile: none avoids the compilations",
+        TightfitWarning,
+        stacklevel=2,
+    )
 
 
 def _compile_loss(run: Run, **options: Any) -> Callable[[Batch], Tensor]:
