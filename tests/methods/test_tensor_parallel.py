@@ -340,6 +340,44 @@ def test_a_user_s_model_is_sharded_by_its_own_table(sequences: bool) -> None:
         assert cases.distance(weights, expected[1]) < 1e-6
 
 
+class FusedAttention(nn.Module):
+    """Attention of four heads with one product for queries, keys and values."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.head_width = width // 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        found = nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + self.out(found.transpose(1, 2).flatten(2))
+
+
+class Fused(Own):
+    tensor_parallel: ClassVar = {"blocks.*.qkv": "qkv", "blocks.*.out": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FusedAttention(16) for _ in range(3))
+
+
+def fused_trained(fields: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    train = tightfit.Train(batch=4, steps=3, learning_rate=1e-2, epsilon=cases.EPSILON)
+    job = tightfit.Job(model=Fused, data=cases.image_samples(False), train=train)
+    run = tightfit.build(job, tightfit.Plan(**fields))
+    return [step.loss for step in tightfit.train(run)], cases.state_of(run)
+
+
+def test_a_user_s_fused_projection_is_sharded_matrix_by_matrix() -> None:
+    expected = fused_trained({})
+    for losses, weights in together(2, HERE + "fused_trained", {"tp": 2}):
+        assert losses == pytest.approx(expected[0], rel=2e-6)
+        assert cases.distance(weights, expected[1]) < 1e-6
+
+
 def refusal(model: Any, fields: dict[str, Any]) -> str:
     job = tightfit.Job(model=model, data=cases.language_samples(True), train=tightfit.Train(batch=4, steps=1))
     with pytest.raises(InputError) as refused:
@@ -364,6 +402,11 @@ def refusal(model: Any, fields: dict[str, Any]) -> str:
         ),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.up": "sideways"}}, {"tp": 2}, "not a known style of sharding"),
         ({**cases.LLAMA, "tensor_parallel": {"*.mlp.sideways": "colwise"}}, {"tp": 2}, "no module of the model"),
+        (
+            {**cases.LLAMA, "tensor_parallel": {"*.mlp.up_proj": "colwise", "*.mlp.down_prj": "rowwise"}},
+            {"tp": 2},
+            "*.mlp.down_prj: names no module of the model\n  fix: leave it out, or use *.mlp.down_proj",
+        ),
         (
             {**cases.GPT2, "tensor_parallel": {"lm_head": "colwise_gather_output"}},
             {"tp": 2},

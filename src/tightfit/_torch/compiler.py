@@ -112,7 +112,7 @@ def forget_compilations(key: Hashable) -> None:
 def allow_compilations(more: int) -> None:
     """Let torch.compile compile each function `more` times more often in this process, before it gives up and runs
     the function uncompiled. All blocks of a class are one function."""
-    config = importlib.import_module("torch.compiler.config")
+    config: Any = importlib.import_module("torch.compiler.config")
     config.recompile_limit += more
     config.accumulated_recompile_limit += more
 

@@ -38,6 +38,7 @@ features; the all-reduce adds the four partial outputs.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from dataclasses import replace
 from functools import partial
@@ -264,8 +265,8 @@ def sharding_table(run: Run) -> dict[str, str]:
     Raises InputError if none of them exists, or if a style is unknown.
     """
     spec = run.job.model
-    own = spec.tensor_parallel if isinstance(spec, ModelSpec) else None
-    own = own or getattr(run.model, "tensor_parallel", None)
+    asked = spec.tensor_parallel if isinstance(spec, ModelSpec) else None
+    own = asked or getattr(run.model, "tensor_parallel", None)
     if own:
         wrong = sorted({style for style in own.values() if style not in STYLES})
         if wrong:
@@ -274,6 +275,8 @@ def sharding_table(run: Run) -> dict[str, str]:
                 "this is not a known style of sharding",
                 f"use one of: {', '.join(STYLES)}",
             )
+        if asked:
+            _refuse_names_of_nothing(run.model, asked)
         return dict(own)
     config: Any = getattr(run.model, "config", None)
     kind = getattr(config, "model_type", None)
@@ -291,6 +294,24 @@ def sharding_table(run: Run) -> dict[str, str]:
         found,
         "give one in the job (model: {..., tensor_parallel: {blocks.*.up: colwise, blocks.*.down: rowwise}}), or use tp: 1",
     )
+
+
+def _refuse_names_of_nothing(model: nn.Module, table: dict[str, str]) -> None:
+    """Raise InputError if a pattern of the job's own table matches no module of the model, and no parameter of
+    experts."""
+    names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
+    for pattern in table:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            last = pattern.rpartition(".")[2]
+            known = sorted({name.rpartition(".")[2] for name, _ in model.named_modules()} - {""})
+            near = difflib.get_close_matches(last, known, 1)
+            raise InputError(
+                f"job: model.tensor_parallel: {pattern}",
+                "names no module of the model",
+                f"leave it out, or use {pattern.removesuffix(last)}{near[0]}"
+                if near
+                else "leave it out, or correct it",
+            )
 
 
 def _check_heads(model: nn.Module, size: int) -> None:

@@ -102,7 +102,9 @@ class Sharder:
             raise InputError(
                 f"plan: tp, table: {name}: {style}",
                 f"{name} is a {type(module).__name__}, which this style cannot shard",
-                "give this style to nn.Linear modules only",
+                "give this style to nn.Embedding modules only, or use colwise"
+                if style == "heads"
+                else "give this style to nn.Linear modules only",
             )
         columns, rows = (0, 1) if is_linear else (1, 0)
         pieces = PIECES.get(style, 1)
@@ -201,7 +203,7 @@ class Sharder:
         else:
             module.out_features, module.in_features = module.weight.shape
         parent: Any = self.model.get_submodule(name.rpartition(".")[0])
-        if style == "qkv":
+        if style == "qkv" and hasattr(parent, "split_size"):  # GPT-2's
             parent.split_size //= self.size
         if style == "rowwise" and hasattr(parent, "relative_attention_num_buckets"):
             parent.n_heads //= self.size
