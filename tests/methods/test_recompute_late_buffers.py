@@ -136,3 +136,24 @@ def test_a_compiled_block_that_changes_a_buffer_later_is_refused(compiled: str) 
     Late.bound = 0.0
     with pytest.raises(InputError, match=r"forward changes the buffer blocks\.0\.average"):
         next(steps)
+
+
+class Queue(Blocks):
+    """Runs with batches of one size only, as a model with a queue of MoCo does."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        if len(states) != 4:
+            raise RuntimeError(f"{len(states)} is another number of samples")
+        return super().forward(states)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "sqrt"])
+def test_a_model_for_one_number_of_samples_is_checked_with_it(recompute: str) -> None:
+    """Without a warning that it could not be checked."""
+    job = tightfit.Job(
+        model=lambda: Queue(LateNorm),
+        data=[(torch.ones(WIDTH), torch.ones(WIDTH)) for _ in range(8)],
+        loss=nn.MSELoss(),
+        train={"batch": 4, "steps": 1, "learning_rate": 1e-2, "trackers": []},
+    )
+    assert len(list(tightfit.train(tightfit.build(job, tightfit.Plan(recompute=recompute))))) == 1

@@ -22,6 +22,7 @@ from tightfit.models.hook_linearity import nonlinear_hook
 from tightfit.models.objective import objective_of_job
 from tightfit.parallel.fsdp.planning import uses_fully_shard
 from tightfit.plan import Plan
+from tightfit.runtime.micro_batches import example_batches
 from tightfit.runtime.run import Run
 
 
@@ -65,7 +66,10 @@ def check_uses(run: Run) -> bool:
         _refuse_changed_state(run)
     if not (moves or accumulates or plan.has_16_bit_weights):
         return False
-    uses = uses_of_parameters(model_factory(run.job.model), objective_of_job(run.job).total, run.data.example())
+    for example in example_batches(run.data, plan.micro_batch_of(batch)):
+        uses = uses_of_parameters(model_factory(run.job.model), objective_of_job(run.job).total, example)
+        if not uses.unchecked:
+            break
     _warn_of_unchecked(plan, "what the forward does with the model's parameters", uses.unchecked)
     changed = (*uses.changed, *uses.attributes) if accumulates else ()
     if changed:
@@ -152,7 +156,10 @@ def check_samples(run: Run) -> None:
 def _refuse_changed_state(run: Run) -> None:
     job = run.job
     total = objective_of_job(job).total  # without the methods, which belong to the run's own model
-    state = changed_after_forward(model_factory(job.model), total, run.data.example(), job.blocks_name)
+    for example in example_batches(run.data, run.plan.micro_batch_of(job.train.batch)):
+        state = changed_after_forward(model_factory(job.model), total, example, job.blocks_name)
+        if not state.unchecked:
+            break
     if state.changed:
         raise InputError(
             f"plan: recompute={run.plan.recompute}",

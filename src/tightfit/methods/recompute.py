@@ -47,6 +47,7 @@ from tightfit.plan import Plan
 from tightfit.runtime.attention_core import Found, no_attention, recompute_attention
 from tightfit.runtime.block_groups import ending_groups, recompute_group, refuse_other_uses
 from tightfit.runtime.method import SearchFacts
+from tightfit.runtime.micro_batches import example_batches
 from tightfit.runtime.recomputation import ChangingBuffers, recomputed, restore_buffers
 from tightfit.runtime.recomputed_draws import GlobalGenerators
 from tightfit.runtime.run import Run, to_device
@@ -243,19 +244,34 @@ def cost(ledger: Ledger, plan: Plan, machine: Machine) -> Ledger:
 
 
 def _refuse_other_uses(run: Run, plan: Plan, groups: list[list[nn.Module]]) -> None:
-    """Run the model on one example batch without gradients, and raise InputError if the blocks of a
-    group cannot be recomputed together.
+    """Run the model on an example batch without gradients, and raise InputError if the blocks of a
+    group cannot be recomputed together. If the model fails on few samples, it runs on a whole
+    micro-batch.
 
     In a group, each block's output must be used only as the input of the next block, because only
     the output of the group's last block exists after the group's forward.
 
     groups  the groups of blocks
     """
+    examples = example_batches(run.data, plan.micro_batch_of(run.job.train.batch))
+    few = next(examples)
+    try:
+        _run_example(run, plan, groups, few)
+    except InputError:
+        raise
+    except Exception:
+        whole = next(examples, None)
+        if whole is None:
+            raise
+        _run_example(run, plan, groups, whole)
+
+
+def _run_example(run: Run, plan: Plan, groups: list[list[nn.Module]], batch: Batch) -> None:
     buffers = ChangingBuffers([run.model])
     before = buffers.values()
     devices = [run.device] if run.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
-        batch = to_device(run.data.example(), run)
+        batch = to_device(batch, run)
         if plan.has_16_bit_weights:  # the weights are in 16 bits; cast the batch to their type
             narrow = torch.bfloat16 if plan.precision == "bf16-true" else torch.float16
             batch = map_tensors(lambda tensor: tensor.to(narrow) if tensor.is_floating_point() else tensor, batch)

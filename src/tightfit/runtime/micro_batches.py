@@ -292,3 +292,14 @@ _END = None  # marks the end: no batch is None
 
 def _pinned(batch: Batch, plan: Plan) -> Batch:
     return map_tensors(lambda tensor: tensor.pin_memory(), batch) if plan.pin_memory else batch
+
+
+def example_batches(data: Any, samples: int) -> Iterator[Batch]:
+    """Yield a batch of few samples, and then one of `samples`, the size of the plan's micro-batches: a model may run with no
+    other number of samples. A dry run's data has only the first.
+
+    data  the run's data
+    """
+    yield data.example()
+    if hasattr(data, "samples_between"):
+        yield data.samples_between(0, samples)
