@@ -140,8 +140,7 @@ def test_only_one_chunk_of_logits_is_alive_at_a_time() -> None:
     assert tracker.peak().total < 2.5 * 4 * 64 * vocabulary
 
 
-@pytest.mark.parametrize("name", ["final_logit_softcapping", "logit_scale", "logits_scaling"])
-def test_a_model_that_changes_its_logits_is_refused(name: str) -> None:
+def test_a_model_that_caps_its_logits_is_refused() -> None:
     class Config:
         pass
 
@@ -155,11 +154,32 @@ def test_a_model_that_changes_its_logits_is_refused(name: str) -> None:
 
     model: Any = Model()
     assert find_output_head(TASKS["causal-lm"], model) is model.head
-    setattr(model.config, name, 1.0)
+    model.config.final_logit_softcapping = None
     assert find_output_head(TASKS["causal-lm"], model) is model.head
-    setattr(model.config, name, 30.0)
-    with pytest.raises(InputError, match=name):
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(InputError, match="final_logit_softcapping"):
         find_output_head(TASKS["causal-lm"], model)
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "granite": {"logits_scaling": 7.0},
+    "cohere": {"logit_scale": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "llama": {},
+}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])  # before the first step, where no gradient shows what was done
+@pytest.mark.parametrize("precision", ["fp32", "bf16-mixed"])
+@pytest.mark.parametrize("name", list(SCALED))
+def test_logits_times_a_number_are_computed_in_chunks(name: str, precision: str, evaluates: bool) -> None:
+    sizes = {key: value for key, value in tiny.LLAMA.items() if key != "architecture"}
+    job = tiny.job(steps=3).replace(model={"architecture": name, **sizes, **SCALED[name]})
+    found = []
+    for chunk in (None, 8):
+        run = tightfit.build(job, tightfit.Plan(chunked_loss=chunk, precision=precision))  # type: ignore[arg-type]
+        before = [tightfit.evaluate(run)] if evaluates else []
+        found.append([*before, *(step.loss for step in tightfit.train(run))])
+    assert found[1] == pytest.approx(found[0], rel=1e-6 if precision == "fp32" else 2e-3)
 
 
 def test_a_model_without_a_head_is_refused() -> None:
@@ -564,6 +584,20 @@ class LearnedBias(Language):
         return self.logits(input_ids) + self.bias
 
 
+class Scaled(Language):
+    bias = False
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 12, bias=self.bias))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.logits(input_ids) * 3.0 / 0.7
+
+
+class ScaledBias(Scaled):
+    bias = True
+
+
 class Cast(Language):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 12))
@@ -584,6 +618,8 @@ class WithCosine(Language):
         ("WithCosine", "is a Cosine, whose forward is not that of nn.Linear"),
         ("LearnedScale", "changes the logits after its output head"),
         ("LearnedBias", "changes the logits after its output head"),
+        ("ScaledBias", "changes the logits after its output head"),
+        ("Scaled", ""),
         ("Cast", ""),
     ],
 )

@@ -25,6 +25,7 @@ _COPIES = (
     "ToCopyBackward", "ViewBackward", "UnsafeViewBackward", "ReshapeAliasBackward", "AliasBackward", "CloneBackward",
     "SliceBackward", "SqueezeBackward", "UnsqueezeBackward", "TransposeBackward", "PermuteBackward", "TBackward", "AsStridedBackward",
 )  # fmt: skip
+_SCALINGS = ("MulBackward", "DivBackward")
 
 
 def find_output_head(objective: Objective, model: nn.Module) -> nn.Linear:
@@ -47,13 +48,12 @@ def find_output_head(objective: Objective, model: nn.Module) -> nn.Linear:
             "leave out chunked_loss, or give the model a method get_output_embeddings() that returns this layer",
         )
     config: Any = getattr(model, "config", None)
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise InputError(
-                "plan: chunked_loss",
-                f"the model changes the logits after its output head ({name})",
-                "leave out chunked_loss",
-            )
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        raise InputError(
+            "plan: chunked_loss",
+            "the model changes the logits after its output head (final_logit_softcapping)",
+            "leave out chunked_loss",
+        )
     return layer
 
 
@@ -66,7 +66,10 @@ class OutputHead:
     model          the model; it may have a buffer that it adds to the logits
     skips_product  True while a forward without the product runs
     hidden_states  the input of the output head in this forward; None outside of it
-    checked        True after a check that the model returns the hidden states unchanged
+    checked        True after a check that the model returns the hidden states as they are, or times a number
+
+    Example: Granite divides its logits by `logits_scaling`. The model then returns the hidden states
+    divided by it, and their product with the head's weight is the same.
     """
 
     layer: nn.Linear
@@ -108,7 +111,8 @@ class OutputHead:
 
     def hidden(self, logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
         """Run the model on `batch` without the head's product, and return the hidden states, which
-        are the head's input. Raises InputError if the model changes the head's output.
+        are the head's input. If the model multiplies the head's output by a number, they are
+        multiplied by it. Raises InputError if the model changes the head's output in another way.
 
         logits  the function `Objective.logits`, which calls the model on the batch
         """
@@ -139,7 +143,8 @@ class OutputHead:
     @torch.compiler.disable
     def _check(self, returned: Tensor) -> None:
         """Raise InputError if `returned`, the model's output, differs from the hidden states in
-        more than its type. The values are compared only in the first forward, the shapes in each.
+        more than its type and a factor. The values are compared only in the first forward, the
+        shapes in each.
         """
         given = self.hidden_states
         if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
@@ -147,19 +152,27 @@ class OutputHead:
         if self.checked or is_fake(returned):
             return
         self.checked = True
-        if returned.requires_grad and self.logits_bias is None and not _is_copy_of(given, returned):
-            raise _changed()  # by something that changes no value yet, such as a scale that begins at 1
-        if not torch.equal(returned.detach(), given.detach().to(returned.dtype).view_as(returned)):
+        if returned.requires_grad and self.logits_bias is None and not _is_scaled_copy_of(given, returned):
+            raise _changed()  # by something that changes no value yet, such as a weight that begins at 1
+        before, after = given.detach().float(), returned.detach().view_as(given).float()
+        factor = (before * after).sum() / before.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+        is_same = torch.equal(after, before)
+        rounding = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (given, returned))
+        if not is_same and not torch.allclose(after, factor * before, rtol=rounding, atol=0.0):
             raise _changed()
+        if not is_same and (self.layer.bias is not None or self.logits_bias is not None):
+            raise _changed()  # the bias is multiplied, too
 
 
-def _is_copy_of(given: Tensor, returned: Tensor) -> bool:
-    """Return whether autograd says that `returned` was made from `given` by copies, casts and views alone."""
+def _is_scaled_copy_of(given: Tensor, returned: Tensor) -> bool:
+    """Return whether autograd says that `returned` was made from `given` by copies, casts, views and
+    multiplications by something that has no gradient."""
     node = returned.grad_fn
     while node is not None and node is not given.grad_fn:
-        if not node.name().startswith(_COPIES) or not node.next_functions:
+        sources = [source for source, _ in node.next_functions if source is not None]
+        if not node.name().startswith((*_COPIES, *_SCALINGS)) or len(sources) != 1:
             return False
-        node = node.next_functions[0][0]
+        node = sources[0]
     return node is given.grad_fn
 
 
