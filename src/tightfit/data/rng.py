@@ -61,6 +61,12 @@ def seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed % 2**63)
 
 
+def numbers_drawn() -> tuple[Any, ...]:
+    """Return what says how many numbers were drawn from the global generators of Python and NumPy since they got a seed."""
+    state: Any = np.random.get_state(legacy=False)
+    return random.getstate(), state["state"]["key"].tobytes(), state["state"]["pos"]
+
+
 def _states() -> States:
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
