@@ -153,7 +153,8 @@ def apply(run: Run, plan: Plan) -> Run:
         guard_hooks()
     blocks = find_blocks(run.model, run.job.blocks_name) if plan.compile == "block" else []
     if active_fake_mode() is None:
-        allow_compilations(2 * max(len(blocks), 1))  # of blocks of one class that differ, each for two shapes
+        kinds = {tuple(parameter.shape for parameter in block.parameters()) for _, block in blocks}
+        allow_compilations(2 * max(len(kinds), 1))  # of blocks of one class that differ, each for two shapes of inputs
         when_compiling_ends(_warn_of_limit)
     if plan.compile == "block":
         if not blocks:
