@@ -607,11 +607,55 @@ class Cast(Language):
         return logits[:, :, :].view(*input_ids.shape, -1)
 
 
+class Padded(Language):
+    """Hides words of a padded vocabulary in place, so that the model returns what the head returned."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 12, bias=False))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = self.logits(input_ids)
+        logits[..., 7:] = -1e4
+        return logits
+
+
+class Standardized(Padded):
+    """Divides the logits by something that depends on them."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits = self.logits(input_ids)
+        return logits / logits.detach().abs().max()
+
+
+class Clamped(Padded):
+    """Changes nothing yet."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.logits(input_ids).clamp(-50, 50)
+
+
+class Annealed(Language):
+    """Its factor begins at 1, and would multiply the bias, too."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 12))
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.logits(input_ids) * self.factor
+        if self.training:
+            self.factor = self.factor * 0.9
+        return logits
+
+
 class WithCosine(Language):
     def __init__(self) -> None:
         super().__init__(Cosine(8, 12, bias=False))
 
 
+@pytest.mark.filterwarnings("ignore:the forward changes")
+@pytest.mark.parametrize("compiled", ["none", "model"])
+@pytest.mark.parametrize("evaluates", [False, True])  # before the training, where autograd shows nothing
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -619,27 +663,39 @@ class WithCosine(Language):
         ("LearnedScale", "changes the logits after its output head"),
         ("LearnedBias", "changes the logits after its output head"),
         ("ScaledBias", "changes the logits after its output head"),
+        ("Padded", "changes the logits after its output head"),
+        ("Standardized", "changes the logits after its output head"),
+        ("Clamped", "changes the logits after its output head"),
+        ("Annealed", "changes the logits after its output head"),
         ("Scaled", ""),
         ("Cast", ""),
     ],
 )
-def test_heads_that_do_more_than_a_product_are_refused(name: str, words: str) -> None:
+def test_heads_that_do_more_than_a_product_are_refused(
+    name: str, words: str, evaluates: bool, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tightfit.methods.compile.BACKEND", "aot_eager")
     ids = torch.arange(48).view(4, 12) % 8
     job = tightfit.Job(
         model={"python": f"{__name__}:{name}", "task": "causal-lm"},
         data=[{"input_ids": one, "labels": one.clone()} for one in ids],
-        train=tightfit.Train(batch=4, steps=1),
+        train=tightfit.Train(batch=4, steps=2),
     )
 
-    def trained() -> list[float]:
-        return [step.loss for step in tightfit.train(tightfit.build(job, tightfit.Plan(chunked_loss=5)))]
+    def trained(plan: tightfit.Plan) -> list[float]:
+        torch.compiler.reset()
+        run = tightfit.build(job, plan)
+        if evaluates:
+            with torch.no_grad():
+                run.loss_sum(next(run.data.steps(0, None))[0])
+        return [step.loss for step in tightfit.train(run)]
 
+    chunked = tightfit.Plan(chunked_loss=5, compile=compiled)
     if not words:
-        expected = [step.loss for step in tightfit.train(tightfit.build(job))]
-        assert trained() == pytest.approx(expected, rel=1e-6)
+        assert trained(chunked) == pytest.approx(trained(tightfit.Plan()), rel=1e-6)
         return
     with pytest.raises(InputError, match=words):
-        trained()
+        trained(chunked)
 
 
 def test_a_chunked_loss_in_micro_batches_needs_no_warning() -> None:

@@ -110,7 +110,7 @@ def test_a_large_buffer_that_changes_later_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", ["block", "model"])
-def test_a_compiled_block_that_changes_a_buffer_later_is_refused(compiled: str) -> None:
+def test_a_compiled_block_that_changes_one_later_is_refused(compiled: str) -> None:
     class Late(LateAverage):
         """As LateAverage, without a buffer that changes from the first forward on."""
 

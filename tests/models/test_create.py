@@ -349,3 +349,34 @@ def test_a_function_may_create_layers_without_values_first() -> None:
     assert tightfit.dry_run(job, tightfit.Plan()).rows["parameters"] == 48
     run = tightfit.build(job)
     assert [step.loss for step in tightfit.train(run)] == [9.0]
+
+
+OWN_FILE = """
+import torch
+from torch import nn
+
+ROWS = [(torch.ones(4), torch.full((3,), float(row))) for row in range(8)]
+
+
+def model():
+    return nn.Linear(4, 3)
+
+
+def data():
+    return ROWS
+"""
+
+
+def test_tensors_of_a_user_s_file_have_values(tmp_path):
+    """The planner reads the file where tensors have no values."""
+    path = tmp_path / "own_rows.py"
+    path.write_text(OWN_FILE)
+    job = tightfit.Job(
+        model={"python": f"{path}:model"},
+        data={"python": f"{path}:data"},
+        loss=nn.MSELoss(),
+        train={"batch": 4, "steps": 2, "trackers": []},
+    )
+    assert tightfit.dry_run(job, tightfit.Plan()).total > 0
+    assert load_python(f"{path}:data")()[3][1].tolist() == [3.0] * 3
+    assert len([step.loss for step in tightfit.train(tightfit.build(job))]) == 2

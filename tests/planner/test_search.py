@@ -287,7 +287,7 @@ def test_few_blocks_show_the_excess_of_all_blocks(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("more", "asked"), [(0, [4, 6]), (2**24, [4, 6, 14])])
-def test_a_deep_model_that_is_compiled_whole_is_dry_run_at_two_depths(
+def test_a_deep_compiled_model_is_dry_run_at_two_depths(
     more: int, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They show the peak of all blocks, unless they contradict the estimate."""

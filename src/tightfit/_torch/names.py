@@ -260,6 +260,7 @@ _TABLE = {
         "TorchDynamoException": ("explains failures of torch.compile", "errors from its files"),
     },
     "torch._dynamo": {
+        "convert_frame": ("a logger that says when torch stops compiling a function", "its new name"),
         "maybe_mark_dynamic": (
             "one compiled loss for chunks of any length",
             "torch.compile(dynamic=True)",

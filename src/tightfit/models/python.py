@@ -177,7 +177,7 @@ def _load_file(path: Path, asked: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before the file runs: its dataclasses look it up
     try:
-        with as_input_error(asked, f"mend {path.name}", str(path)), _importable(path.parent):
+        with as_input_error(asked, f"mend {path.name}", str(path)), _importable(path.parent), _with_values():
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -186,7 +186,7 @@ def _load_file(path: Path, asked: str) -> Any:
 
 
 def _import_module(name: str, asked: str) -> Any:
-    with _importable(Path.cwd()):
+    with _importable(Path.cwd()), _with_values():
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -203,6 +203,18 @@ def _import_module(name: str, asked: str) -> Any:
             raise InputError(
                 asked, f"importing the module raised {type(error).__name__}: {error}", f"mend {name}"
             ) from error
+
+
+@contextmanager
+def _with_values() -> Iterator[None]:
+    """Inside this context, tensors have values, also where a model is created without. A user's module may make its
+    samples when it is imported."""
+    import torch
+
+    from tightfit._torch.dispatch import without_dispatch_modes
+
+    with without_dispatch_modes(), torch.device("cpu"), torch.enable_grad():
+        yield
 
 
 @contextmanager

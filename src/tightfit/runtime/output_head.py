@@ -5,6 +5,8 @@ The chunked loss computes the logits itself, from the hidden states that the hea
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tightfit._torch.fake import is_fake
+from tightfit._torch.fake import active_fake_mode, is_fake
 from tightfit._torch.modules import own_buffers
+from tightfit._torch.tensors import storage_id, version_of
 from tightfit.errors import InputError
 from tightfit.models.batches import Batch
 from tightfit.models.objective import Objective
@@ -26,6 +29,7 @@ _COPIES = (
     "SliceBackward", "SqueezeBackward", "UnsqueezeBackward", "TransposeBackward", "PermuteBackward", "TBackward", "AsStridedBackward",
 )  # fmt: skip
 _SCALINGS = ("MulBackward", "DivBackward")
+_WRITES_LOGITS = re.compile(r"\blogits\s*(\[[^\]]*\]\s*=[^=]|[-+*/]=|\.\w+_\()")
 
 
 def find_output_head(objective: Objective, model: nn.Module) -> nn.Linear:
@@ -66,7 +70,9 @@ class OutputHead:
     model          the model; it may have a buffer that it adds to the logits
     skips_product  True while a forward without the product runs
     hidden_states  the input of the output head in this forward; None outside of it
-    checked        True after a check that the model returns the hidden states as they are, or times a number
+    version        how often the input of the output head had been written in place; -1 if it is not known
+    checked        True after a forward with gradients showed that the model returns the hidden states as they are, or
+                   times a number
 
     Example: Granite divides its logits by `logits_scaling`. The model then returns the hidden states
     divided by it, and their product with the head's weight is the same.
@@ -76,6 +82,7 @@ class OutputHead:
     model: nn.Module
     skips_product: bool = False
     hidden_states: Tensor | None = None
+    version: int = -1
     checked: bool = False
 
     def attach(self) -> None:
@@ -87,6 +94,7 @@ class OutputHead:
             if not self.skips_product:
                 return product(hidden)
             self.hidden_states = hidden
+            self.version = _version(hidden)
             return hidden
 
         replace_forward(self.layer, forward)
@@ -131,49 +139,85 @@ class OutputHead:
             self.skips_product = False
             if added is not None:
                 own_buffers(self.model)[LOGITS_BIAS] = added
+        if self.hidden_states is None or _version(self.hidden_states) != self.version:
+            raise _changed()
         if returned is not self.hidden_states:  # most models return it itself: a check would split their compiled code
             self._check(returned)
+        elif not torch.compiler.is_compiling():
+            self.checked |= returned.requires_grad
         self.hidden_states = None
         return returned
 
     def compile(self, **options: Any) -> None:
-        """Compile the computation of the hidden states. options: those of torch.compile."""
-        self.hidden = torch.compile(self.hidden, **options)  # type: ignore[method-assign]
+        """Compile the computation of the hidden states. What a model of the user's own does with them is seen in its
+        first forward with gradients, which is not compiled. options: those of torch.compile."""
+        eager, compiled = self.hidden, torch.compile(self.hidden, **options)
+
+        def hidden(logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
+            known = self.checked or self._is_of_transformers or active_fake_mode() is not None
+            return (compiled if known else eager)(logits, model, batch)
+
+        self.hidden = hidden  # type: ignore[method-assign]
+
+    @property
+    def _is_of_transformers(self) -> bool:
+        """Whether the model is one of transformers that does not write to its logits in place, as Chameleon does."""
+        kind: Any = type(self.model)
+        return kind.__module__.startswith("transformers.") and not _WRITES_LOGITS.search(
+            inspect.getsource(kind.forward)
+        )
 
     @torch.compiler.disable
     def _check(self, returned: Tensor) -> None:
         """Raise InputError if `returned`, the model's output, differs from the hidden states in
-        more than its type and a factor. The values are compared only in the first forward, the
-        shapes in each.
+        more than its type and a constant factor. The shapes are compared in each forward, the rest until a
+        forward with gradients has shown what the model does.
         """
         given = self.hidden_states
         if given is None or returned.shape[-1] != given.shape[-1] or returned.numel() != given.numel():
             raise _changed()
         if self.checked or is_fake(returned):
             return
-        self.checked = True
-        if returned.requires_grad and self.logits_bias is None and not _is_scaled_copy_of(given, returned):
-            raise _changed()  # by something that changes no value yet, such as a weight that begins at 1
         before, after = given.detach().float(), returned.detach().view_as(given).float()
         factor = (before * after).sum() / before.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
-        is_same = torch.equal(after, before)
         rounding = 4 * max(torch.finfo(tensor.dtype).eps for tensor in (given, returned))
-        if not is_same and not torch.allclose(after, factor * before, rtol=rounding, atol=0.0):
+        if not torch.equal(after, before) and not torch.allclose(after, factor * before, rtol=rounding, atol=0.0):
             raise _changed()
-        if not is_same and (self.layer.bias is not None or self.logits_bias is not None):
+        if returned.requires_grad and self.logits_bias is None:
+            compiled = given.grad_fn is returned.grad_fn and self._is_of_transformers  # in one graph
+            is_scaled = not torch.equal(after, before) if compiled else self._is_scaled(given, returned)
+            self.checked = True
+        else:  # an evaluation: autograd does not show what the model may do later
+            is_scaled = not torch.equal(after, before)
+        if is_scaled and (self.layer.bias is not None or self.logits_bias is not None):
             raise _changed()  # the bias is multiplied, too
 
+    def _is_scaled(self, given: Tensor, returned: Tensor) -> bool:
+        """Return whether autograd says that `given` was multiplied by numbers, or by buffers or frozen weights of the
+        model. Raise InputError if `returned` was made from it by more than that and by copies, casts and views."""
+        own = {storage_id(one) for one in (*self.model.buffers(), *self.model.parameters()) if not one.requires_grad}
+        node, is_scaled = returned.grad_fn, False
+        while node is not None and node is not given.grad_fn:
+            sources = [source for source, _ in node.next_functions if source is not None]
+            scales = node.name().startswith(_SCALINGS)
+            if len(sources) != 1 or not (scales or node.name().startswith(_COPIES)):
+                raise _changed()
+            if scales:
+                factor = getattr(node, "_saved_other", None)
+                is_number = factor is not None and factor.dim() == 0 and factor.dtype in (torch.float64, torch.int64)
+                # a number of Python is of one of these types; a factor of the logits' type may depend on the logits
+                if factor is None or not (storage_id(factor) in own or (is_number and factor.dtype != given.dtype)):
+                    raise _changed()
+                is_scaled = True
+            node = sources[0]
+        if node is not given.grad_fn:
+            raise _changed()
+        return is_scaled
 
-def _is_scaled_copy_of(given: Tensor, returned: Tensor) -> bool:
-    """Return whether autograd says that `returned` was made from `given` by copies, casts, views and
-    multiplications by something that has no gradient."""
-    node = returned.grad_fn
-    while node is not None and node is not given.grad_fn:
-        sources = [source for source, _ in node.next_functions if source is not None]
-        if not node.name().startswith((*_COPIES, *_SCALINGS)) or len(sources) != 1:
-            return False
-        node = sources[0]
-    return node is given.grad_fn
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place; -1 if that is not counted, as in compiled code."""
+    return -1 if torch.compiler.is_compiling() or tensor.is_inference() else version_of(tensor)
 
 
 def _changed() -> InputError:
