@@ -32,8 +32,8 @@ class LoraSpec(Value):
     )
     modules_to_save: list[str] | None = Field(
         None,
-        description="modules that are trained and saved whole, such as [embed_tokens, lm_head]; left out: what a classifier has "
-        "beside its base model, and nothing of another model",
+        description="modules that are trained and saved whole, such as [embed_tokens, lm_head]. What a classifier has beside its "
+        "base model is always trained",
     )
     dora: bool = Field(False, description="also train the magnitude of each output of a layer (DoRA)")
     quantize: Literal["nf4"] | None = Field(

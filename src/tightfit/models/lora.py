@@ -59,7 +59,7 @@ def quantizes(model: Any) -> bool:
 def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
     """Freeze a transformers model and add trainable adapters to it, in place. Return the model.
 
-    The modules of `spec.lora.modules_to_save` are not frozen. They stand for themselves, without
+    The modules of `spec.lora.modules_to_save` and a classifier's output layer are not frozen. They stand for themselves, without
     peft's wrapper, and are saved as peft saves them. With `spec.lora.quantize`, the frozen linear
     layers are also stored in 4 bits, except for the output layer.
 
@@ -72,14 +72,10 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
     lora = spec.lora
     assert lora is not None
     peft = import_optional("peft", "job: model.lora")
-    names = (
-        lora.modules_to_save
-        if lora.modules_to_save is not None or task != "classification"
-        else classifier_heads(model)
-    )
-    whole = _modules_named(model, names or [])
+    heads = classifier_heads(model) if task == "classification" else []
+    whole = _modules_named(model, [*(lora.modules_to_save or []), *heads])
     shared = _sharing_weights(model, whole)  # peft reads tied weights as two, so both are saved
-    whole, names = [*whole, *shared], [*(names or []), *shared]
+    whole += shared
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -93,7 +89,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
         # peft reads a name that transformers renamed, and says that it transposes GPT-2's layers
         warnings.simplefilter("ignore")
         adapted: nn.Module = peft.inject_adapter_in_model(config, model, ADAPTER)
-    config.modules_to_save = names or None  # only now: peft would put a copy beside each module
+    config.modules_to_save = whole or None  # only now: peft would put a copy beside each module
     if shared and hasattr(config, "ensure_weight_tying"):  # not in older versions
         config.ensure_weight_tying = True
     for name in whole:
@@ -124,8 +120,8 @@ def classifier_heads(model: nn.Module) -> list[str]:
 
 
 def _modules_named(model: nn.Module, names: list[str]) -> list[str]:
-    """Return the full names of the modules with these names, as peft finds them: a name is a full name, or its last
-    parts. Raises InputError for a name that no module with parameters has."""
+    """Return the full names of the modules with these names: a name is a full name, or its last parts. Modules inside of
+    others are left out. Raises InputError for a name that no module with parameters has."""
     found: list[str] = []
     trainable = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for asked in names:
@@ -138,7 +134,7 @@ def _modules_named(model: nn.Module, names: list[str]) -> list[str]:
                 f"use some of: {', '.join(known)}",
             )
         found += matched
-    return found
+    return [name for name in dict.fromkeys(found) if not _is_inside(name, set(found) - {name})]
 
 
 def target_names(model: nn.Module, targets: str | list[str], whole: Sequence[str] = ()) -> list[str]:
@@ -353,7 +349,7 @@ def save_adapters(model: nn.Module, tensors: Mapping[str, Tensor], folder: Path)
     found = get_peft_model_state_dict(model, dict(tensors), adapter_name=adapter, save_embedding_layers=False)
     config: Any = model.peft_config[adapter]  # type: ignore[index, union-attr]
     if not any(isinstance(module, ModulesToSaveWrapper) for module in model.modules()):
-        whole = _modules_named(model, config.modules_to_save or [])
+        whole = config.modules_to_save or []
         found |= {name: tensor for name, tensor in tensors.items() if _is_inside(name, whole)}
     prefix = "" if isinstance(model, PeftModel) else PREFIX
     folder.mkdir(parents=True, exist_ok=True)
