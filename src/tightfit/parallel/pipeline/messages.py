@@ -229,9 +229,19 @@ class StageMessages:
 
         action  the forward that computed the tensors
         key     `shape_key` of the batch
+
+        Raises InputError if the tensors have other types or shapes than those that were sent for such a batch, or if
+        others of them require gradients: the next stage would wait for ever.
         """
         specs = [(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors]
-        if tensors and (known := (action.stage, "out", key)) not in self.tensor_specs:
+        known = action.stage, "out", key
+        if self.tensor_specs.get(known, specs) != specs:
+            raise InputError(
+                "plan: pp",
+                f"stage {action.stage} returns tensors with other types, shapes or gradients than in an earlier step",
+                "freeze parameters before the training, all of a stage or none, or use pp: 1",
+            )
+        if tensors and known not in self.tensor_specs:
             _refuse_unknown_types(tensors)
             self.tensor_specs[known] = specs
             header = torch.zeros(len(specs), 3 + MAX_DIMS, dtype=torch.int64, device=tensors[0].device)
