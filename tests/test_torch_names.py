@@ -207,6 +207,8 @@ def has(one: PrivateName) -> bool:
 
 def owner_of(one: PrivateName) -> Any:
     """The module or class that has a name."""
+    if one.owner.endswith("MulBackward0"):
+        return type((torch.ones(1, requires_grad=True) * 2).grad_fn)
     try:
         return importlib.import_module(one.owner)
     except ImportError:

@@ -216,6 +216,9 @@ _TABLE = {
     "torch.autograd.graph.Node": {
         "_sequence_nr": ("which segment of the forward a node is of", _BLOCK_HOOKS),
     },
+    "torch.autograd.graph.MulBackward0": {  # the class of the node of a multiplication, which has no name in torch
+        "_saved_other": ("finds factors of logits that may change", "no chunked loss for such models"),
+    },
     "torch.nn.Module": {
         "_parameters": ("replaces parameters by shards and stubs", "setattr on the module"),
         "_buffers": ("rewinds, averages and casts buffers", "setattr on the module"),

@@ -27,6 +27,13 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def saved_factor(node: Any) -> Tensor | None:
+    """Return the second factor, or the divisor, that the autograd node of a multiplication or division has saved. Return
+    None if it has saved none."""
+    found: Tensor | None = getattr(node, "_saved_other", None)
+    return found
+
+
 def swap_contents(one: Tensor, other: Tensor) -> None:
     """Swap the data, shape and dtype of two tensor objects. All existing references to `one` then
     see the contents of `other`, and the reverse."""
@@ -109,6 +116,7 @@ __all__ = [
     "in_backward",
     "next_sequence_number",
     "running_sequence_number",
+    "saved_factor",
     "saved_tensor_hooks_now",
     "sparse_parts",
     "storage_id",

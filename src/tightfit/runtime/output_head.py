@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tightfit._torch.fake import active_fake_mode, is_fake
 from tightfit._torch.modules import own_buffers
-from tightfit._torch.tensors import storage_id, version_of
+from tightfit._torch.tensors import saved_factor, storage_id, version_of
 from tightfit.errors import InputError
 from tightfit.models.batches import Batch
 from tightfit.models.objective import Objective
@@ -203,7 +203,7 @@ class OutputHead:
             if len(sources) != 1 or not (scales or node.name().startswith(_COPIES)):
                 raise _changed()
             if scales:
-                factor = getattr(node, "_saved_other", None)
+                factor = saved_factor(node)
                 is_number = factor is not None and factor.dim() == 0 and factor.dtype in (torch.float64, torch.int64)
                 # a number of Python is of one of these types; a factor of the logits' type may depend on the logits
                 if factor is None or not (storage_id(factor) in own or (is_number and factor.dtype != given.dtype)):
