@@ -270,3 +270,4 @@ def test_wrong_names_are_refused() -> None:
         make_job("bert", modules_to_save=[""])
     with pytest.raises(InputError, match="would freeze all layers of Whole"):
         classifier_heads(Whole())
+    assert classifier_heads(Whole(), may_lack=True) == []

@@ -59,8 +59,8 @@ def quantizes(model: Any) -> bool:
 def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Module:
     """Freeze a transformers model and add trainable adapters to it, in place. Return the model.
 
-    The modules of `spec.lora.modules_to_save` and a classifier's output layer are not frozen. They stand for themselves, without
-    peft's wrapper, and are saved as peft saves them. With `spec.lora.quantize`, the frozen linear
+    The modules of `spec.lora.modules_to_save` and a classifier's output layer are not frozen. They
+    stand for themselves, without peft's wrapper, and are saved as peft saves them. With `spec.lora.quantize`, the frozen linear
     layers are also stored in 4 bits, except for the output layer.
 
     spec  the model's spec; `spec.lora` describes the adapters
@@ -72,7 +72,7 @@ def add_adapters(model: nn.Module, spec: ModelSpec, task: str | None) -> nn.Modu
     lora = spec.lora
     assert lora is not None
     peft = import_optional("peft", "job: model.lora")
-    heads = classifier_heads(model) if task == "classification" else []
+    heads = classifier_heads(model, bool(lora.modules_to_save)) if task == "classification" else []
     whole = _modules_named(model, [*(lora.modules_to_save or []), *heads])
     shared = _sharing_weights(model, whole)  # peft reads tied weights as two, so both are saved
     whole += shared
@@ -105,12 +105,19 @@ def _type_of_classifier(model: nn.Module, whole: list[str]) -> str | None:
     return "SEQ_CLS" if whole and type(model).__name__.endswith("ForSequenceClassification") else None
 
 
-def classifier_heads(model: nn.Module) -> list[str]:
+def classifier_heads(model: nn.Module, may_lack: bool = False) -> list[str]:
     """Return the names of the modules that a classifier has beside its base model: its output layer, and what comes
-    directly before it. A pretrained folder may have no weights for them."""
+    directly before it. A pretrained folder may have no weights for them.
+
+    may_lack  whether the result may be empty, because the job names the output layer
+
+    Raises InputError if there are none, or if the model does not say which module is its base model.
+    """
     base = getattr(model, "base_model_prefix", "")
     heads = [name for name, module in model.named_children() if name != base and any(True for _ in module.parameters())]
     if not hasattr(model, base) or not heads:
+        if may_lack:
+            return []
         raise InputError(
             "job: model.lora",
             f"would freeze all layers of {type(model).__name__}, also the output layer, which may be new",

@@ -293,7 +293,7 @@ def _with_late_products(nodes: list[fx.Node]) -> list[fx.Node]:
     """Return the nodes of a graph in the order in which they run: a matrix product that is only added to another
     matrix comes directly before the sum, because the compiler replaces both by one kernel, addmm.
 
-    Example: the gradient of tied embeddings is a product at the begin of the backward plus a scatter at its end. The
+    Example: the gradient of tied embeddings is a product at the beginning of the backward plus a scatter at its end. The
     product's inputs, one of them the gradient of the logits, are kept until then.
 
     Source: torch/_inductor/fx_passes/post_grad.py, is_valid_addmm_fusion.

@@ -295,10 +295,11 @@ def _pinned(batch: Batch, plan: Plan) -> Batch:
 
 
 def example_batches(data: Any, samples: int) -> Iterator[Batch]:
-    """Yield a batch of few samples, and then one of `samples`, the size of the plan's micro-batches: a model may run with no
-    other number of samples. A dry run's data has only the first.
+    """Yield a batch of few samples, and then a whole micro-batch, because a model may run with no other
+    number of samples. A dry run's data has only the first.
 
-    data  the run's data
+    data     the run's data
+    samples  number of samples in a micro-batch of the plan
     """
     yield data.example()
     if hasattr(data, "samples_between"):

@@ -151,11 +151,11 @@ class OutputHead:
     def compile(self, **options: Any) -> None:
         """Compile the computation of the hidden states. What a model of the user's own does with them is seen in its
         first forward with gradients, which is not compiled. options: those of torch.compile."""
-        eager, compiled = self.hidden, torch.compile(self.hidden, **options)
+        eager, compiled, is_known = self.hidden, torch.compile(self.hidden, **options), self._is_of_transformers
 
         def hidden(logits: Callable[[nn.Module, Batch], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-            known = self.checked or self._is_of_transformers or active_fake_mode() is not None
-            return (compiled if known else eager)(logits, model, batch)
+            may_compile = is_known or self.checked or active_fake_mode() is not None
+            return (compiled if may_compile else eager)(logits, model, batch)
 
         self.hidden = hidden  # type: ignore[method-assign]
 

@@ -152,7 +152,8 @@ class ChangingBuffers:
             for module, name, buffer, copy in before
             if buffer.nbytes > SMALL_BUFFER and (module, name) in unwritten and torch.equal(buffer, copy)
         ]
-        self.tracked = [buffer for buffer in self.tracked if buffer not in set(self._constant)]
+        constant = set(self._constant)
+        self.tracked = [buffer for buffer in self.tracked if buffer not in constant]
         self._knows_constant = True
 
     def _current_versions(self) -> list[tuple[Tensor | None, int]]:
